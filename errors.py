@@ -1,0 +1,29 @@
+"""What can go wrong, by whose move mends it: each class carries the exit code of the command line.
+
+A message names what, the rule or value found, and the remedy, in one line; the command line prints it
+unwrapped and nothing else.
+"""
+
+
+class Fp8qError(Exception):
+    """Any failure fp8q foresees (exit code 1)."""
+
+    exit_code = 1
+
+
+class InputError(Fp8qError):
+    """The arguments or the files given are wrong; nothing half-written is left behind (exit code 2)."""
+
+    exit_code = 2
+
+
+class GateError(Fp8qError):
+    """A threshold the user set was not met; the results are written all the same (exit code 3)."""
+
+    exit_code = 3
+
+
+class BackendError(Fp8qError):
+    """A runtime or library is missing or failed (exit code 4)."""
+
+    exit_code = 4

@@ -1,0 +1,298 @@
+"""The run directory: what one model's stages read and write, and the record of how each file came about.
+
+A stage is a type: "not calibrated yet" is a missing file. Every file is written under a temporary name and
+renamed, so whatever a killed process leaves is either the last good state or a `*.partial` that the next call
+removes. `run.json` keeps, for each stage, the hashes of what it read and wrote and the options it was given:
+a stage is done again when any of these, or the version of fp8q, has changed, and a file that is not the one its
+stage wrote is refused instead of used.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from . import __version__
+from .errors import InputError
+
+PARTIAL = ".partial"
+#: The distributions whose versions are written beside what they helped to make.
+DISTRIBUTIONS = ("torch transformers nvidia-modelopt compressed-tensors datasets onnx onnxscript onnxruntime tensorrt tensorrt-rtx numpy").split()
+
+
+#: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then exports.
+COMMANDS = {"measure": "calibrate", "quantize": "calibrate"}
+
+
+class Strict(BaseModel):
+    """A JSON object of the run directory: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Document = TypeVar("Document", bound=BaseModel)
+
+
+class StageRecord(Strict):
+    """How one stage's outputs came about."""
+
+    inputs: dict[str, str] = Field(description="name -> SHA-256 of what the stage read")
+    options: dict[str, JsonValue]
+    outputs: dict[str, str] = Field(description="path in the run -> SHA-256 of what the stage wrote")
+    version: str
+    libraries: dict[str, str]
+    notes: list[str]
+    seconds: float
+    peak_memory_bytes: int
+
+
+class RunRecord(Strict):
+    """`run.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    model: dict[str, str] = Field(default_factory=dict, description="what identifies the source model")
+    stages: dict[str, StageRecord] = Field(default_factory=dict)
+
+
+@dataclass
+class StageLog:
+    """What a running stage says of itself; `outputs` are hashed when it ends."""
+
+    outputs: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. Paths only: nothing is read or made until asked for."""
+
+    root: Path
+
+    # fmt: off
+    record_file = property(lambda self: self.root / "run.json")
+    calibration = property(lambda self: self.root / "calibration.npz")
+    evaluation = property(lambda self: self.root / "evaluation.npz")
+    statistics = property(lambda self: self.root / "statistics.safetensors")
+    statistics_json = property(lambda self: self.root / "statistics.json")
+    scales = property(lambda self: self.root / "scales.json")
+    model = property(lambda self: self.root / "model")
+    onnx = property(lambda self: self.root / "model" / "model.onnx")
+    onnx_fp32 = property(lambda self: self.root / "model" / "model.fp32.onnx")
+    engines = property(lambda self: self.root / "engines")
+    accuracy = property(lambda self: self.root / "accuracy.json")
+    tokens = property(lambda self: self.root / "tokens.npz")
+    triton = property(lambda self: self.root / "triton")
+    report_html = property(lambda self: self.root / "report.html")
+    report_ipynb = property(lambda self: self.root / "report.ipynb")
+    # fmt: on
+
+    def exists(self) -> bool:
+        """Whether a stage has finished here."""
+        return self.record_file.is_file()
+
+    def record(self) -> RunRecord:
+        """Read `run.json`; an empty record where there is none yet.
+
+        Raises InputError when the directory holds other things than a run, or the file does not read.
+        """
+        if self.exists():
+            return read_document(self.record_file, RunRecord)
+        if self.root.is_dir() and any(not _is_ours(path) for path in self.root.iterdir()):
+            raise InputError(f"{self.root}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory")
+        if self.root.exists() and not self.root.is_dir():
+            raise InputError(f"{self.root}: is a file, not a run directory; name another with --out")
+        return RunRecord()
+
+    def require(self, path: Path, stage: str) -> Path:
+        """Return `path` when it is the file that `stage` wrote.
+
+        Raises InputError, naming the command to run, when the stage has not been run or the file has been changed.
+        """
+        if not self.exists():
+            raise InputError(f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out {self.root}`")
+        recorded, command = self.record().stages.get(stage), COMMANDS.get(stage, stage)
+        name = str(path.relative_to(self.root))
+        if recorded is None or name not in recorded.outputs or not path.is_file():
+            raise InputError(f"{path}: is missing; `fp8q {command}` writes it, run that first")
+        if sha256_file(path) != recorded.outputs[name]:
+            raise InputError(
+                f"{path}: is not the file that `fp8q {command}` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q {command}` again"
+            )
+        return path
+
+    def is_current(self, stage: str, inputs: Mapping[str, str], options: Mapping[str, JsonValue]) -> bool:
+        """Whether `stage` was run with just these inputs and options by this version, and its outputs are all there.
+
+        Raises InputError when an output is there but is not what the stage wrote.
+        """
+        recorded = self.record().stages.get(stage)
+        asked = (dict(inputs), json.loads(json.dumps(dict(options))), __version__)
+        if recorded is None or (recorded.inputs, recorded.options, recorded.version) != asked:
+            return False
+        if not all((self.root / name).is_file() for name in recorded.outputs):
+            return False
+        for name in recorded.outputs:
+            self.require(self.root / name, stage)
+        return True
+
+    @contextmanager
+    def stage(self, name: str, inputs: Mapping[str, str], options: Mapping[str, JsonValue], model: Mapping[str, str] | None = None) -> Iterator[StageLog]:
+        """Run one stage: lock the directory, clear what a killed process left, and record the outputs at the end.
+
+        The record of the stage is dropped first, so that a stage that dies half-way does not count as done. `model` is kept as
+        the identity of the source model. A directory that was made for a stage that failed is removed when nothing is in it.
+        """
+        created = not self.root.exists()
+        with disk_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._lock():
+                self._clear_partial()
+                record = self.record()
+                if name in record.stages:
+                    write_document(self.record_file, record.model_copy(update={"stages": {k: v for k, v in record.stages.items() if k != name}}))
+                log, start = StageLog(), time.monotonic()
+                _reset_peak_memory()
+                with disk_errors(self.root):
+                    yield log
+                done = StageRecord(
+                    inputs=dict(inputs), options=json.loads(json.dumps(dict(options))),
+                    outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
+                    version=__version__, libraries=library_versions(), notes=log.notes,
+                    seconds=round(time.monotonic() - start, 3), peak_memory_bytes=peak_memory_bytes(),
+                )  # fmt: skip
+                record = self.record()
+                write_document(self.record_file, record.model_copy(update={"model": dict(model or record.model), "stages": {**record.stages, name: done}}))
+        except BaseException:
+            self._clear_partial()
+            if created and self.root.is_dir() and all(path.name == LOCK for path in self.root.iterdir()):
+                shutil.rmtree(self.root)
+            raise
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with open(self.root / LOCK, "w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.root}: another fp8q process is working here; wait for it, or name another directory") from None
+            yield
+
+    def _clear_partial(self) -> None:
+        for path in [*self.root.glob(f"**/.*{PARTIAL}")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+LOCK = ".lock"
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PARTIAL))
+
+
+@contextmanager
+def disk_errors(where: Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write into an InputError that names the directory and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        remedies = {
+            errno.ENOSPC: "no space left on the disk; free some or name another directory",
+            errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
+            errno.EACCES: "permission denied; name a directory you may write to",
+            errno.EROFS: "the file system is read-only; name a directory you may write to",
+        }
+        if error.errno not in remedies:
+            raise
+        raise InputError(f"{error.filename or where}: {remedies[error.errno]}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f".{path.name}{PARTIAL}"
+    _remove(partial)
+    try:
+        yield partial
+        if partial.is_file():
+            with open(partial, "rb+") as handle:
+                os.fsync(handle.fileno())
+        elif path.is_dir():
+            _remove(path)
+        partial.rename(path)
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_document(path: Path, document: BaseModel) -> None:
+    """Write a pydantic model as indented JSON, atomically."""
+    with replacing(path) as partial:
+        partial.write_text(document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n", encoding="utf-8")
+
+
+def read_document(path: Path, kind: type[Document]) -> Document:
+    """Read and validate one of fp8q's JSON files.
+
+    Raises InputError naming the file, the first field that is wrong and what it holds.
+    """
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise InputError(f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; delete it and run the stage that writes it again") from None
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed distributions that fp8q works with."""
+    found: dict[str, str] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _reset_peak_memory() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass  # not Linux, or not allowed: the peak is then that of the process so far
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process, in bytes: since the stage began on Linux, since the process began elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
