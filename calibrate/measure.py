@@ -1,0 +1,42 @@
+"""Measure a model on windows of tokens: the stage between the corpus and the statistics."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from ..progress import Reporter
+from .observe import Watch, matrix_products, output_head, probe_groups
+from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord
+
+
+def measure(
+    model: PreTrainedModel, windows: npt.NDArray[np.int64], identity: ModelIdentity, corpus: Corpus, report: Reporter, batches: list[int] | None = None
+) -> Statistics:
+    """Run `model` on `windows` int64 [windows, seq_len] in batches of `corpus.batch_size`, watching every tensor that could be quantized.
+
+    `batches`: indices of the batches to run, in that order; all of them by default. The output head is not run.
+    """
+    head = output_head(model)
+    modules = {name: module for name, module in matrix_products(model).items() if name != head}
+    groups = probe_groups(model, modules)
+    watch = Watch(model, modules, groups, corpus.batches)
+    chosen = list(range(corpus.batches)) if batches is None else batches
+    tokens = 0
+    with report.track("Calibrating", len(chosen) * corpus.batch_size * corpus.seq_len, "tokens") as advance:
+        for batch in chosen:
+            ids = windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size]
+            watch.forward(torch.from_numpy(ids), batch)
+            tokens += ids.size
+            advance(ids.size)
+    record = StatisticsRecord(model=identity, corpus=corpus, tokens=tokens, groups=groups)
+    return Statistics(record, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})
+
+
+def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:
+    """Largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    inputs = 1 if isinstance(module, torch.nn.Linear) else 0
+    amax: npt.NDArray[np.float32] = weight.detach().abs().amax(inputs).float().cpu().numpy()
+    return amax

@@ -1,0 +1,157 @@
+"""Watch the tensors of a float model while it runs: one observer for each distinct tensor.
+
+ModelOpt's registry says which modules take quantizers; it is asked, and nothing of the model is converted, so the forward
+pass is the original one. The inputs of q, k and v (of gate and up) are the same Python object: a two-token probe groups modules by
+identity, and only the first of a group is watched. Keys and values are observed where the cache is written, after the rotary
+embedding, by a cache that stores nothing: that works for every architecture that has a cache, without a list of attention classes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
+
+from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
+from .statistics import TensorStatistics
+
+
+def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every module of `model` that multiplies by a weight matrix: linear layers, and GPT's Conv1D, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def takes_quantizers(module: nn.Module) -> bool:
+    """Whether ModelOpt's registry knows the module's class."""
+    from modelopt.torch.quantization.nn import QuantModuleRegistry
+
+    return module in QuantModuleRegistry
+
+
+def output_head(model: PreTrainedModel) -> str | None:
+    """Name of the module that makes the logits."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def attention_modules(model: nn.Module) -> dict[int, str]:
+    """Layer index -> name of the module that writes that layer of the cache."""
+    return {
+        module.layer_idx: name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(module).__name__.lower()
+    }
+
+
+def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """First module -> all modules that receive the same tensor object, from a forward pass of two tokens (on any device, meta too).
+
+    A module that two tokens do not reach is a group of its own.
+    """
+    received: dict[int, list[str]] = {}
+    alive: list[torch.Tensor] = []  # an object that is kept cannot share its id with a later one
+
+    def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            alive.append(inputs[0])
+            received.setdefault(id(inputs[0]), []).append(name)
+
+        return hook
+
+    with hooked({name: note(name) for name in modules}, modules), torch.inference_mode():
+        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
+    groups = {names[0]: names for names in received.values()}
+    reached = {name for names in groups.values() for name in names}
+    return groups | {name: [name] for name in modules if name not in reached}
+
+
+Hook = Callable[[nn.Module, tuple[torch.Tensor, ...]], None]
+
+
+@contextmanager
+def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Attach forward pre-hooks, and detach them."""
+    handles = [modules[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Observer:
+    """Counts one tensor's magnitudes. Invariant: everything it holds is a sum or a maximum, so order does not matter."""
+
+    def __init__(self, batches: int):
+        """Ready for `batches` batches."""
+        self.amax_batches = np.full(batches, np.nan, np.float32)
+        self._counts: torch.Tensor | None = None
+        self._channels: torch.Tensor | None = None
+
+    def update(self, x: torch.Tensor, batch: int) -> None:
+        """Take `x` [..., width], any float type (rounded to BF16), measured in batch number `batch`."""
+        patterns = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten(0, -2)
+        counts = torch.bincount(patterns.flatten(), minlength=PATTERNS)
+        channels = patterns.amax(0)
+        finite = torch.nonzero(counts[:INFINITY])
+        amax = magnitudes(int(finite[-1])) if len(finite) else np.float32(0)
+        self.amax_batches[batch] = np.fmax(self.amax_batches[batch], amax)
+        self._counts = counts if self._counts is None else self._counts.add_(counts)
+        self._channels = channels if self._channels is None else torch.maximum(self._channels, channels)
+
+    def statistics(self) -> TensorStatistics | None:
+        """What was measured; None where nothing was."""
+        if self._counts is None or self._channels is None:
+            return None
+        return TensorStatistics(Histogram.from_dense(self._counts.cpu().numpy()), self.amax_batches, magnitudes(self._channels.cpu().numpy()))
+
+
+class _ObservedLayer(DynamicLayer):
+    """A cache layer that shows what is written to it and keeps nothing."""
+
+    def __init__(self, see: Callable[[torch.Tensor, torch.Tensor], None]):
+        super().__init__()
+        self.see = see
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Show keys and values [batch, heads, seq, head_size]; return them as they are."""
+        self.see(key_states, value_states)
+        return key_states, value_states
+
+
+class Watch:
+    """All observers of one model: `<module>.input` for each group, `<attention>.k` and `.v` for each layer."""
+
+    def __init__(self, model: PreTrainedModel, modules: Mapping[str, nn.Module], groups: Mapping[str, list[str]], batches: int):
+        """Watch `groups` of `modules` and the cache of `model` for `batches` batches."""
+        self.model, self.modules, self.groups = model, modules, groups
+        self.attention = attention_modules(model)
+        names = [f"{first}.input" for first in groups] + [f"{name}.{part}" for name in self.attention.values() for part in "kv"]
+        self.observers = {name: Observer(batches) for name in names}
+
+    def forward(self, input_ids: torch.Tensor, batch: int) -> None:
+        """Run the decoder (not the output head) on `input_ids` int64 [windows, seq_len], which is batch number `batch`."""
+
+        def see_input(name: str) -> Hook:
+            return lambda module, inputs: self.observers[f"{name}.input"].update(inputs[0], batch)
+
+        def see_cache(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+            def see(keys: torch.Tensor, values: torch.Tensor) -> None:
+                for part, x in (("k", keys), ("v", values)):
+                    self.observers[f"{name}.{part}"].update(x.transpose(1, 2).flatten(2), batch)
+
+            return see
+
+        cache = DynamicCache()
+        cache.layers = [_ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
+        with hooked({first: see_input(first) for first in self.groups}, self.modules), torch.inference_mode():
+            self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
+
+    def statistics(self) -> dict[str, TensorStatistics]:
+        """Tensor name -> statistics, of the tensors that were reached."""
+        measured = {name: observer.statistics() for name, observer in self.observers.items()}
+        return {name: tensor for name, tensor in measured.items() if tensor is not None}

@@ -1,0 +1,1 @@
+"""Decides: formats, clips, scales, which modules, and the checkpoint that holds them. The only folder that knows E4M3."""

@@ -1,0 +1,171 @@
+"""Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
+
+For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8 cache `k_scale` and
+`v_scale` F32 [1] at the attention module. transformers and vLLM load it as it is, and the ONNX graph points at the same bytes. Tensors
+go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ..errors import InputError
+from ..progress import Reporter
+from ..calibrate.source import Source, Weights
+from .card import model_card
+from .scales import Scales, Skipped, TensorScale, WeightScales
+from .weights import WeightMethod, quantize_weight
+
+SHARD_BYTES = 512 << 20
+#: What a checkpoint holds besides its weights and config.json.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+)
+
+
+def quantize_checkpoint(source: Source, directory: Path, scales: Scales, method: WeightMethod, report: Reporter) -> Scales:
+    """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
+
+    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`.
+    Raises InputError when the source stores a module's weight under another name than transformers does.
+    """
+    weights = Weights(source)
+    missing = [module for module in scales.activations if f"{module}.weight" not in weights.names()]
+    if missing:
+        raise InputError(
+            f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
+        )
+    directory.mkdir(parents=True)
+    writer = ShardWriter(directory)
+    summaries: dict[str, WeightScales] = {}
+    skipped: dict[str, Skipped] = {}
+    with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
+        for name in weights.names():
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and module in scales.activations:
+                decision = _quantized_tensors(module, weights.tensor(name), scales.activations[module], method)
+                if isinstance(decision, Skipped):
+                    skipped[module] = decision
+                    writer.add(name, weights.tensor(name).to(torch.bfloat16))
+                else:
+                    summaries[module], tensors = decision
+                    for key, tensor in tensors.items():
+                        writer.add(key, tensor)
+            else:
+                tensor = weights.tensor(name)
+                writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+            advance(1)
+        for name, cache in scales.kv_cache.items():
+            writer.add(f"{name}_scale", torch.tensor([cache.scale], dtype=torch.float32))
+        writer.close()
+    done = Scales(
+        weights={module: summaries[module] for module in scales.activations if module in summaries},
+        activations={module: scale for module, scale in scales.activations.items() if module in summaries},
+        kv_cache=scales.kv_cache,
+        skipped=scales.skipped | skipped,
+    )
+    _write_companions(source, directory, done)
+    return done
+
+
+def _quantized_tensors(
+    module: str, weight: torch.Tensor, activation: TensorScale, method: WeightMethod
+) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
+    quantized = quantize_weight(weight.to(torch.bfloat16), method)
+    if isinstance(quantized, Skipped):
+        return quantized
+    return quantized.summary, {
+        f"{module}.weight": quantized.codes,
+        f"{module}.weight_scale": quantized.scale[:, None],
+        f"{module}.input_scale": torch.tensor([activation.scale], dtype=torch.float32),
+    }
+
+
+class ShardWriter:
+    """Collects tensors into `model-NNNNN-of-NNNNN.safetensors` and their index. Invariant: at most one shard is in memory."""
+
+    def __init__(self, directory: Path):
+        """Write into `directory`, which exists."""
+        self.directory = directory
+        self.pending: dict[str, torch.Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; the shard it would overfill is written first."""
+        if self.pending and sum(held.nbytes for held in self.pending.values()) + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.total += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the last shard, give all their final names, and write the index."""
+        self._flush()
+        count = len(self.shards)
+        index: dict[str, str] = {}
+        for number, names in enumerate(self.shards):
+            shard = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            self._temporary(number).rename(self.directory / shard)
+            index |= dict.fromkeys(names, shard)
+        document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
+        (self.directory / "model.safetensors.index.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    def _temporary(self, number: int) -> Path:
+        return self.directory / f"shard-{number}"
+
+    def _flush(self) -> None:
+        save_file(self.pending, self._temporary(len(self.shards)), metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+
+def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, object]:
+    """The `quantization_config` of config.json, made by compressed-tensors' own schema."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+    def args(strategy: str) -> QuantizationArgs:
+        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False)
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=args("tensor"))
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="float-quantized",
+        quantization_status="compressed",
+        ignore=list(ignore),
+        kv_cache_scheme=args("tensor") if fp8_cache else None,
+    )
+    return dict(config.model_dump(mode="json", exclude_none=True))
+
+
+def _write_companions(source: Source, directory: Path, scales: Scales) -> None:
+    config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), bool(scales.kv_cache))}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in _companions(source.path):
+        if path.is_dir():
+            shutil.copytree(path, directory / path.name)
+        else:
+            shutil.copyfile(path, directory / path.name)
+    (directory / "README.md").write_text(model_card(source.name, source.architecture, scales), encoding="utf-8")
+
+
+def _companions(path: Path) -> Iterator[Path]:
+    seen: set[Path] = set()
+    for pattern in COMPANIONS:
+        for found in sorted(path.glob(pattern)):
+            if found not in seen:
+                seen.add(found)
+                yield found

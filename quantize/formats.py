@@ -1,0 +1,99 @@
+"""The 8-bit floating-point formats, as data: exponent bits, mantissa bits, bias and what the extreme codes mean.
+
+Everything else (maximum, grid, midpoints, rounding) is derived. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning", table 1 (E4M3, E5M2; the "fn" in E4M3FN says finite, with NaN only in the all-ones codes); ONNX, "Float stored in
+8 bits" (the FNUZ kind of Noune et al. 2022: bias one larger, no negative zero, NaN in its place).
+
+A value is quantized as FP32(x) / FP32(scale), clipped to the largest finite value, and rounded once to the nearest code, ties
+to the even one; NaN stays NaN. Infinity is clipped as every large value is.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Float32s = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A sign bit, `exponent_bits`, `mantissa_bits`; `ieee`: the top exponent means infinity and NaN; `unsigned_zero`: 0x80 is the only NaN."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    ieee: bool = False
+    unsigned_zero: bool = False
+
+    @cached_property
+    def values(self) -> Float32s:
+        """The value of each code, float32 [256]."""
+        codes = np.arange(256)
+        exponent = (codes & 0x7F) >> self.mantissa_bits
+        fraction = (codes & ((1 << self.mantissa_bits) - 1)) / (1 << self.mantissa_bits)
+        magnitude = np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - self.bias), fraction * 2.0 ** (1 - self.bias))
+        values = np.where(codes < 0x80, magnitude, -magnitude)
+        top = exponent == (1 << self.exponent_bits) - 1
+        if self.unsigned_zero:
+            values[0x80] = np.nan
+        elif self.ieee:
+            values[top] = np.where(fraction[top] == 0, np.copysign(np.inf, values[top]), np.nan)
+        else:
+            values[[0x7F, 0xFF]] = np.nan
+        return values.astype(np.float32)
+
+    @cached_property
+    def grid(self) -> Float32s:
+        """The finite magnitudes, ascending from 0: the value of code i is grid[i], float32."""
+        positive = self.values[:0x80]
+        return positive[np.isfinite(positive)]
+
+    @cached_property
+    def max(self) -> float:
+        """The largest finite value."""
+        return float(self.grid[-1])
+
+    @cached_property
+    def smallest_subnormal(self) -> float:
+        """The smallest magnitude above zero."""
+        return float(self.grid[1])
+
+    @cached_property
+    def midpoints(self) -> Float32s:
+        """Between neighbours of `grid`, float32 [len(grid) - 1] (exact): where rounding changes."""
+        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
+
+    @cached_property
+    def nan_code(self) -> int:
+        """The code that NaN is written as."""
+        return 0x80 if self.unsigned_zero else 0x7F
+
+    def encode(self, values: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+        """Codes of float32 `values` that are already divided by their scale, uint8 of the same shape; saturating, ties to even.
+
+        The slow reference: a binary search among the midpoints. A value on a midpoint goes to the even of both codes.
+        """
+        x = np.asarray(values, np.float32)
+        magnitude = np.minimum(np.abs(x), np.float32(self.max))
+        below = np.searchsorted(self.midpoints, magnitude, side="left")
+        above = np.searchsorted(self.midpoints, magnitude, side="right")
+        code = np.where(below % 2 == 0, below, above)
+        sign = np.signbit(x) & ((code > 0) | (not self.unsigned_zero))
+        return np.where(np.isnan(x), self.nan_code, code | (sign.astype(np.int64) << 7)).astype(np.uint8)
+
+    def decode(self, codes: npt.NDArray[np.uint8]) -> Float32s:
+        """The float32 values of `codes`."""
+        return self.values[codes]
+
+    def round(self, magnitudes: Float32s) -> Float32s:
+        """The grid value each non-negative, finite magnitude (already divided by its scale) is rounded to; saturating."""
+        return self.grid[self.encode(magnitudes)]
+
+
+E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7)
+E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, ieee=True)
+E4M3FNUZ = Format("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, unsigned_zero=True)
+FORMATS = {format.name: format for format in (E4M3, E5M2, E4M3FNUZ)}

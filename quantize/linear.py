@@ -1,0 +1,96 @@
+"""The reference: a linear layer that computes what an FP8 tensor core computes.
+
+    y = cast( (Σ_k code_x[k] · code_w[n, k]) · (s_x · s_w[n]) + bias[n] )
+
+Codes are small integers times a power of two, so products of codes are exact in BF16's eight bits of factor and FP32's sum;
+the sum is accumulated in FP32, scaled once in FP32 and cast once. Simulating FP8 by rounding to the grid and multiplying dequantized BF16
+values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 before the product: another number, and not the engine's.
+
+`exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product with an FP32
+result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call `torch._scaled_mm` on the codes.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from .formats import E4M3
+
+Mode = Literal["exact", "fast"]
+CODE = torch.float8_e4m3fn
+
+
+def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes of x / scale, float8_e4m3fn of x's shape: the quotient in FP32, clipped, rounded once to nearest even; NaN stays NaN.
+
+    `x` of any float type, `scale` float32 broadcastable to it. torch's own cast has differed between versions on overflow, so it is
+    given no value that overflows.
+    """
+    return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(CODE)
+
+
+def code_table(scale: torch.Tensor) -> torch.Tensor:
+    """The codes of all 65,536 BF16 bit patterns under a scalar float32 `scale`, as BF16 numbers [65536].
+
+    A BF16 activation has no other values, so looking codes up is exact, and on a CPU six times as fast as computing them.
+    """
+    patterns = torch.arange(1 << 16, device=scale.device, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    return encode(patterns, scale).to(torch.bfloat16)
+
+
+class FP8Linear(nn.Module):
+    """A linear layer on E4M3 codes: per-output-channel weight scales, one static scale for the input."""
+
+    def __init__(self, codes: torch.Tensor, weight_scale: torch.Tensor, input_scale: torch.Tensor, bias: torch.Tensor | None, mode: Mode):
+        """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out] or None."""
+        super().__init__()
+        self.mode = mode
+        on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
+        held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
+        self.register_buffer("codes", codes.to(held), persistent=False)
+        self.register_buffer("scale", input_scale.float() * weight_scale.float(), persistent=False)
+        self.register_buffer("input_scale", input_scale.float(), persistent=False)
+        self.register_buffer("table", code_table(input_scale.float()), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    input_scale: torch.Tensor
+    table: torch.Tensor
+    bias: torch.Tensor | None
+
+    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
+        """The E4M3 codes of `x` as numbers of the type `codes` are held in."""
+        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE:
+            flat = self.table.index_select(0, x.contiguous().view(torch.uint16).flatten().to(torch.int32))
+            return flat.view(x.shape).to(self.codes.dtype)
+        return encode(x, self.input_scale).to(self.codes.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out] in x's type."""
+        codes = self.input_codes(x)
+        if self.codes.dtype == CODE:
+            total = scaled_product(codes.flatten(0, -2), self.codes).unflatten(0, x.shape[:-1])
+        else:
+            total = torch.nn.functional.linear(codes, self.codes).float()
+        y = total * self.scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product of codes `x` [tokens, in] and `weight` [out, in], both float8_e4m3fn, as float32 [tokens, out].
+
+    `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the same order everywhere.
+    """
+    one = torch.ones((), device=x.device)
+    product: torch.Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return product
+
+
+def replace_linears(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Put each of `layers` (module name -> its stand-in) in its place in `model`."""
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)

@@ -1,0 +1,64 @@
+"""The FP8 model as a torch module, read from the checkpoint fp8q wrote: what every other runtime is held against.
+
+It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it proves the file too.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
+
+from ..calibrate.observe import attention_modules
+from ..calibrate.skeleton import skeleton
+from .kv_cache import FP8Cache
+from .linear import FP8Linear, Mode, replace_linears
+
+
+def stored_tensors(directory: Path) -> Mapping[str, str]:
+    """Tensor name -> shard file name of the checkpoint in `directory`, from its index."""
+    index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    return index
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model and the scales of its cache (`<module>.k`, `<module>.v`; empty where the cache is not FP8)."""
+
+    model: PreTrainedModel
+    cache_scales: dict[str, float]
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of the kind the model is served with."""
+        return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
+
+
+def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> Reference:
+    """Load the checkpoint in `directory`; wide parts compute in `dtype`, products as `mode` says (see `linear`)."""
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    model = skeleton(config, dtype)
+    shards = {file: safe_open(directory / file, "pt") for file in set(stored_tensors(directory).values())}
+    where = stored_tensors(directory)
+
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = shards[where[name]].get_tensor(name).to(device)
+        return tensor
+
+    quantized = [name.removesuffix(".weight_scale") for name in where if name.endswith(".weight_scale")]
+    layers: dict[str, nn.Module] = {}
+    for module in quantized:
+        bias = read(f"{module}.bias") if f"{module}.bias" in where else None
+        layers[module] = FP8Linear(read(f"{module}.weight"), read(f"{module}.weight_scale")[:, 0], read(f"{module}.input_scale")[0], bias, mode)
+    replace_linears(model, layers)
+    wide = {name: read(name) for name in where if name in model.state_dict()}
+    model.load_state_dict({name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()}, strict=False, assign=True)
+    model.tie_weights()
+    unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not unset, f"the checkpoint has no {unset[0]}"
+    caches = {name.removesuffix("_scale"): float(read(name)[0]) for name in where if name.endswith((".k_scale", ".v_scale"))}
+    return Reference(model.to(device), caches)

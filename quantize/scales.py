@@ -1,0 +1,150 @@
+"""`scales.json`: each tensor's decision, or why its module stays in BF16.
+
+A scale comes out of one function, `scale_of`; what has no scale (amax zero, NaN or Inf seen, never observed) is refused by one
+function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; here the module stays in BF16 and says so.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from ..calibrate.histogram import Histogram
+from ..calibrate.statistics import Statistics, TensorStatistics
+from ..errors import InputError
+from ..run import Run, Strict, read_document
+from .clip import CLIPPERS, Clipping, saturation, scale_of, sqnr_db, underflow
+from .formats import E4M3, Format
+
+#: Scales below the smallest normal BF16 number are flushed to zero by some hardware.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+
+
+class WeightScales(Strict):
+    """One weight's per-channel scales; the scales themselves are in the checkpoint."""
+
+    method: str
+    axis: int = Field(description="of the output channels")
+    channels: int
+    scale_min: float
+    scale_max: float
+    sqnr_db: float
+    zero_channels: int | None = Field(default=None, description="all-zero channels: exact with any scale, they take scale_max")
+
+
+class TensorScale(Strict):
+    """One activation's or cache tensor's per-tensor scale; shares are fractions."""
+
+    method: str
+    amax: float
+    clip: float
+    scale: float
+    saturation: float
+    underflow: float
+    sqnr_db: float
+
+
+class Skipped(Strict):
+    """Why a module stays in BF16; `value` and `samples` where a measured number is the reason."""
+
+    reason: str
+    value: float | None = None
+    samples: int | None = None
+
+
+class Scales(Strict):
+    """`scales.json`. Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    format: Literal["e4m3"] = "e4m3"
+    weights: dict[str, WeightScales]
+    activations: dict[str, TensorScale]
+    kv_cache: dict[str, TensorScale] = Field(default_factory=dict)
+    skipped: dict[str, Skipped]
+
+    @property
+    def promised(self) -> list[str]:
+        """The modules whose product runs on FP8 codes on both sides."""
+        return list(self.weights)
+
+
+def load_scales(run: Run) -> Scales:
+    """Read `scales.json`; raises InputError when it is missing or not the file `fp8q calibrate` wrote."""
+    return read_document(run.require(run.scales, "quantize"), Scales)
+
+
+def unfit(histogram: Histogram | None) -> Skipped | None:
+    """Why no scale follows from these values; None where one does."""
+    if histogram is None or not histogram.samples:
+        return Skipped(reason="never observed: no token of the calibration text reached it", samples=0)
+    if histogram.nans:
+        return Skipped(reason=f"NaN in {histogram.nans:,} of {histogram.samples:,} input values", value=float("nan"), samples=histogram.samples)
+    if histogram.infinities:
+        return Skipped(reason=f"Inf in {histogram.infinities:,} of {histogram.samples:,} input values", value=float("inf"), samples=histogram.samples)
+    if float(scale_of(histogram.amax, E4M3)) < SMALLEST_SCALE:
+        return Skipped(reason="amax is 0: every input value is zero or vanishes in BF16", value=histogram.amax, samples=histogram.samples)
+    return None
+
+
+def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3) -> TensorScale:
+    """Choose the scale of one tensor and say what it does to the values it was chosen for. The histogram is fit (`unfit` is None)."""
+    clip = CLIPPERS[clipping.method](histogram, format, clipping) or histogram.amax
+    scale = float(scale_of(clip, format))
+    return TensorScale(
+        method=clipping.method,
+        amax=histogram.amax,
+        clip=clip,
+        scale=scale,
+        saturation=saturation(histogram, format, scale),
+        underflow=underflow(histogram, format, scale),
+        sqnr_db=sqnr_db(histogram, format, scale),
+    )
+
+
+def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
+    """Module -> the first module of its group, whose name the group's tensor bears."""
+    return {member: first for first, members in groups.items() for member in members}
+
+
+def activation_scales(statistics: Statistics, modules: Iterable[str], clipping: Clipping) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
+    """Scales of the inputs of `modules`, and those that have none. Members of a group repeat theirs."""
+    scales: dict[str, TensorScale] = {}
+    skipped: dict[str, Skipped] = {}
+    first = group_of(statistics.record.groups)
+    chosen: dict[str, TensorScale | Skipped] = {}
+    for module in modules:
+        name = f"{first.get(module, module)}.input"
+        if name not in chosen:
+            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping)
+        decision = chosen[name]
+        if isinstance(decision, Skipped):
+            skipped[module] = decision
+        else:
+            scales[module] = decision
+    return scales, skipped
+
+
+def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping) -> TensorScale | Skipped:
+    histogram = tensor.histogram if tensor else None
+    reason = unfit(histogram)
+    return reason or tensor_scale(histogram, clipping) if histogram is not None else reason or Skipped(reason="never observed", samples=0)
+
+
+def kv_cache_scales(statistics: Statistics, clipping: Clipping) -> dict[str, TensorScale]:
+    """Scales of every key and value cache.
+
+    Raises InputError naming the first tensor that has none: a cache in two types serves nobody.
+    """
+    scales: dict[str, TensorScale] = {}
+    for name, tensor in statistics.tensors.items():
+        if not name.endswith((".k", ".v")):
+            continue
+        if reason := unfit(tensor.histogram):
+            raise InputError(f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-cache off")
+        scales[name] = tensor_scale(tensor.histogram, clipping)
+    if not scales:
+        raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
+    return scales

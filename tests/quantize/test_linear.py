@@ -1,0 +1,58 @@
+"""The reference linear layer against arithmetic on the codes, and against torch's own scaled product."""
+
+import pytest
+import torch
+
+from fp8q.quantize.formats import E4M3
+from fp8q.quantize.linear import CODE, FP8Linear, code_table, encode, scaled_product
+
+
+def layer(mode, bias: bool = False, seed: int = 0) -> tuple[FP8Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight_scale = torch.rand(24, generator=generator) * 0.01 + 0.001
+    codes = (torch.randn(24, 64, generator=generator) * 100).clamp(-448, 448).to(CODE)
+    input_scale = torch.tensor(0.0123)
+    offset = torch.randn(24, generator=generator) if bias else None
+    return FP8Linear(codes, weight_scale, input_scale, offset, mode), codes, weight_scale, input_scale
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_exact_mode_is_the_formula_in_float64(bias: bool) -> None:
+    linear, codes, weight_scale, input_scale = layer("exact", bias)
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))
+    quantized = torch.from_numpy(E4M3.decode(E4M3.encode((x / input_scale).numpy()))).double()
+    expected = quantized @ codes.double().T * (input_scale * weight_scale).double()
+    expected += 0 if linear.bias is None else linear.bias.double()
+    torch.testing.assert_close(linear(x).double(), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_fast_mode_differs_from_exact_by_one_rounding_of_the_sum_to_bf16() -> None:
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    fast, exact = layer("fast")[0](x).double(), layer("exact")[0](x.float()).double()
+    assert ((fast - exact).abs() <= exact.abs() * 2.0**-7).all()
+
+
+def test_the_table_gives_every_bf16_pattern_its_code() -> None:
+    scale = torch.tensor(0.0371)
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    expected = E4M3.decode(E4M3.encode((patterns.float() / scale).numpy()))
+    torch.testing.assert_close(code_table(scale).float(), torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_quotient_is_taken_in_fp32_not_in_bf16() -> None:
+    x, scale = torch.tensor([1.1640625], dtype=torch.bfloat16), torch.tensor(0.0123)
+    assert encode(x, scale).float().item() == E4M3.decode(E4M3.encode([x.float().item() / 0.0123])).item()
+
+
+def test_a_gpu_s_scaled_product_gives_the_sum_that_exact_mode_accumulates() -> None:
+    linear, codes, _, input_scale = layer("exact")
+    x = encode(torch.randn(16, 64, generator=torch.Generator().manual_seed(2)), input_scale)
+    torch.testing.assert_close(scaled_product(x, codes).double(), x.double() @ codes.double().T, rtol=1e-6, atol=1e-3)
+
+
+def test_nan_in_the_input_comes_out_as_nan() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x[1, 3] = float("nan")
+    y = layer("fast")[0](x)
+    assert not y[0].isnan().any()
+    assert y[1].isnan().all()
