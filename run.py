@@ -152,33 +152,38 @@ class Run:
         """Run one stage: lock the directory, clear what a killed process left, and record the outputs at the end.
 
         The record of the stage is dropped first, so that a stage that dies half-way does not count as done. `model` is kept as
-        the identity of the source model. A directory that was made for a stage that failed is removed when nothing is in it.
+        the identity of the source model. A directory that was made for a stage that failed is removed.
         """
+        self.record()  # refuses a directory that is no run before anything is written
         created = not self.root.exists()
         with disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
         try:
-            with self._lock():
+            with self._lock(), disk_errors(self.root):
                 self._clear_partial()
                 record = self.record()
-                if name in record.stages:
-                    write_document(self.record_file, record.model_copy(update={"stages": {k: v for k, v in record.stages.items() if k != name}}))
+                others = {other: done for other, done in record.stages.items() if other != name}
+                record = record.model_copy(update={"model": dict(model or record.model), "stages": others})
+                write_document(self.record_file, record)
                 log, start = StageLog(), time.monotonic()
                 _reset_peak_memory()
-                with disk_errors(self.root):
-                    yield log
+                yield log
                 done = StageRecord(
-                    inputs=dict(inputs), options=json.loads(json.dumps(dict(options))),
+                    inputs=dict(inputs),
+                    options=json.loads(json.dumps(dict(options))),
                     outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
-                    version=__version__, libraries=library_versions(), notes=log.notes,
-                    seconds=round(time.monotonic() - start, 3), peak_memory_bytes=peak_memory_bytes(),
-                )  # fmt: skip
-                record = self.record()
-                write_document(self.record_file, record.model_copy(update={"model": dict(model or record.model), "stages": {**record.stages, name: done}}))
+                    version=__version__,
+                    libraries=library_versions(),
+                    notes=log.notes,
+                    seconds=round(time.monotonic() - start, 3),
+                    peak_memory_bytes=peak_memory_bytes(),
+                )
+                write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
         except BaseException:
-            self._clear_partial()
-            if created and self.root.is_dir() and all(path.name == LOCK for path in self.root.iterdir()):
-                shutil.rmtree(self.root)
+            if created:
+                shutil.rmtree(self.root, ignore_errors=True)
+            else:
+                self._clear_partial()
             raise
 
     @contextmanager

@@ -1,0 +1,209 @@
+"""The public functions: each is one command of the command line, with the same names and defaults.
+
+They join the stages; the work is in the folders. Every function takes a `Reporter` for its notes and progress (silent by default), and
+does nothing that a finished stage of the same inputs, options and version has done already.
+
+    from fp8q.api import calibrate, build_engine, validate
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import stages
+from .errors import BackendError, GateError, InputError
+from .options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from .progress import SILENT, Reporter
+from .run import Run
+from .serve.repository import TritonOptions
+from .stages import Notes
+
+if TYPE_CHECKING:
+    from .export.engine import EngineInfo
+    from .validate.accuracy import Accuracy
+    from .validate.tables import ModuleRow
+
+__all__ = [
+    "CalibrateOptions", "EngineOptions", "ExportOptions", "RunOptions", "TritonOptions", "ValidateOptions",
+    "build_engine", "calibrate", "export", "inspect", "open_run", "report", "run", "triton", "validate",
+]  # fmt: skip
+
+#: What the extra `calibrate` brings, by the names they are imported under.
+CALIBRATE_MODULES = ("torch", "transformers", "datasets", "modelopt", "compressed_tensors", "onnxscript")
+
+
+def needs(extra: str, modules: Sequence[str]) -> None:
+    """Raise BackendError, naming the extra, when one of `modules` is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise BackendError(f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`")
+
+
+def open_run(path: Path) -> Run:
+    """The run directory at `path`; raises InputError when there is none."""
+    found = Run(Path(path))
+    if not found.root.exists():
+        raise InputError(f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`")
+    if not found.exists():
+        raise InputError(f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out {path}`")
+    found.record()
+    return found
+
+
+def calibrate(
+    model: str, data: str, out: Path, eval_data: str | None = None, options: CalibrateOptions = CalibrateOptions(),
+    export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
+) -> Run:  # fmt: skip
+    """Measure `model` on `data`, choose scales, write the FP8 checkpoint and its ONNX graphs into the run directory `out`.
+
+    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets` directory, or a hub data set.
+    Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    from .calibrate.source import load_tokenizer, open_source
+
+    found, notes = Run(Path(out)), Notes(progress)
+    before = found.record().model
+    source = open_source(model, options.revision, options.trust_remote_code)
+    if before and before["fingerprint"] != source.fingerprint:
+        raise InputError(
+            f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
+        )
+    products = stages.products_of(source, options.skip)
+    collected = stages.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+    stages.write_corpus(found, source, collected, notes)
+    stages.measure(found, source, options, notes)
+    stages.quantize(found, source, products, options, notes)
+    stages.export(found, export_options.dtype, notes)
+    return found
+
+
+def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
+    """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them."""
+    needs("calibrate", CALIBRATE_MODULES)
+
+    found = open_run(path)
+    stages.export(found, options.dtype, Notes(progress))
+    return found
+
+
+def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT) -> "list[EngineInfo]":
+    """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on both sides.
+
+    Raises GateError when fewer than `options.min_fp8_share` of them do, or when that cannot be told; BackendError when the runtime is missing.
+    """
+    from .calibrate.corpus import lower_default
+    from .export.engine import build_engines, check_share, load_engines, resolve
+    from .quantize.scales import load_scales
+
+    found, notes = open_run(path), Notes(progress)
+    inputs = stages.fp8_files(found)
+    scales = load_scales(found)
+    limit = stages.positions(found.model) or DEFAULT_SEQ_LEN
+    max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
+    options = resolve(replace(options, max_seq_len=max_seq_len))
+    chosen = asdict(options) | {"targets": list(options.targets)}
+    chosen.pop("min_fp8_share")
+    if not found.is_current("build-engine", inputs, chosen):
+        with stages.stage(found, "build-engine", inputs, chosen, notes) as log:
+            log.outputs += build_engines(found, scales.promised, options, notes)
+    engines = load_engines(found)
+    check_share(engines, options.min_fp8_share)
+    return engines
+
+
+def validate(path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT) -> "Accuracy":
+    """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
+
+    Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction).
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    from .validate.accuracy import load_accuracy, save_accuracy
+    from .validate.compare import compare
+    from .validate.runtimes import forwards, vocabulary
+
+    found, notes = open_run(path), Notes(progress)
+    evaluation = stages.evaluation(found, data, options.context, options.stride, notes)
+    inputs = stages.fp8_files(found) | {"tokens": evaluation.protocol.sha256}
+    chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
+    if not found.is_current("validate", inputs, chosen):
+        with stages.stage(found, "validate", inputs, chosen, notes) as log:
+            made = forwards(options.runtimes, found, lambda: stages.source_of(found), stages.device())
+            accuracy, nll = compare(evaluation, made, vocabulary(found.model), notes)
+            log.outputs += save_accuracy(found, accuracy, nll)
+    accuracy = load_accuracy(found)
+    check_increase(accuracy, options.max_ppl_increase)
+    return accuracy
+
+
+def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
+    """Raise GateError when a runtime's perplexity is more than `limit` (a fraction) above BF16's."""
+    for name, runtime in accuracy.runtimes.items():
+        if limit is not None and runtime.perplexity_increase is not None and name != "source" and runtime.perplexity_increase > limit:
+            raise GateError(
+                f"{name}: perplexity {runtime.perplexity:.4f} is {runtime.perplexity_increase:.2%} above BF16's, more than --max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 with --skip"
+            )
+
+
+def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
+    """Write the Triton model repository of the run at `path`; returns its files."""
+    from .serve.repository import write_repository
+
+    found, notes = open_run(path), Notes(progress)
+    inputs, chosen = stages.fp8_files(found), asdict(options)
+    if not found.is_current("triton", inputs, chosen):
+        with stages.stage(found, "triton", inputs, chosen, notes) as log:
+            log.outputs += write_repository(found, options, notes)
+    return [found.root / name for name in found.record().stages["triton"].outputs]
+
+
+def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
+    """Write `report.html` and `report.ipynb` of the run at `path`; returns their paths."""
+    from .validate.report import write_report
+
+    found, notes = open_run(path), Notes(progress)
+    inputs = {name: digest for stage, record in found.record().stages.items() if stage != "report" for name, digest in record.outputs.items()}
+    if not found.is_current("report", inputs, {}):
+        with stages.stage(found, "report", inputs, {}, notes) as log:
+            log.outputs += write_report(found, notes)
+    return [found.report_html, found.report_ipynb]
+
+
+def inspect(path: Path) -> "list[ModuleRow]":
+    """Every matrix product and cache tensor of the run at `path`: its scale and what that does, or why it stays in BF16."""
+    from .validate.tables import module_rows
+
+    return module_rows(open_run(path))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of all stages."""
+
+    calibrate: CalibrateOptions = CalibrateOptions()
+    export: ExportOptions = ExportOptions()
+    engine: EngineOptions = EngineOptions()
+    validate: ValidateOptions = ValidateOptions()
+    triton: TritonOptions = TritonOptions()
+
+
+def run(model: str, data: str, out: Path, eval_data: str | None = None, options: RunOptions = RunOptions(), progress: Reporter = SILENT) -> Run:
+    """All stages, one after the other: the arguments are those of `calibrate`. A gate that is not met is raised when all is written."""
+    found = calibrate(model, data, out, eval_data, options.calibrate, options.export, progress)
+    gates: list[GateError] = []
+    for step in (
+        lambda: build_engine(out, options.engine, progress),
+        lambda: validate(out, None, options.validate, progress),
+        lambda: triton(out, options.triton, progress),
+        lambda: report(out, progress),
+    ):
+        try:
+            step()
+        except GateError as gate:
+            gates.append(gate)
+    if gates:
+        raise GateError("; ".join(map(str, gates)))
+    return found
+

@@ -1,0 +1,73 @@
+"""Text to windows of tokens. Knows nothing of a model but its tokenizer.
+
+Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut every `seq_len` tokens, so
+there is no padding to keep out of the statistics. Where there are more windows than asked for, they are taken evenly over the whole text: corpora
+are sorted by source and topic, and their first megabyte speaks for neither.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InputError
+from ..progress import Reporter
+from .overlap import check_disjoint
+from .texts import Reading, load_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Reading", "check_disjoint", "encode", "fingerprint", "hold_out", "load_texts", "lower_default", "windows"]
+
+Tokens = npt.NDArray[np.int64]
+
+
+def fingerprint(texts: Sequence[str]) -> str:
+    """SHA-256, in hexadecimal, of the UTF-8 bytes of documents, each preceded by their number (8 bytes, little-endian)."""
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Tokens:
+    """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives a text."""
+    encoded = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+    return np.concatenate([np.asarray(ids, np.int64) for ids in encoded]) if encoded else np.zeros(0, np.int64)
+
+
+def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
+    """Split tokens into those to calibrate on and the last `fraction` of them, to evaluate on."""
+    kept = len(ids) - int(len(ids) * fraction)
+    return ids[:kept], ids[kept:]
+
+
+def windows(ids: Tokens, seq_len: int, count: int) -> Tokens:
+    """Cut `ids` into windows of `seq_len` tokens and take `count` of them, evenly spread, int64 [count, seq_len].
+
+    Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`.
+    """
+    available = len(ids) // seq_len
+    if not 1 <= count <= available:
+        raise InputError(f"--samples {count:,}: the text has {len(ids):,} tokens, {available:,} windows of {seq_len:,}; give more text, or a smaller --samples or --seq-len")
+    chosen = np.arange(count) * available // count
+    return np.ascontiguousarray(ids[: available * seq_len].reshape(available, seq_len)[chosen])
+
+
+def lower_default(option: str, asked: int | None, default: int, limit: int | None, because: str, report: Reporter) -> int:
+    """The value of `option`: what was asked for, or the default lowered to `limit`, with a note; `because` says what the limit is.
+
+    Raises InputError when more than the limit was asked for. `limit` None: nothing limits it.
+    """
+    if asked is None:
+        if limit is None or default <= limit:
+            return default
+        report.note(f"{option}: the default {default:,} is lowered to {limit:,}, {because}")
+        return limit
+    if limit is not None and asked > limit:
+        raise InputError(f"{option} {asked:,}: is more than {limit:,}, {because}; ask for at most that, or leave it out")
+    return asked

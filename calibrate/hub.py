@@ -1,0 +1,69 @@
+"""Names on the Hugging Face hub: told from paths, and fetched; every way that can fail is one line with a remedy.
+
+Only what the stages read is fetched: safetensors, JSON and tokenizer files of the top folder. Pickled weights are never downloaded.
+What is in the hub's local cache already is used without a network, and `HF_HUB_OFFLINE=1` keeps it to that.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import InputError
+
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+#: Copies in subfolders and in other formats than Hugging Face's (Mistral's, Meta's).
+UNWANTED = ("*/*", "consolidated*")
+CODE = ("*.py",)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `text` reads as a hub name (`name` or `owner/name`) rather than as a path."""
+    return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and len(text) <= 96
+
+
+@contextmanager
+def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Iterator[None]:
+    """Turn what fetching the `kind` ("model", "data set") `name` can raise into an InputError; `remedy` says what to do without a network."""
+    from httpx import HTTPError
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise InputError(f"{name}: the {kind} is gated on the hub; accept its terms there and log in with `hf auth login`") from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{name}: has no revision {revision} on the hub; name a branch, tag or commit that it has with --revision") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, or `hf auth login` if it is private") from None
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError):
+        raise InputError(f"{name}: there is no such file or directory, and the hub cannot be reached to look for a {kind} of that name; {remedy}") from None
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep the hub's client from drawing bars and logging its retries; the setting before is restored."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger = logging.getLogger("huggingface_hub")
+    level, bars = logger.level, not are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            enable_progress_bars()
+
+
+def fetch_model(name: str, revision: str | None, with_code: bool) -> Path:
+    """Directory of the hub model `name` at `revision` in the local cache, downloaded if need be. Raises InputError."""
+    from huggingface_hub import snapshot_download
+
+    remedy = "connect, or download it elsewhere and give the directory as MODEL"
+    with quiet_hub(), hub_errors("model", name, revision, remedy):
+        allowed = [*WANTED, *(CODE if with_code else ())]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=list(UNWANTED)))

@@ -1,0 +1,63 @@
+"""Whether two texts are the same text, whatever files and formats they came in.
+
+Both are cut into units (words and single signs; white space and document boundaries do not count), and every run of `RUN`
+consecutive units is hashed. The share of one text's *distinct* runs that the other holds too is the share of it that was copied: ordinary
+corpora share next to none that long (measured: Python files of one project 0.3 %, WikiText's and TinyStories' splits 0), a licence header
+that stands in every file counts once, and a copy is found wherever it begins and however its lines are broken.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InputError
+from ..progress import SILENT, Reporter
+
+RUN = 64
+#: From this share on a text counts as the other one.
+SAME = 0.10
+#: From this share on the user is told.
+WORTH_A_NOTE = 0.01
+_UNIT = re.compile(r"[A-Za-z0-9_]+|\S")
+#: Odd 64-bit constants (golden ratio and splitmix64's): another one a level, or swapping two halves would not show.
+_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+Hashes = npt.NDArray[np.uint64]
+
+
+def check_disjoint(calibration: Sequence[str], evaluation: Sequence[str], data: str, eval_data: str, report: Reporter = SILENT) -> None:
+    """Raise InputError when a tenth of one text is in the other; note it when a hundredth is. `data` and `eval_data` are how the user calls them."""
+    of_calibration, of_evaluation = shares(calibration, evaluation)
+    share, what, where = max((of_evaluation, eval_data, data), (of_calibration, data, eval_data))
+    if share >= SAME:
+        raise InputError(f"--eval-data {eval_data}: is not apart from the calibration text: {share:.0%} of {what} is in {where}; evaluate on other text, or leave --eval-data out to hold out the last tenth of --data")
+    if share >= WORTH_A_NOTE:
+        report.note(f"--eval-data {eval_data}: {share:.1%} of {what} is in {where}")
+
+
+def shares(first: Sequence[str], second: Sequence[str]) -> tuple[float, float]:
+    """Share of the distinct runs of the first text that the second holds, and the other way round. Texts of fewer units are compared in shorter runs."""
+    units = _units(first), _units(second)
+    length = min(RUN, *map(len, units))
+    if not length:
+        return 0.0, 0.0
+    runs = [np.unique(_runs(hashes, length)) for hashes in units]
+    common = len(np.intersect1d(*runs, assume_unique=True))
+    return common / len(runs[0]), common / len(runs[1])
+
+
+def _units(texts: Sequence[str]) -> Hashes:
+    """A 64-bit hash of each unit, in order."""
+    return np.fromiter((hash(unit.group()) for text in texts for unit in _UNIT.finditer(text)), np.int64).view(np.uint64)
+
+
+def _runs(units: Hashes, length: int) -> Hashes:
+    """A hash of every run of (at least half of, and at most) `length` units: runs of 1, 2, 4 … units, each made of two of half its length."""
+    runs, reach, level = units, 1, 0
+    while 2 * reach <= length:
+        runs = runs[:-reach] * np.uint64(_MULTIPLIERS[level % len(_MULTIPLIERS)]) + runs[reach:]
+        runs = runs ^ (runs >> np.uint64(29))
+        reach, level = 2 * reach, level + 1
+    return runs

@@ -1,0 +1,199 @@
+"""A Hugging Face decoder as one plain ONNX graph (standard operators only), its weights left where they are.
+
+The model is built on the meta device, so memory does not grow with the weights, and traced by `torch.onnx.export(dynamo=True)`. Three
+things are put in place of the originals: linear layers on FP8 codes, an attention that makes its own mask from positions, and a cache whose
+past is a buffer of fixed capacity (slot j holds position j) and whose new keys and values leave the graph alone. The padding of a batch goes to the
+right: a padded token continues the positions, is masked, and what it writes is overwritten.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..calibrate.observe import attention_modules
+from ..quantize.linear import CODE, replace_linears
+from . import operators
+
+#: Smallest head size (and the divisor of all) for which TensorRT has a fused attention kernel.
+FUSED_HEAD_SIZE = 16
+ATTENTION = "fp8q"
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: whether keys and values are codes."""
+
+    groups: Mapping[str, list[str]]
+    fp8_cache: bool
+    dtype: torch.dtype
+
+
+class QuantizedInput(nn.Module):
+    """The input of a group: every member receives the same tensor, which is quantized once."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.dtype = plan.dtype
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` quantized and dequantized, in the compute type."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, operators.dequantize(operators.quantize(x, self.scale), self.scale, self.dtype))
+        return self._last[1]
+
+
+class GraphLinear(nn.Module):
+    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a bias."""
+
+    def __init__(self, linear: nn.Linear, first: "GraphLinear | None", plan: GraphPlan):
+        """Stand in for `linear`; `first` is the first member of its group, None where it is that itself."""
+        super().__init__()
+        self.dtype = plan.dtype
+        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=CODE, device="meta"))
+        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0], dtype=torch.float32, device="meta"))
+        self.bias = linear.bias
+        self.input = QuantizedInput(plan) if first is None else None
+        self.quantized = [first.input if first is not None else self.input]  # in a list, so that it is registered once
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        (quantized,) = self.quantized
+        y = torch.matmul(quantized(x), operators.dequantize(self.weight, self.weight_scale, self.dtype).t())
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedCache(nn.Module):
+    """Keys (or values) of one layer as codes: the past is dequantized, the new ones are quantized once and leave as codes."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.dtype = plan.dtype
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+
+    scale: torch.Tensor
+
+    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as values, and the new codes."""
+        codes = operators.quantize(new, self.scale)
+        values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
+        return torch.cat(values, dim=-2), codes
+
+
+class PlainCache(nn.Module):
+    """Keys (or values) of one layer in the compute type."""
+
+    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of them, and the new ones."""
+        return torch.cat([past, new], dim=-2), new
+
+
+class GraphLayer(DynamicLayer):
+    """One layer of the cache while the graph is traced: `new` holds what this step wrote."""
+
+    def __init__(self, attention: nn.Module, past: tuple[torch.Tensor, torch.Tensor]):
+        super().__init__()
+        self.parts = (attention.fp8q_k, attention.fp8q_v)
+        self.past = past
+        self.new: tuple[torch.Tensor, ...] = ()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take keys and values [batch, heads, seq, size]; return the past's and theirs."""
+        pairs = [part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)]
+        self.new = tuple(stored for _, stored in pairs)
+        return pairs[0][0], pairs[1][0]
+
+
+class Graph(nn.Module):
+    """The traced module: inputs and outputs of the ONNX graph, in its order."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self.attention = attention_modules(model)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits [batch, seq, vocabulary], then this step's keys and values of every layer."""
+        capacity = past[0][0].shape[2]
+        slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
+        keys = torch.cat([slots, position_ids], dim=1)
+        cache = DynamicCache()
+        cache.layers = [GraphLayer(self.model.get_submodule(self.attention[i]), pair) for i, pair in zip(sorted(self.attention), past, strict=True)]
+        with attending(position_ids, keys, attention_mask):
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
+        return (logits, *(new for layer in cache.layers for new in layer.new))
+
+
+_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+
+@contextmanager
+def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -> Iterator[None]:
+    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are there."""
+    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0))
+    try:
+        yield
+    finally:
+        _mask.pop()
+
+
+def attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object, scaling: float | None = None,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not by slot.
+
+    For head sizes without a fused kernel in TensorRT, as plain products and a softmax.
+    """
+    queries, keys, filled = _mask[-1]
+    allowed = (keys <= queries) & filled
+    if sliding_window is not None:
+        allowed = allowed & (queries - keys < sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.shape[-1] % FUSED_HEAD_SIZE:
+        output = plain_attention(query, key, value, allowed, scale)
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1)
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
+    """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in place)."""
+    AttentionInterface.register(ATTENTION, attention)
+    model.set_attn_implementation(ATTENTION)
+    layers: dict[str, nn.Module] = {}
+    for members in plan.groups.values():
+        first: GraphLinear | None = None
+        for name in members:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear), f"{name} is no linear layer"
+            layers[name] = GraphLinear(linear, first, plan)
+            first = first or layers[name]  # type: ignore[assignment]
+    replace_linears(model, layers)
+    for name in attention_modules(model).values():
+        module = model.get_submodule(name)
+        module.fp8q_k, module.fp8q_v = (QuantizedCache(plan) if plan.fp8_cache else PlainCache() for _ in range(2))
+    return Graph(model.eval())

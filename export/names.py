@@ -1,0 +1,44 @@
+"""What nodes and tensors of the graph are called: after their Hugging Face module, so that every tool can be read back to the model.
+
+`M` is a linear module, `G` the first of a group that shares its input, `A` an attention module, part `k` or `v`.
+"""
+
+
+def matmul(module: str) -> str:
+    """The product of module M."""
+    return f"{module}.matmul"
+
+
+def bias_add(module: str) -> str:
+    """The addition of M's bias."""
+    return f"{module}.bias_add"
+
+
+def weight_dequantize(module: str) -> str:
+    """DequantizeLinear of M's weight."""
+    return f"{module}.weight.dequantize"
+
+
+def input_quantize(module: str) -> str:
+    """QuantizeLinear of the input of group G."""
+    return f"{module}.input.quantize"
+
+
+def input_dequantize(module: str) -> str:
+    """DequantizeLinear of the input of group G."""
+    return f"{module}.input.dequantize"
+
+
+def cache_quantize(module: str, part: str) -> str:
+    """QuantizeLinear of A's new keys or values."""
+    return f"{module}.{part}.quantize"
+
+
+def cache_dequantize(module: str, part: str) -> str:
+    """DequantizeLinear of A's new keys or values."""
+    return f"{module}.{part}.dequantize"
+
+
+def cache_dequantize_past(module: str, part: str) -> str:
+    """DequantizeLinear of A's past keys or values."""
+    return f"{module}.{part}.dequantize_past"

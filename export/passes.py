@@ -1,0 +1,183 @@
+"""The passes between what torch's exporter gives and `model.onnx`. Each changes the graph in place and says what for.
+
+They work on onnx_ir, whose tensors may lie in files: no pass reads a weight.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, NameFixPass, RemoveUnusedNodesPass
+
+from . import names
+
+#: safetensors' names of element types, as ONNX's.
+ELEMENT_TYPES = {
+    "BF16": ir.DataType.BFLOAT16, "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "I64": ir.DataType.INT64, "I32": ir.DataType.INT32, "BOOL": ir.DataType.BOOL,
+}  # fmt: skip
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor's bytes lie: `file` in the model's directory, `offset` and `length` in bytes."""
+
+    file: str
+    offset: int
+    length: int
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Every tensor in the safetensors files of `directory`, from their headers alone (the format: 8 bytes of length, JSON, data)."""
+    found: dict[str, Stored] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            header = json.loads(handle.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                found[name] = Stored(path.name, 8 + length + start, end - start, ELEMENT_TYPES[entry["dtype"]], tuple(entry["shape"]))
+    return found
+
+
+def name_interface(model: ir.Model, layers: int) -> None:
+    """Name inputs, outputs and dynamic dimensions as DESIGN section 7 does.
+
+    1. `past_key_values.N.key|value` and `new_key_values.N.key|value`, in the order of tracing. 2. The exporter's symbols become batch, seq and
+    capacity wherever a shape mentions them, in sums too.
+    """
+    inputs, outputs = model.graph.inputs, model.graph.outputs
+    parts = [f"{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
+    for value, part in zip(inputs[3:], parts, strict=True):
+        value.name = f"past_key_values.{part}"
+    for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
+        value.name = name
+    assert inputs[0].shape is not None and inputs[3].shape is not None, "the exporter gives its inputs shapes"
+    symbols = {str(inputs[0].shape[0]): "batch", str(inputs[0].shape[1]): "seq", str(inputs[3].shape[2]): "capacity"}
+    for value in _values(model):
+        if value.shape is not None:
+            value.shape = ir.Shape([dim if isinstance(dim, int) else _renamed(str(dim), symbols) for dim in value.shape])
+    outputs[0].shape = ir.Shape(["batch", "seq", outputs[0].shape[2] if outputs[0].shape else None])
+
+
+def _renamed(dimension: str, symbols: Mapping[str, str]) -> str:
+    words = re.sub(r"\w+", lambda match: symbols.get(match[0], match[0]), dimension)
+    return "capacity + seq" if words in ("seq + capacity", "capacity + seq") else words
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    return [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
+
+
+def name_nodes(model: ir.Model) -> None:
+    """Give every product, Q and DQ the name of its Hugging Face module, from the scopes the exporter noted.
+
+    1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and DQ of the activation.
+    3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its MatMul and Add.
+    """
+    wide = _wide_linears(model)
+    for node in model.graph:
+        scopes = json.loads(node.metadata_props.get(SCOPES, "[]").replace("'", '"'))
+        if len(scopes) < 2:
+            continue
+        scope = scopes[-2].removeprefix("model.")
+        if name := _node_name(node, scope, scope in wide):
+            node.name = name
+
+
+def _wide_linears(model: ir.Model) -> set[str]:
+    return {name.removeprefix("model.").removesuffix(".weight") for name in model.graph.initializers if name.endswith(".weight")}
+
+
+def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
+    owner, _, last = scope.rpartition(".")
+    if last == "input":
+        return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(node.op_type)
+    if last in ("fp8q_k", "fp8q_v"):
+        part = last[-1]
+        past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
+        dequantize = names.cache_dequantize_past(owner, part) if past else names.cache_dequantize(owner, part)
+        return {"QuantizeLinear": names.cache_quantize(owner, part), "DequantizeLinear": dequantize}.get(node.op_type)
+    if linear:
+        kinds = {"MatMul": names.matmul(scope), "Gemm": names.matmul(scope), "Add": names.bias_add(scope), "DequantizeLinear": names.weight_dequantize(scope)}
+        return kinds.get(node.op_type)
+    return None
+
+
+def point_at_weights(model: ir.Model, directory: Path, aliases: Mapping[str, str], buffers: Mapping[str, ir.TensorProtocol]) -> None:
+    """Make every initializer external data in the safetensors of `directory`.
+
+    1. `M.input.scale` and `A.fp8q_k.scale` are stored as `M.input_scale` and `A.k_scale`. 2. A tied tensor lies under its other name (`aliases`).
+    3. A buffer that no file holds (rotary frequencies) has its value in `buffers` and is kept in the graph. 4. A scale stored [N, 1] or [1] is
+    declared [N] or []: the bytes are the same.
+    """
+    stored = stored_tensors(directory)
+    for name, value in [*model.graph.initializers.items()]:
+        plain = name.removeprefix("model.")
+        if plain in buffers:
+            value.const_value = buffers[plain]
+            continue
+        if name.startswith("model."):
+            key = plain.replace(".input.scale", ".input_scale").replace(".fp8q_k.scale", ".k_scale").replace(".fp8q_v.scale", ".v_scale")
+            at = stored.get(key) or stored[aliases[key]]
+            shape = value.shape if value.shape is not None else ir.Shape(at.shape)
+            value.const_value = ir.ExternalTensor(at.file, at.offset, at.length, at.dtype, shape=shape, name=key, base_dir=directory)
+            value.name = key
+
+
+def widen_initializers(model: ir.Model) -> None:
+    """Put a Cast after every stored initializer whose type is not the one the graph computes in.
+
+    The FP32 and FP16 graphs read the BF16 tensors of the checkpoint: one copy of the weights serves all. The declared type of the value
+    becomes the stored one.
+    """
+    for value in [*model.graph.initializers.values()]:
+        stored = value.const_value.dtype if value.const_value is not None else value.dtype
+        if stored is None or value.dtype is None or stored == value.dtype:
+            continue
+        cast = ir.node("Cast", [value], {"to": value.dtype.value}, name=f"{value.name}.cast")
+        cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = f"{value.name}.wide", value.dtype, value.shape
+        for usage in [*value.uses()]:
+            if usage.node is not cast:
+                usage.node.replace_input_with(usage.idx, cast.outputs[0])
+        value.dtype = stored
+        model.graph.insert_before(model.graph[0], cast)
+
+
+def simplify(model: ir.Model) -> None:
+    """Fold what is constant, merge what is computed twice, drop what nobody reads.
+
+    Only shapes and small constants are folded: a quantized weight stays a constant in front of its DequantizeLinear, and no weight is read.
+    """
+    from onnxscript import optimizer
+
+    optimizer.optimize_ir(model, should_fold=_foldable)
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    NameFixPass()(model)
+
+
+def _foldable(node: ir.Node) -> bool | None:
+    keeps = node.op_type in ("DequantizeLinear", "QuantizeLinear") or any(value is not None and value.is_initializer() for value in node.inputs)
+    return False if keeps else None
+
+
+def strip(model: ir.Model) -> None:
+    """Drop the exporter's notes: stack traces name files of the machine that exported."""
+    for value in _values(model):
+        value.metadata_props.clear()
+        value.doc_string = None
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.producer_name = "fp8q"

@@ -1,0 +1,294 @@
+"""The stages of calibration, joined: corpus, measure, quantize, export. Each reads files and writes files of the run.
+
+All that can be wrong with the input is found before the first file is written. A stage that is current (same inputs, options and version)
+is passed over, so the same command goes on where it was killed, and another method chooses again without measuring again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import Fp8qError, InputError
+from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
+from .progress import Reporter
+from .quantize.clip import Clipping
+from .run import Run, StageLog, replacing, sha256_file, write_document
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .calibrate.source import Source
+    from .calibrate.statistics import Statistics
+    from .quantize.policy import Products
+    from .quantize.scales import Scales
+    from .validate.perplexity import Evaluation
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out; `text`: SHA-256 of the calibration text."""
+
+    windows: Tokens
+    evaluation: Tokens
+    names: tuple[str, str]
+    text: str
+
+
+class Notes:
+    """A reporter that passes everything on and remembers the notes."""
+
+    def __init__(self, report: Reporter):
+        """Speak through `report`."""
+        self.report, self.track, self.lines = report, report.track, list[str]()
+
+    def note(self, line: str) -> None:
+        """Say the line and keep it."""
+        self.lines.append(line)
+        self.report.note(line)
+
+
+def device() -> str:
+    """Where models run: the first GPU, or the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def clipping_of(options: CalibrateOptions) -> Clipping:
+    """How activations and caches are clipped."""
+    return Clipping(options.method, options.percentile)
+
+
+def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
+    """The matrix products of the source model, told without its weights.
+
+    Raises InputError for a pattern of `skip` that matches nothing, and for products that have no FP8 checkpoint form yet.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    from .calibrate.observe import matrix_products, output_head, takes_quantizers
+    from .calibrate.source import meta_model
+    from .quantize.policy import Products, select
+
+    model = meta_model(source)
+    modules = matrix_products(model)
+    if any(isinstance(module, Conv1D) for module in modules.values()):
+        raise InputError(f"{source.name}: {source.architecture} keeps its weights in Conv1D modules, which have no FP8 form on the Hugging Face side; this version does not do it")
+    unknown = {name: type(module).__name__ for name, module in modules.items() if not takes_quantizers(module)}
+    products = Products(tuple(modules), output_head(model), unknown)
+    select(products, skip)
+    return products
+
+
+def display_name(source: "Source") -> str:
+    """What to call the model in files: a hub name, or the last part of a directory's path."""
+    return source.path.resolve().name if Path(source.name).expanduser().is_dir() else source.name
+
+
+def source_of(run: Run) -> "Source":
+    """The source checkpoint the run was made of, opened again.
+
+    Raises InputError when it is no longer where it was, or is no longer the same.
+    """
+    from .calibrate.source import open_source
+
+    model = run.record().model
+    source = open_source(model["path"])
+    if source.fingerprint != model["fingerprint"]:
+        raise InputError(f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory")
+    return source
+
+
+def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, eval_data: str | None, options: CalibrateOptions, report: Reporter) -> Collected:
+    """Read and cut the texts. Raises InputError for all that can be wrong with them."""
+    from .calibrate import corpus
+
+    texts = corpus.load_texts(data)
+    ids = corpus.encode(texts, tokenizer)
+    if eval_data is None:
+        ids, evaluation = corpus.hold_out(ids)
+        report.note(f"{data}: the last {len(evaluation):,} of {len(ids) + len(evaluation):,} tokens are held out for evaluation")
+    else:
+        eval_texts = corpus.load_texts(eval_data)
+        corpus.check_disjoint(texts, eval_texts, data, eval_data)
+        evaluation = corpus.encode(eval_texts, tokenizer)
+    positions = source.max_positions
+    seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN, "the model's positions", report)
+    if len(ids) < seq_len:
+        raise InputError(f"{data}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
+    samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, len(ids) // seq_len, f"the windows of {seq_len:,} tokens in {data}", report)
+    return Collected(corpus.windows(ids, seq_len, samples), evaluation, (data, eval_data or data), corpus.fingerprint(texts))
+
+
+def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
+    """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
+    inputs = {"text": collected.text, "tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
+    options = {"data": collected.names[0], "eval_data": collected.names[1]}
+    if run.is_current("corpus", inputs, options):
+        return
+    model = {"name": display_name(source), "path": str(source.path.resolve()), "revision": source.revision or "", "fingerprint": source.fingerprint}
+    with stage(run, "corpus", inputs, options, notes, model) as log:
+        save_tokens(run.calibration, collected.windows)
+        save_tokens(run.evaluation, collected.evaluation)
+        log.outputs += [run.calibration, run.evaluation]
+
+
+def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes) -> None:
+    """The stage `measure`: the model on the calibration windows, and `statistics.*`."""
+    import torch
+
+    from .calibrate.measure import measure as run_model
+    from .calibrate.source import check_finite, load_model
+    from .calibrate.statistics import Corpus, ModelIdentity, save_statistics
+
+    inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
+    chosen = {"batch_size": options.batch_size}
+    if run.is_current("measure", inputs, chosen):
+        return
+    windows = load_tokens(run, run.calibration)
+    check_finite(source, notes)
+    identity = ModelIdentity(name=display_name(source), revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
+    name = str(run.record().stages["corpus"].options["data"])
+    corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
+
+    with stage(run, "measure", inputs, chosen, notes) as log:
+        statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes)
+        log.outputs += save_statistics(run, statistics)
+
+
+def quantize(run: Run, source: "Source", products: "Products", options: CalibrateOptions, notes: Notes) -> None:
+    """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
+    from .calibrate.statistics import load_statistics
+    from .quantize.checkpoint import quantize_checkpoint
+
+    inputs = {name: run.record().stages["measure"].outputs[name] for name in (run.statistics.name, run.statistics_json.name)}
+    chosen = asdict(clipping_of(options)) | {"kv_cache": options.kv_cache, "skip": list(options.skip)}
+    if run.is_current("quantize", inputs, chosen):
+        return
+    scales = choose_scales(load_statistics(run), products, options)
+    with stage(run, "quantize", inputs, chosen, notes) as log:
+        with replacing(run.model) as partial:
+            scales = quantize_checkpoint(source, partial, scales, "mse" if options.method == "mse" else "amax", notes)
+        write_document(run.scales, scales)
+        for module, decision in scales.skipped.items():
+            if decision.samples is not None:
+                notes.note(f"{module}: stays in BF16: {decision.reason}")
+        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file())]
+
+
+def choose_scales(statistics: "Statistics", products: "Products", options: CalibrateOptions) -> "Scales":
+    """Decide every tensor of `products`; the weights' part is filled in when they are written."""
+    from .quantize.policy import select
+    from .quantize.scales import Scales, activation_scales, kv_cache_scales
+
+    chosen, skipped = select(products, options.skip)
+    activations, unfit = activation_scales(statistics, chosen, clipping_of(options))
+    cache = kv_cache_scales(statistics, clipping_of(options)) if options.kv_cache == "fp8" else {}
+    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
+
+
+def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
+    """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
+    from .calibrate.statistics import StatisticsRecord
+    from .export.lint import lint
+    from .export.model import export_model
+    from .quantize.scales import load_scales
+    from .run import read_document
+
+    scales = load_scales(run)
+    written = run.record().stages["quantize"].outputs
+    inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {"scales.json": written["scales.json"]}
+    options = {"dtype": dtype}
+    if run.is_current("export", inputs, options):
+        return
+    for name in inputs:
+        run.require(run.root / name, "quantize")
+    record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    with stage(run, "export", inputs, options, notes) as log:
+        log.outputs += export_model(run, record, scales, dtype, notes)
+        promised = {module: activation.scale for module, activation in scales.activations.items()}
+        for path in log.outputs:
+            findings = lint(path, promised)
+            for finding in findings:
+                notes.note(f"{path.name}: {finding}")
+            if any(finding.severity == "error" for finding in findings):
+                raise Fp8qError(f"{path}: the exported graph breaks rule {findings[0].rule}: {findings[0].message}")
+
+
+def fp8_files(run: Run) -> dict[str, str]:
+    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote."""
+    hashes: dict[str, str] = {}
+    for by in ("quantize", "export"):
+        outputs = run.record().stages[by].outputs if by in run.record().stages else {}
+        for name, digest in outputs.items():
+            run.require(run.root / name, by)
+            hashes[name] = digest
+    run.require(run.onnx, "export")
+    return hashes
+
+
+def evaluation(run: Run, data: str | None, context: int | None, stride: int | None, report: Reporter) -> "Evaluation":
+    """The tokens to evaluate on, cut into windows: those held out, or those of `data`.
+
+    Raises InputError when `data` is what the run was calibrated on, or shorter than a window.
+    """
+    from transformers import AutoTokenizer
+
+    from .calibrate import corpus
+    from .validate.perplexity import cut
+
+    collected = run.record().stages.get("corpus")
+    held_out = load_tokens(run, run.evaluation)
+    calibration = load_tokens(run, run.calibration)
+    assert collected is not None, "the tokens were there, so their stage is"
+    name = str(collected.options["eval_data"])
+    if data is not None:
+        name, texts = data, corpus.load_texts(data)
+        if corpus.fingerprint(texts) == collected.inputs["text"]:
+            raise InputError(f"--data {data}: is the text that {run.root} was calibrated on; evaluate on another")
+        held_out = corpus.encode(texts, AutoTokenizer.from_pretrained(run.model))
+    limit = positions(run.model) or calibration.shape[1]
+    size = corpus.lower_default("--context", context, calibration.shape[1], limit, "the model's positions", report)
+    return cut(held_out, name, size, size if stride is None else stride)
+
+
+def positions(model: Path) -> int | None:
+    """How many positions the checkpoint in `model` has, by its config.json."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    found = next((config[key] for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length") if key in config), None)
+    return None if found is None else int(found)
+
+
+@contextmanager
+def stage(run: Run, name: str, inputs: dict[str, str], options: dict[str, object], notes: Notes, model: dict[str, str] | None = None) -> Iterator[StageLog]:
+    """`Run.stage`, with the notes made since the last one."""
+    with run.stage(name, inputs, options, model) as log:
+        yield log
+        log.notes, notes.lines = notes.lines, []
+
+
+def digest(tokens: Tokens) -> str:
+    """SHA-256 of token ids, int64 little-endian."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
+
+
+def save_tokens(path: Path, tokens: Tokens) -> None:
+    """Write token ids as `input_ids` in an npz file."""
+    with replacing(path) as partial, open(partial, "wb") as handle:
+        np.savez(handle, allow_pickle=False, input_ids=tokens)
+
+
+def load_tokens(run: Run, path: Path) -> Tokens:
+    """Read the `input_ids` of a file the stage `corpus` wrote."""
+    with np.load(run.require(path, "corpus"), allow_pickle=False) as arrays:
+        ids: Tokens = arrays["input_ids"]
+    return ids
