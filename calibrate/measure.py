@@ -22,12 +22,11 @@ def measure(
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, corpus.batches)
     chosen = list(range(corpus.batches)) if batches is None else batches
-    tokens = 0
-    with report.track("Calibrating", len(chosen) * corpus.batch_size * corpus.seq_len, "tokens") as advance:
-        for batch in chosen:
-            ids = windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size]
+    parts = {batch: windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size] for batch in chosen}
+    tokens = sum(ids.size for ids in parts.values())
+    with report.track("Calibrating", tokens, "tokens") as advance:
+        for batch, ids in parts.items():
             watch.forward(torch.from_numpy(ids), batch)
-            tokens += ids.size
             advance(ids.size)
     record = StatisticsRecord(model=identity, corpus=corpus, tokens=tokens, groups=groups)
     return Statistics(record, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})

@@ -1,0 +1,5 @@
+"""`python -m fp8q`."""
+
+from .cli import main
+
+main()

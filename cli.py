@@ -1,0 +1,256 @@
+"""The command line. Results on standard output (one JSON object with --json), everything else on standard error.
+
+Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 anything else.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from . import __version__
+from .errors import Fp8qError, GateError, InputError
+from .options import CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+
+if TYPE_CHECKING:
+    from .console import Terminal
+
+EXIT_CODES = "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 anything else."
+app = typer.Typer(
+    name="fp8q",
+    help="From a Hugging Face checkpoint to a proven FP8 TensorRT engine, and what it costs in accuracy.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+#: What typer raises for wrong usage; its own name for the class is private.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+#: What typer returns for Ctrl-C.
+INTERRUPTED = 130
+
+# Arguments and options that several commands share, each worded once.
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
+Data = Annotated[
+    str, typer.Option("--data", metavar="TEXT", help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set.")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to write, or to go on with.")]
+EvalData = Annotated[str | None, typer.Option("--eval-data", metavar="TEXT", help="Text to evaluate on; by default the last tenth of --data, held out.")]
+ClipMethod = Annotated[Literal["amax", "mse", "percentile"], typer.Option("--method", help="How activations are clipped; mse chooses the weights' scales too.")]
+Percentile = Annotated[float, typer.Option("--percentile", metavar="P", help="For --method percentile, in percent.")]
+KvCache = Annotated[Literal["off", "fp8"], typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Windows to calibrate on. [default: 512, or as many as the text has]")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
+BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
+Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep modules whose name matches (* and ?) in BF16. Repeatable.")]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint.")]
+Dtype = Annotated[Literal["bf16", "fp16"], typer.Option("--dtype", help="What the graph computes in outside its FP8 products.")]
+RuntimeOption = Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], typer.Option("--runtime", help="What builds the engine.")]
+Target = Annotated[
+    list[str] | None, typer.Option("--target", metavar="SM", help="Compute capability to build for. Repeatable. [default: this GPU, or sm89 and sm120]")
+]
+MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", help="Most sequences in a batch.")]
+MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", metavar="N", help="Most positions of a sequence. [default: 2048, or the model's positions]")]
+MinFp8Share = Annotated[float, typer.Option("--min-fp8-share", metavar="SHARE", help="Fail (exit 3) when fewer of the promised products run in FP8.")]
+EvaluationText = Annotated[str | None, typer.Option("--data", metavar="TEXT", help="Text to evaluate on; by default what was held out.")]
+Runtimes = Annotated[str, typer.Option("--runtimes", metavar="LIST", help="Of bf16, reference, onnxruntime, tensorrt; separated by commas.")]
+Context = Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens in an evaluation window. [default: the calibration window]")]
+Stride = Annotated[int | None, typer.Option("--stride", metavar="N", help="Tokens between windows. [default: the context]")]
+MaxIncrease = Annotated[
+    str | None, typer.Option("--max-ppl-increase", metavar="SHARE", help="Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on one line, and nothing else, on standard output.")]
+
+
+def terminal() -> "Terminal":
+    """The reporter that draws on this terminal."""
+    from .console import Terminal
+
+    return Terminal()
+
+
+def fraction(text: str | None, option: str) -> float | None:
+    """A share given as 1% or 0.01, as a fraction."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise InputError(f"{option} {text}: is no share; give one such as 1% or 0.01")
+    return value
+
+
+@app.command()
+def run(
+    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
+    percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
+    seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
+    target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
+    min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
+    stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
+    from . import api
+
+    calibrate_options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code)
+    engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
+    validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
+    speak = terminal()
+    with showing(speak, out, as_json):
+        api.run(model, data, out, eval_data, api.RunOptions(calibrate_options, ExportOptions(dtype), engine_options, validate_options), speak)
+
+
+@app.command()
+def calibrate(
+    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
+    percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
+    seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
+    from . import api
+
+    options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code)
+    speak = terminal()
+    with showing(speak, out, as_json):
+        api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)
+
+
+@app.command()
+def export(run: RunArgument, dtype: Dtype = ExportOptions.dtype, as_json: Json = False) -> None:
+    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this)."""
+    from . import api
+
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.export(run, ExportOptions(dtype), speak)
+
+
+@app.command("build-engine")
+def build_engine(
+    run: RunArgument, runtime: RuntimeOption = EngineOptions.runtime, target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch,
+    max_seq_len: MaxSeqLen = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Build a TensorRT engine for each target, and prove which products run in FP8."""
+    from . import api
+
+    options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.build_engine(run, options, speak)
+
+
+@app.command()
+def validate(
+    run: RunArgument, data: EvaluationText = None, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None, stride: Stride = None,
+    max_ppl_increase: MaxIncrease = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say whether it is still the same model: perplexity, KL and agreement against BF16."""
+    from . import api
+
+    options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.validate(run, data, options, speak)
+
+
+@app.command()
+def triton(run: RunArgument, as_json: Json = False) -> None:
+    """Write a Triton model repository that serves the model."""
+    from . import api
+
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.triton(run, progress=speak)
+
+
+@app.command()
+def report(run: RunArgument, as_json: Json = False) -> None:
+    """Write report.html and report.ipynb: the run, to show to somebody."""
+    from . import api
+
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.report(run, speak)
+
+
+@app.command()
+def inspect(run: RunArgument, as_json: Json = False) -> None:
+    """Show every module: amax, clip, scale, saturation, underflow, or why it stays in BF16."""
+    from . import api, views
+
+    rows = api.inspect(run)
+    if as_json:
+        views.emit({"modules": [views.plain(row) for row in rows]})
+    else:
+        views.modules(terminal(), rows)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say which runtimes, GPUs and versions are here, and what each is good for."""
+    from .doctor import examine
+
+    found = examine()
+    if as_json:
+        sys.stdout.write(json.dumps({"fp8q": __version__, "findings": [asdict(finding) for finding in found]}) + "\n")
+    else:
+        rows = [(finding.name, finding.version or "missing", finding.good_for, finding.remedy) for finding in found]
+        terminal().table(f"fp8q {__version__} on this machine", ("what", "version", "good for", "to get it"), rows)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The parts of a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+@contextmanager
+def showing(speak: "Terminal", path: Path, as_json: bool) -> Iterator[None]:
+    """Show what the run at `path` holds when the block ends well, or with a gate that was not met."""
+    from . import views
+
+    try:
+        yield
+    except GateError:
+        views.summary(speak, path, as_json)
+        raise
+    views.summary(speak, path, as_json)
+
+
+def main() -> None:
+    """Run the command line; every failure is one unwrapped line on standard error."""
+    try:
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
+    except UsageError as error:
+        code = complain(f"{error.format_message()} See `fp8q --help`, or --help after a command.", InputError.exit_code)  # type: ignore[attr-defined]
+    except Fp8qError as error:
+        code = complain(str(error), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback helps nobody who did not write fp8q
+        if os.environ.get("FP8Q_DEBUG"):
+            traceback.print_exc()
+        code = complain(f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)", 1)
+    sys.exit(code or 0)
+
+
+def complain(message: str, code: int) -> int:
+    """Print one line on standard error; returns `code`."""
+    sys.stderr.write(f"fp8q: {' '.join(message.split())}\n")
+    return code

@@ -1,0 +1,166 @@
+"""The command line as its users meet it: one line for every wrong input, exit codes, JSON alone on standard output, nothing left behind."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fp8q import cli
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Fp8q = Callable[..., Result]
+
+
+@pytest.fixture
+def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fp8q:
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(stop.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(demo_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the demo checkpoint that a test may spoil."""
+    return Path(shutil.copytree(demo_checkpoint, tmp_path / "model"))
+
+
+def complaint(result: Result, code: int = 2) -> str:
+    """The one line on standard error; nothing on standard output."""
+    assert (result.code, result.out) == (code, ""), result.err
+    assert result.err.startswith("fp8q: ")
+    assert result.err.count("\n") == 1, result.err
+    return result.err.removeprefix("fp8q: ").rstrip("\n")
+
+
+def edit_config(checkpoint: Path, **changes: object) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_model_that_is_not_there(fp8q: Fp8q, demo_texts, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    line = complaint(fp8q("calibrate", tmp_path / "nowhere", "--data", demo_texts.calibration, "--out", out))
+    assert line == f"{tmp_path}/nowhere: there is no such directory, and it is no hub name either; check the path"
+    assert not out.exists()
+
+
+def test_a_mixture_of_experts_is_refused_by_name(fp8q: Fp8q, shared_checkpoint, demo_texts, tmp_path: Path) -> None:
+    line = complaint(fp8q("calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run"))
+    assert "MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do for now; give a dense model" in line
+
+
+def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_texts, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert tensors["model.layers.1.mlp.up_proj.weight"].dtype == torch.bfloat16
+    out = tmp_path / "run"
+    result = fp8q("calibrate", checkpoint, "--data", demo_texts.calibration, "--out", out)
+    assert result.code == 2
+    assert "model.layers.1.mlp.up_proj.weight" in result.err.splitlines()[-1]
+    assert "NaN" in result.err.splitlines()[-1]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq-len", 4096], "--seq-len 4,096: is more than 512, the model's positions; ask for at most that, or leave it out"),
+        (["--samples", 0], "--samples 0: must be at least 1"),
+        (["--percentile", 0], "--percentile 0.0: must lie in (0, 100]"),
+        (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
+        (["--skip", "*"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip"),
+    ],
+)
+def test_options_that_do_not_fit(fp8q: Fp8q, demo_checkpoint: Path, demo_texts, tmp_path: Path, options: list[object], message: str) -> None:
+    line = complaint(fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path / "run", *options))
+    assert line.startswith(message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_calibration_text_is_no_evaluation_text(fp8q: Fp8q, demo_checkpoint: Path, demo_texts, tmp_path: Path) -> None:
+    data = demo_texts.calibration
+    line = complaint(fp8q("calibrate", demo_checkpoint, "--data", data, "--eval-data", data, "--out", tmp_path / "run"))
+    assert "is not apart from the calibration text: 100%" in line
+
+
+def test_text_shorter_than_a_window(fp8q: Fp8q, demo_checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("def short(): pass")
+    out = tmp_path / "run"
+    result = fp8q("calibrate", demo_checkpoint, "--data", text, "--out", out)
+    assert result.code == 2
+    assert "less than one window of 512; give more text or a smaller --seq-len" in result.err.splitlines()[-1]
+    assert not out.exists()
+
+
+def test_a_directory_of_other_things_is_left_alone(fp8q: Fp8q, demo_checkpoint: Path, demo_texts, tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").write_text("beach")
+    line = complaint(fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path))
+    assert line == f"{tmp_path}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"
+    assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
+
+
+@pytest.mark.parametrize("command", ["export", "build-engine", "validate", "triton", "report", "inspect"])
+def test_a_run_that_is_not_there(fp8q: Fp8q, tmp_path: Path, command: str) -> None:
+    line = complaint(fp8q(command, tmp_path / "run"))
+    assert line == f"{tmp_path}/run: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {tmp_path}/run`"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nonsense"], "No such option: --nonsense"),
+        (["calibrate"], "Missing argument 'MODEL'."),
+        (["validate", "run", "--runtimes", "abacus"], "--runtimes abacus: abacus is no runtime; choose from bf16, reference, onnxruntime, tensorrt"),
+        (["validate", "run", "--max-ppl-increase", "much"], "--max-ppl-increase much: is no share; give one such as 1% or 0.01"),
+        (["build-engine", "run", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
+        (["build-engine", "run", "--min-fp8-share", "2"], "--min-fp8-share 2.0: must lie in [0, 1]"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(fp8q: Fp8q, arguments: list[str], message: str) -> None:
+    assert complaint(fp8q(*arguments)).startswith(message)
+
+
+def test_doctor_says_what_is_here_as_one_json_object(fp8q: Fp8q) -> None:
+    result = fp8q("doctor", "--json")
+    assert result.code == 0
+    assert result.out.count("\n") == 1
+    found = {finding["name"]: finding["version"] for finding in json.loads(result.out)["findings"]}
+    assert found["numpy" if "numpy" in found else "onnx"]
+    assert found["torch"]
+
+
+def test_a_fault_of_fp8q_is_one_line_too(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("fp8q.doctor.examine", fail)
+    line = complaint(fp8q("doctor"), code=1)
+    assert line == "ZeroDivisionError: division by zero (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
+
+
+def test_an_interrupt_says_that_the_same_command_goes_on(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fp8q.doctor.examine", interrupt)
+    assert complaint(fp8q("doctor"), code=1) == "interrupted; what is finished is kept, and the same command goes on from there"

@@ -1,0 +1,71 @@
+"""Windows and scores: what is scored, by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from fp8q.errors import InputError
+from fp8q.progress import SILENT
+from fp8q.validate.compare import compare
+from fp8q.validate.perplexity import cut
+
+IDS = np.arange(10, dtype=np.int64)
+
+
+def test_windows_without_overlap_score_all_but_their_first_token() -> None:
+    evaluation = cut(IDS, "text", 4, 4)
+    assert evaluation.ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # 8 and 9 fill no window
+    assert evaluation.scored.tolist() == [[False, True, True, True]] * 2
+    assert evaluation.protocol.tokens == 6
+
+
+def test_a_stride_scores_each_token_once_with_more_context() -> None:
+    evaluation = cut(IDS, "text", 4, 2)
+    assert evaluation.ids.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7], [6, 7, 8, 9]]
+    assert sorted(evaluation.ids[evaluation.scored].tolist()) == list(range(1, 10))
+    assert evaluation.protocol.stride == 2
+
+
+@pytest.mark.parametrize(
+    ("context", "stride", "message"),
+    [
+        (4, 5, "--stride 5: must lie between 1 and the context, 4"),
+        (1, 1, "--context 1: a window needs at least 2 tokens, one to read and one to score"),
+        (11, 11, "text: has 10 tokens, less than one window of 11; give more text or a smaller --context"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(context: int, stride: int, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        cut(IDS, "text", context, stride)
+    assert str(error.value) == message
+
+
+def test_perplexity_kl_and_agreement_of_two_known_distributions() -> None:
+    """A uniform runtime against one that gives token 0 half of the probability, over four tokens."""
+    evaluation = cut(np.zeros(8, np.int64), "text", 4, 4)
+    skewed = torch.log(torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6]))
+
+    def uniform(ids: np.ndarray) -> torch.Tensor:
+        return torch.zeros(*ids.shape, 4)
+
+    accuracy, nll = compare(evaluation, {"other": lambda ids: skewed.expand(*ids.shape, 4), "bf16": uniform}, 4, SILENT)
+    assert accuracy.runtimes["bf16"].perplexity == pytest.approx(4)
+    assert accuracy.runtimes["bf16"].kl_mean_nats is None
+    other = accuracy.runtimes["other"]
+    assert other.perplexity == pytest.approx(2)
+    assert other.perplexity_increase == pytest.approx(-0.5)
+    assert other.kl_mean_nats == pytest.approx(0.25 * np.log(0.25 / 0.5) + 0.75 * np.log(0.25 * 6), abs=1e-6)
+    assert other.top1_agreement == 1.0
+    assert np.isnan(nll["other"][:, 0]).all()
+    np.testing.assert_allclose(nll["other"][:, 1:], np.log(2), rtol=1e-6)
+
+
+def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = cut(np.random.default_rng(0).integers(0, 7, 60), "text", 6, 3)
+    table = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    runtimes = {"bf16": lambda ids: table[ids], "other": lambda ids: table[ids] * 1.1}
+    together = compare(evaluation, runtimes, 7, SILENT)
+    monkeypatch.setattr("fp8q.validate.compare.LOGITS_BYTES", 1)
+    alone = compare(evaluation, runtimes, 7, SILENT)
+    assert alone[0] == together[0]
+    np.testing.assert_array_equal(alone[1]["other"], together[1]["other"])

@@ -1,0 +1,65 @@
+"""`accuracy.json` and `tokens.npz`: what each runtime made of the same tokens, and by which protocol.
+
+Perplexity is exp of the mean negative log-likelihood in nats over all scored tokens. The protocol is written beside it
+because the number means nothing without: Llama-2-7B has "WikiText-2 perplexity" 8.71 by one and 5.47 by another.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from ..run import Run, Strict, read_document, replacing, write_document
+
+
+class Protocol(Strict):
+    """How the tokens were cut and scored: windows of `context` tokens every `stride`; each token is scored once, the first not at all."""
+
+    dataset: str
+    sha256: str = Field(description="of the token ids, int64 little-endian")
+    tokens: int = Field(description="tokens scored")
+    context: int
+    stride: int
+
+
+class RuntimeAccuracy(Strict):
+    """One runtime; the comparison with BF16 is absent in BF16's own entry. Shares and increases are fractions."""
+
+    perplexity: float
+    nll_nats: float = Field(description="mean per scored token")
+    perplexity_increase: float | None = None
+    kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this) per scored token")
+    kl_p99_nats: float | None = None
+    top1_agreement: float | None = None
+
+
+class Accuracy(Strict):
+    """`accuracy.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    protocol: Protocol
+    runtimes: dict[str, RuntimeAccuracy]
+
+
+def save_accuracy(run: Run, accuracy: Accuracy, nll: dict[str, npt.NDArray[np.float32]]) -> list[Path]:
+    """Write `accuracy.json` and `tokens.npz`; returns both paths.
+
+    `nll`: runtime -> float32 [windows, context], nats, NaN where a token is not scored; stored under the runtime's name.
+    """
+    with replacing(run.tokens) as partial, open(partial, "wb") as handle:
+        np.savez(handle, allow_pickle=False, **{name: nll[name] for name in sorted(nll)})
+    write_document(run.accuracy, accuracy)
+    return [run.accuracy, run.tokens]
+
+
+def load_accuracy(run: Run) -> Accuracy:
+    """Read `accuracy.json`; raises InputError when it is missing or not the file `fp8q validate` wrote."""
+    return read_document(run.require(run.accuracy, "validate"), Accuracy)
+
+
+def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    """Read `tokens.npz`: runtime -> negative log-likelihood in nats, float32 [windows, context], NaN where not scored."""
+    with np.load(run.require(run.tokens, "validate"), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}

@@ -1,0 +1,74 @@
+"""The runtimes that can be asked for logits, each as a function of a batch of windows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..calibrate.source import Source, load_model
+from ..errors import BackendError
+from ..quantize.reference import load_reference
+from ..run import Run
+from ..serve.sessions import SessionError, open_session
+from .compare import Forward
+
+
+def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
+    """The source model in `dtype`."""
+    model = load_model(source, dtype, device)
+    return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+
+
+def reference(run: Run, device: str) -> Forward:
+    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache."""
+    loaded = load_reference(run.model, "fast", torch.bfloat16, device)
+    return lambda ids: loaded.model(input_ids=torch.from_numpy(ids).to(device), past_key_values=loaded.new_cache(), use_cache=True).logits
+
+
+def session(run: Run, runtime: str) -> Forward:
+    """The graph in the run on ONNX Runtime or TensorRT: each window is a prompt of its own.
+
+    Raises BackendError when the runtime is missing or refuses the graph.
+    """
+    try:
+        opened = open_session(run.model, runtime)
+    except SessionError as error:
+        raise BackendError(str(error)) from error
+
+    def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
+        logits, _ = opened.forward(ids, np.ones_like(ids), positions)
+        return torch.from_numpy(logits)
+
+    return forward
+
+
+def forwards(names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str) -> dict[str, Forward]:
+    """The named runtimes, loaded. A source in another type than BF16 brings its own, `source`, beside `bf16`, which it is cast to."""
+    made: dict[str, Forward] = {}
+    for name in names:
+        if name == "bf16":
+            opened = source()
+            made[name] = float_model(opened, torch.bfloat16, device)
+            if (own := stored_dtype(opened)) != torch.bfloat16:
+                made["source"] = float_model(opened, own, device)
+        elif name == "reference":
+            made[name] = reference(run, device)
+        else:
+            made[name] = session(run, name)
+    return made
+
+
+def stored_dtype(source: Source) -> torch.dtype:
+    """The type the source checkpoint says it is stored in; BF16 where it says nothing."""
+    dtype = getattr(source.config, "dtype", None) or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def vocabulary(directory: Path) -> int:
+    """Number of logits of the model in `directory`."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(directory).get_text_config().vocab_size)

@@ -1,0 +1,77 @@
+"""What the commands show when they are done: the run's tables, or the run as one JSON object."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .run import Run
+from .validate.columns import Table, accuracy_table, engine_table, kept_table, module_table, size_table, stage_table
+from .validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+
+if TYPE_CHECKING:
+    from .console import Terminal
+
+#: What a run holds for people to open, in the order of the stages.
+FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
+
+
+def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
+    """Show the run at `path`: tables on a terminal, or one JSON object on one line of standard output."""
+    run = Run(path)
+    if as_json:
+        emit(document(run))
+        return
+    for table in (accuracy_table(accuracy_rows(run)), engine_table(engine_rows(run)), size_table(size_rows(run)), stage_table(stage_rows(run))):
+        if table.rows:
+            draw(speak, table)
+    kept = kept_table(module_rows(run))
+    if kept.rows:
+        draw(speak, kept)
+    speak.table("Files", ("path",), [(str(file),) for file in files(run)])
+
+
+def files(run: Run) -> list[Path]:
+    """What there is to open in `run`."""
+    return [run.root / name for name in FILES if (run.root / name).exists()]
+
+
+def document(run: Run) -> dict[str, Any]:
+    """The run as one JSON object: paths, numbers of modules, and the rows of every table."""
+    rows = module_rows(run)
+    return {
+        "run": str(run.root),
+        "quantized": sum(row.kind == "product" and row.reason is None for row in rows),
+        "skipped": {row.module: row.reason for row in rows if row.reason is not None},
+        "accuracy": [plain(row) for row in accuracy_rows(run)],
+        "engines": [plain(row) for row in engine_rows(run)],
+        "sizes": [plain(row) for row in size_rows(run)],
+        "stages": [plain(row) for row in stage_rows(run)],
+        "files": [str(file) for file in files(run)],
+    }
+
+
+def plain(row: Any) -> dict[str, Any]:
+    """A row without what does not apply to it; JSON has no infinity and no NaN, so these are written as text."""
+    return {key: str(value) if isinstance(value, float) and value - value != 0 else value for key, value in asdict(row).items() if value is not None}
+
+
+def modules(speak: "Terminal", rows: Sequence[ModuleRow]) -> None:
+    """Show what `fp8q inspect` found."""
+    for table in (module_table(rows), kept_table(rows)):
+        if table.rows:
+            draw(speak, table)
+
+
+def draw(speak: "Terminal", table: Table[Any]) -> None:
+    """Draw one table."""
+    titles = [column.title for column in table.columns]
+    numeric = [column.title for column in table.columns if column.numeric]
+    speak.table(table.title, titles, [[cell.text for cell in row] for row in table.cells()], numeric)
+
+
+def emit(result: dict[str, Any]) -> None:
+    """Print `result` as one line of JSON."""
+    sys.stdout.write(json.dumps(result) + "\n")
