@@ -1,0 +1,87 @@
+"""Keys and values of the sequences in flight, in buffers written by position: slot j of a row holds position j.
+
+The graph hands out only a step's new keys and values (DESIGN section 7), so a step writes one slot a row and copies nothing
+else. A buffer is [rows, kv_heads, capacity, head_size]; the rows in use are the first ones, so the past of any neighbouring
+rows is a slice of the first axis: contiguous, shared with the runtime, never copied. Capacity is the graph's work
+(attention reads every slot, filled or not), so buffers start small and grow by doubling, which copies each value less than
+once more in all. They start as zeros, not as whatever memory held: a masked slot weighs 0 in the softmax, and 0 × NaN is NaN.
+
+Copied as it is into Triton repositories: imports only NumPy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: One array for each tensor of a `CacheLayout`, [rows, kv_heads, positions, head_size].
+KeyValues = Sequence[NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a graph keeps of each position.
+
+    `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtype` that of the host's
+    buffers: uint8 holds FP8 codes, of which NumPy knows nothing.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    dtype: np.dtype[Any]
+
+
+class Cache(Protocol):
+    """The past of up to `rows` sequences, wherever the session keeps it."""
+
+    capacity: int
+
+    def past(self, first: int, count: int) -> KeyValues:
+        """The buffers of `count` rows from `first`, as the session's `forward` takes them."""
+
+    def write(self, first: int, positions: NDArray[np.int64], new: KeyValues) -> None:
+        """Store `new` [count, kv_heads, seq, head_size] of the rows from `first` in slots `positions` [count, seq]."""
+
+    def move(self, source: int, target: int) -> None:
+        """Let row `target` hold what row `source` holds."""
+
+    def grow(self, capacity: int, count: int) -> None:
+        """Make room for `capacity` positions; what the first `count` rows store stays."""
+
+
+class HostCache:
+    """A `Cache` in NumPy arrays."""
+
+    def __init__(self, layout: CacheLayout, rows: int, capacity: int):
+        """Make zeroed buffers; the operating system gives memory only to the rows that are written."""
+        self.layout = layout
+        self.rows = rows
+        self.capacity = capacity
+        self._buffers = self._zeros(capacity)
+
+    def _zeros(self, capacity: int) -> list[NDArray[Any]]:
+        return [np.zeros((self.rows, heads, capacity, size), self.layout.dtype) for heads, size in self.layout.shapes]
+
+    def past(self, first: int, count: int) -> KeyValues:
+        """The buffers of `count` rows from `first`: views, not copies."""
+        return [buffer[first : first + count] for buffer in self._buffers]
+
+    def write(self, first: int, positions: NDArray[np.int64], new: KeyValues) -> None:
+        """Store `new` [count, kv_heads, seq, head_size] of the rows from `first` in slots `positions` [count, seq]."""
+        rows = first + np.arange(len(positions))[:, None]
+        for buffer, values in zip(self._buffers, new, strict=True):
+            buffer[rows, :, positions] = values.swapaxes(1, 2)
+
+    def move(self, source: int, target: int) -> None:
+        """Let row `target` hold what row `source` holds."""
+        for buffer in self._buffers:
+            buffer[target] = buffer[source]
+
+    def grow(self, capacity: int, count: int) -> None:
+        """Make room for `capacity` positions; what the first `count` rows store stays."""
+        old, self._buffers = self._buffers, self._zeros(capacity)
+        for before, after in zip(old, self._buffers, strict=True):
+            after[:count, :, : self.capacity] = before[:count]
+        self.capacity = capacity

@@ -1,0 +1,149 @@
+"""Text to tokens and back: the tokenizer, what the model's JSON says of its tokens, and text that arrives token by token.
+
+A token is no piece of text: a character may take four of them, and a decoder drops or adds spaces by the neighbours. So the
+stream decodes a short window that begins with tokens whose text is out already, and gives what comes after it. A character
+whose bytes are not all there decodes to U+FFFD, so these are held back while they stand at the end. (All of them: a byte-fallback
+decoder turns a whole run of bytes into U+FFFD, good characters too, while the last is incomplete.) So is whatever may be
+the beginning of a stop word.
+
+Copied as it is into Triton repositories: imports only tokenizers.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: What configurations call the number of positions a model was made for.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
+class ModelFileError(ValueError):
+    """A file beside the model's weights is missing or does not say what generation needs."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Of a model, what the loop needs besides the graph: its tokenizer, the ids that begin and end a text, and its positions."""
+
+    tokenizer: "Tokenizer"
+    begin: int | None
+    end: frozenset[int]
+    positions: int
+
+    @classmethod
+    def read(cls, directory: Path) -> "Vocabulary":
+        """Read tokenizer.json, config.json and, where there is one, generation_config.json in `directory`.
+
+        Raises ModelFileError when a file is missing or damaged, or config.json names no number of positions.
+        """
+        config = _read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        tokens = config | (_read_json(generation) if generation.is_file() else {})
+        text = config.get("text_config", config)  # models of text and images keep the language model's numbers there
+        positions = next((int(text[key]) for key in POSITIONS if text.get(key)), None)
+        if positions is None:
+            raise ModelFileError(f"{directory / 'config.json'}: names no number of positions ({', '.join(POSITIONS)}); add max_position_embeddings")
+        end = tokens.get("eos_token_id")
+        return cls(_read_tokenizer(directory / "tokenizer.json"), tokens.get("bos_token_id"), frozenset(_as_list(end)), positions)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of `prompt`, with the special tokens that the tokenizer puts around a text.
+
+        A prompt that begins with the beginning-of-text token itself, as chat templates write it, is not given a second one.
+        """
+        ids: list[int] = self.tokenizer.encode(prompt).ids
+        return ids[1:] if self.begin is not None and ids[:2] == [self.begin] * 2 else ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelFileError(f"{path}: there is no such file; copy it from the model") from None
+    except ValueError as error:
+        raise ModelFileError(f"{path}: is not JSON ({error}); copy it again from the model") from None
+    if not isinstance(content, dict):
+        raise ModelFileError(f"{path}: holds no JSON object; copy it again from the model")
+    return content
+
+
+def _read_tokenizer(path: Path) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ModelFileError(f"{path}: the library that reads it is missing ({error}); install it with `pip install tokenizers`") from error
+    if not path.is_file():
+        raise ModelFileError(f"{path}: there is no such file; copy it from the model")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no class of its own
+        raise ModelFileError(f"{path}: tokenizers cannot read it ({error}); copy it again from the model") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+class TextStream:
+    """The text of one request, token by token: the pieces put together are the text, up to the first stop word.
+
+    `stopped` becomes true with the token that completes a stop word; neither it nor what follows is part of the text.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int], stop_words: Sequence[str] = ()):
+        """Begin after `prompt`, whose text is the neighbour of the first token."""
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop_words = stop_words
+        self._window = list(prompt)
+        self._given = len(self._decode())
+        self._fresh: list[int] = []
+        self._pending = ""
+
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._window))
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that is certain by now, which may be empty."""
+        self._window.append(token)
+        self._fresh.append(token)
+        text = self._decode()
+        if len(text) <= self._given or text.endswith(REPLACEMENT):
+            return ""
+        piece = text[self._given :]
+        self._window, self._fresh = self._fresh, []  # the tokens of this piece are the neighbours of the next
+        self._given = len(self._decode())
+        return self._until_stop(piece)
+
+    def flush(self) -> str:
+        """Return what was held back: there is no next token."""
+        if self.stopped:
+            return ""
+        piece = self._until_stop(self._decode()[self._given :]) + self._pending
+        self._pending = ""
+        return piece
+
+    def _until_stop(self, piece: str) -> str:
+        """Of the text held back and `piece`, what comes before a stop word and cannot be the beginning of one."""
+        text = self._pending + piece
+        found = [at for at in (text.find(word) for word in self._stop_words) if at >= 0]
+        if found:
+            self.stopped, self._pending = True, ""
+            return text[: min(found)]
+        held = max((beginning(text, word) for word in self._stop_words), default=0)
+        self._pending = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def beginning(text: str, word: str) -> int:
+    """How many characters at the end of `text` are the beginning of `word`, but not all of it."""
+    return next((length for length in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:length])), 0)
