@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import stages
+from .calibrate.histogram import Histogram, magnitudes
+from .calibrate.statistics import load_statistics
 from .errors import BackendError, GateError, InputError
 from .options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
 from .progress import SILENT, Reporter
+from .quantize.clip import Clipping, saturation, scale_of, sqnr_db, squared_error, underflow
+from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
+from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
 from .stages import Notes
@@ -23,11 +28,43 @@ from .stages import Notes
 if TYPE_CHECKING:
     from .export.engine import EngineInfo
     from .validate.accuracy import Accuracy
+    from .validate.columns import Table
+    from .validate.plots import Plot
     from .validate.tables import ModuleRow
 
 __all__ = [
-    "CalibrateOptions", "EngineOptions", "ExportOptions", "RunOptions", "TritonOptions", "ValidateOptions",
-    "build_engine", "calibrate", "export", "inspect", "open_run", "report", "run", "triton", "validate",
+    "E4M3",
+    "E4M3FNUZ",
+    "E5M2",
+    "CalibrateOptions",
+    "Clipping",
+    "EngineOptions",
+    "ExportOptions",
+    "Format",
+    "Histogram",
+    "RunOptions",
+    "TritonOptions",
+    "ValidateOptions",
+    "build_engine",
+    "calibrate",
+    "export",
+    "inspect",
+    "load_scales",
+    "load_statistics",
+    "magnitudes",
+    "open_run",
+    "report",
+    "report_plots",
+    "report_tables",
+    "run",
+    "saturation",
+    "scale_of",
+    "sqnr_db",
+    "squared_error",
+    "tensor_scale",
+    "triton",
+    "underflow",
+    "validate",
 ]  # fmt: skip
 
 #: What the extra `calibrate` brings, by the names they are imported under.
@@ -66,7 +103,7 @@ def calibrate(
 
     found, notes = Run(Path(out)), Notes(progress)
     before = found.record().model
-    source = open_source(model, options.revision, options.trust_remote_code)
+    source = open_source(model, options.revision, options.trust_remote_code, notes)
     if before and before["fingerprint"] != source.fingerprint:
         raise InputError(
             f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
@@ -96,7 +133,6 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     """
     from .calibrate.corpus import lower_default
     from .export.engine import build_engines, check_share, load_engines, resolve
-    from .quantize.scales import load_scales
 
     found, notes = open_run(path), Notes(progress)
     inputs = stages.fp8_files(found)
@@ -171,6 +207,20 @@ def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
     return [found.report_html, found.report_ipynb]
 
 
+def report_tables(path: Path) -> "dict[str, Table[Any]]":
+    """The report's tables of the run at `path`; each shows itself in a notebook."""
+    from .validate.report import report_tables
+
+    return report_tables(open_run(path))
+
+
+def report_plots(path: Path) -> "dict[str, Plot]":
+    """The report's plots of the run at `path`; each shows itself in a notebook."""
+    from .validate.report import report_plots
+
+    return report_plots(open_run(path))
+
+
 def inspect(path: Path) -> "list[ModuleRow]":
     """Every matrix product and cache tensor of the run at `path`: its scale and what that does, or why it stays in BF16."""
     from .validate.tables import module_rows
@@ -206,4 +256,3 @@ def run(model: str, data: str, out: Path, eval_data: str | None = None, options:
     if gates:
         raise GateError("; ".join(map(str, gates)))
     return found
-

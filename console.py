@@ -28,7 +28,14 @@ class Terminal:
     @contextmanager
     def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
         """Draw a bar towards `total` units, with the rate and the time left."""
-        columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+        )
         with Progress(*columns, console=self.err) as progress:
             task = progress.add_task(description, total=total, rate="")
 

@@ -16,7 +16,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +29,19 @@ from .errors import InputError
 
 PARTIAL = ".partial"
 #: The distributions whose versions are written beside what they helped to make.
-DISTRIBUTIONS = ("torch transformers nvidia-modelopt compressed-tensors datasets onnx onnxscript onnxruntime tensorrt tensorrt-rtx numpy").split()
+DISTRIBUTIONS = [
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "compressed-tensors",
+    "datasets",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx",
+    "numpy",
+]
 
 
 #: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then exports.
@@ -74,32 +86,40 @@ class StageLog:
     notes: list[str] = field(default_factory=list)
 
 
+class _Path:
+    """A path in the run directory, as an attribute of `Run`."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, run: "Run", kind: type | None = None) -> Path:
+        return run.root / self.name
+
+
 @dataclass(frozen=True)
 class Run:
     """A run directory. Paths only: nothing is read or made until asked for."""
 
     root: Path
 
-    # fmt: off
-    record_file = property(lambda self: self.root / "run.json")
-    calibration = property(lambda self: self.root / "calibration.npz")
-    evaluation = property(lambda self: self.root / "evaluation.npz")
-    statistics = property(lambda self: self.root / "statistics.safetensors")
-    statistics_json = property(lambda self: self.root / "statistics.json")
-    scales = property(lambda self: self.root / "scales.json")
-    model = property(lambda self: self.root / "model")
-    onnx = property(lambda self: self.root / "model" / "model.onnx")
-    onnx_fp32 = property(lambda self: self.root / "model" / "model.fp32.onnx")
-    engines = property(lambda self: self.root / "engines")
-    accuracy = property(lambda self: self.root / "accuracy.json")
-    tokens = property(lambda self: self.root / "tokens.npz")
-    triton = property(lambda self: self.root / "triton")
-    report_html = property(lambda self: self.root / "report.html")
-    report_ipynb = property(lambda self: self.root / "report.ipynb")
-    # fmt: on
+    record_file = _Path("run.json")
+    calibration = _Path("calibration.npz")
+    evaluation = _Path("evaluation.npz")
+    statistics = _Path("statistics.safetensors")
+    statistics_json = _Path("statistics.json")
+    scales = _Path("scales.json")
+    model = _Path("model")
+    onnx = _Path("model/model.onnx")
+    onnx_fp32 = _Path("model/model.fp32.onnx")
+    engines = _Path("engines")
+    accuracy = _Path("accuracy.json")
+    tokens = _Path("tokens.npz")
+    triton = _Path("triton")
+    report_html = _Path("report.html")
+    report_ipynb = _Path("report.ipynb")
 
     def exists(self) -> bool:
-        """Whether a stage has finished here."""
+        """Whether a stage was begun here."""
         return self.record_file.is_file()
 
     def record(self) -> RunRecord:
@@ -132,7 +152,7 @@ class Run:
             )
         return path
 
-    def is_current(self, stage: str, inputs: Mapping[str, str], options: Mapping[str, JsonValue]) -> bool:
+    def is_current(self, stage: str, inputs: Mapping[str, str], options: Mapping[str, object]) -> bool:
         """Whether `stage` was run with just these inputs and options by this version, and its outputs are all there.
 
         Raises InputError when an output is there but is not what the stage wrote.
@@ -148,7 +168,7 @@ class Run:
         return True
 
     @contextmanager
-    def stage(self, name: str, inputs: Mapping[str, str], options: Mapping[str, JsonValue], model: Mapping[str, str] | None = None) -> Iterator[StageLog]:
+    def stage(self, name: str, inputs: Mapping[str, str], options: Mapping[str, object], model: Mapping[str, str] | None = None) -> Iterator[StageLog]:
         """Run one stage: lock the directory, clear what a killed process left, and record the outputs at the end.
 
         The record of the stage is dropped first, so that a stage that dies half-way does not count as done. `model` is kept as
@@ -288,10 +308,8 @@ def library_versions() -> dict[str, str]:
 
 
 def _reset_peak_memory() -> None:
-    try:
+    with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the process so far
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # not Linux, or not allowed: the peak is then that of the process so far
 
 
 def peak_memory_bytes() -> int:

@@ -6,7 +6,7 @@ is passed over, so the same command goes on where it was killed, and another met
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,7 +82,9 @@ def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
     model = meta_model(source)
     modules = matrix_products(model)
     if any(isinstance(module, Conv1D) for module in modules.values()):
-        raise InputError(f"{source.name}: {source.architecture} keeps its weights in Conv1D modules, which have no FP8 form on the Hugging Face side; this version does not do it")
+        raise InputError(
+            f"{source.name}: {source.architecture} keeps its weights in Conv1D modules, which have no FP8 form on the Hugging Face side; this version does not do it"
+        )
     unknown = {name: type(module).__name__ for name, module in modules.items() if not takes_quantizers(module)}
     products = Products(tuple(modules), output_head(model), unknown)
     select(products, skip)
@@ -102,9 +104,11 @@ def source_of(run: Run) -> "Source":
     from .calibrate.source import open_source
 
     model = run.record().model
-    source = open_source(model["path"])
+    source = open_source(model["path"], trust_remote_code=model.get("trust_remote_code") == "yes")
     if source.fingerprint != model["fingerprint"]:
-        raise InputError(f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory")
+        raise InputError(
+            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
+        )
     return source
 
 
@@ -112,17 +116,17 @@ def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, e
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
     from .calibrate import corpus
 
-    texts = corpus.load_texts(data)
-    ids = corpus.encode(texts, tokenizer)
+    vocabulary = source.text_config.vocab_size
+    texts = corpus.load_texts(data, report=report)
+    ids = corpus.encode(texts, tokenizer, vocabulary)
     if eval_data is None:
         ids, evaluation = corpus.hold_out(ids)
         report.note(f"{data}: the last {len(evaluation):,} of {len(ids) + len(evaluation):,} tokens are held out for evaluation")
     else:
-        eval_texts = corpus.load_texts(eval_data)
-        corpus.check_disjoint(texts, eval_texts, data, eval_data)
-        evaluation = corpus.encode(eval_texts, tokenizer)
-    positions = source.max_positions
-    seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN, "the model's positions", report)
+        eval_texts = corpus.load_texts(eval_data, report=report)
+        corpus.check_disjoint(texts, eval_texts, data, eval_data, report)
+        evaluation = corpus.encode(eval_texts, tokenizer, vocabulary)
+    seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report)
     if len(ids) < seq_len:
         raise InputError(f"{data}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, len(ids) // seq_len, f"the windows of {seq_len:,} tokens in {data}", report)
@@ -136,6 +140,8 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
     if run.is_current("corpus", inputs, options):
         return
     model = {"name": display_name(source), "path": str(source.path.resolve()), "revision": source.revision or "", "fingerprint": source.fingerprint}
+    if source.trust_remote_code:
+        model["trust_remote_code"] = "yes"
     with stage(run, "corpus", inputs, options, notes, model) as log:
         save_tokens(run.calibration, collected.windows)
         save_tokens(run.evaluation, collected.evaluation)
@@ -201,6 +207,7 @@ def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
     from .calibrate.statistics import StatisticsRecord
     from .export.lint import lint
     from .export.model import export_model
+    from .quantize.reference import stored_scales
     from .quantize.scales import load_scales
     from .run import read_document
 
@@ -216,12 +223,14 @@ def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
     with stage(run, "export", inputs, options, notes) as log:
         log.outputs += export_model(run, record, scales, dtype, notes)
         promised = {module: activation.scale for module, activation in scales.activations.items()}
+        weight_scales = stored_scales(run.model, promised)
         for path in log.outputs:
-            findings = lint(path, promised)
+            findings = lint(path, promised, weight_scales)
             for finding in findings:
                 notes.note(f"{path.name}: {finding}")
-            if any(finding.severity == "error" for finding in findings):
-                raise Fp8qError(f"{path}: the exported graph breaks rule {findings[0].rule}: {findings[0].message}")
+            errors = [finding for finding in findings if finding.severity == "error"]
+            if errors:
+                raise Fp8qError(f"{path}: the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
 
 
 def fp8_files(run: Run) -> dict[str, str]:
@@ -269,7 +278,9 @@ def positions(model: Path) -> int | None:
 
 
 @contextmanager
-def stage(run: Run, name: str, inputs: dict[str, str], options: dict[str, object], notes: Notes, model: dict[str, str] | None = None) -> Iterator[StageLog]:
+def stage(
+    run: Run, name: str, inputs: Mapping[str, str], options: Mapping[str, object], notes: Notes, model: Mapping[str, str] | None = None
+) -> Iterator[StageLog]:
     """`Run.stage`, with the notes made since the last one."""
     with run.stage(name, inputs, options, model) as log:
         yield log

@@ -64,7 +64,9 @@ class OnnxWithCodes:
         """Run windows `ids` int64 [windows, context], each a prompt of its own."""
         positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
         held = [ids, np.ones_like(ids), positions]
-        feeds = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in zip(("input_ids", "attention_mask", "position_ids"), held, strict=True)}
+        feeds = {
+            name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in zip(("input_ids", "attention_mask", "position_ids"), held, strict=True)
+        }
         for value in self.session.get_inputs():
             if value.name.startswith("past"):
                 shape = (len(ids), value.shape[1], 0, value.shape[3])

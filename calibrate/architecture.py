@@ -34,7 +34,7 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
         raise InputError(f"{file}: does not parse: it is not UTF-8; copy or download it again") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{file}: does not parse: {error.msg} at line {error.lineno}, column {error.colno}; copy or download it again") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config, dict) or not (isinstance(config.get("model_type"), str) or config.get("auto_map")):
         raise InputError(f"{file}: names no model_type, so it is no transformers configuration; give the directory that save_pretrained wrote")
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization or (path / "hf_quant_config.json").is_file():
@@ -53,16 +53,19 @@ def load_config(path: Path, name: str, trust_remote_code: bool) -> tuple["PreTra
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     raw = read_config(path, name)
-    model_type, code = raw["model_type"], raw.get("auto_map") or {}
-    architecture = next(iter(raw.get("architectures") or []), None)
+    model_type, code = raw.get("model_type"), raw.get("auto_map") or {}
+    architecture = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
     if not trust_remote_code and code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
-        raise InputError(f"{name}: wants code of its own ({architecture or model_type}, not in transformers {transformers.__version__}); read it, and if you trust it, run it with --trust-remote-code")
+        raise InputError(
+            f"{name}: wants code of its own ({architecture or model_type}, not in transformers {transformers.__version__}); read it, and if you trust it, run it with --trust-remote-code"
+        )
     if not code and model_type not in CONFIG_MAPPING:
         raise InputError(f"{name}: model_type {model_type} is unknown to transformers {transformers.__version__}; a newer transformers may know it")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001  # whatever a wrong field, or code of the checkpoint's own, raises
         raise InputError(f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download it again") from None
+    config._attn_implementation = None  # what it was trained with may not be installed: transformers' default, SDPA, is
     if trust_remote_code and "AutoModelForCausalLM" in code:
         return config, architecture or code["AutoModelForCausalLM"].rpartition(".")[2]
     return config, _causal_class(config, name, architecture)
@@ -76,13 +79,17 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     named = architecture or mapped or config.model_type
     other = next((key for key in config.sub_configs if _OTHER_SENSES.fullmatch(key)), None)
     if other or config.get_text_config() is not config:
-        raise InputError(f"{name}: {named} is not a text-only model (it has a {other or 'nested text_config'}), and fp8q does no other; give the language model saved on its own")
+        raise InputError(
+            f"{name}: {named} is not a text-only model (its configuration has {other or 'a nested text_config'}), and fp8q does no other; give the language model saved on its own"
+        )
     encoder = config.is_encoder_decoder or (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False)
     causal = named == mapped or named.endswith(("ForCausalLM", "LMHeadModel"))
     if mapped is None or encoder or not causal:
         raise InputError(f"{name}: {named} is not a causal language model, and fp8q does no other; give a decoder-only one")
-    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
-        raise InputError(f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not do for now; give a transformer")
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False):
+        raise InputError(
+            f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not do for now; give a transformer"
+        )
     return named
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Reading", "check_disjoint", "encode", "fingerprint", "hold_out", "load_texts", "lower_default", "windows"]
 
+#: Documents tokenized together, in parallel.
+DOCUMENTS = 1024
 Tokens = npt.NDArray[np.int64]
 
 
@@ -34,10 +36,22 @@ def fingerprint(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Tokens:
-    """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives a text."""
-    encoded = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
-    return np.concatenate([np.asarray(ids, np.int64) for ids in encoded]) if encoded else np.zeros(0, np.int64)
+def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None = None) -> Tokens:
+    """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives a text.
+
+    Raises InputError when an id is not below `vocabulary`, the number of rows of the model's embedding.
+    """
+    pieces = [np.zeros(0, np.int64)]
+    for start in range(0, len(texts), DOCUMENTS):
+        encoded = tokenizer(list(texts[start : start + DOCUMENTS]), return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+        pieces += [np.asarray(ids, np.int64) for ids in encoded]
+    ids = np.concatenate(pieces)
+    if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
+        token = tokenizer.convert_ids_to_tokens(int(ids.max()))
+        raise InputError(
+            f"the tokenizer gives {token!r} the id {ids.max():,}, and the model's embedding ends at {vocabulary - 1:,}: it is not this model's tokenizer; put the right one beside config.json"
+        )
+    return ids
 
 
 def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
@@ -49,13 +63,15 @@ def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
 def windows(ids: Tokens, seq_len: int, count: int) -> Tokens:
     """Cut `ids` into windows of `seq_len` tokens and take `count` of them, evenly spread, int64 [count, seq_len].
 
-    Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`.
+    Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`, or none.
     """
     available = len(ids) // seq_len
-    if not 1 <= count <= available:
-        raise InputError(f"--samples {count:,}: the text has {len(ids):,} tokens, {available:,} windows of {seq_len:,}; give more text, or a smaller --samples or --seq-len")
+    if not available:
+        raise InputError(f"the text has {len(ids):,} tokens, and one window needs {seq_len:,}; give more text, or a smaller --seq-len")
+    if count > available:
+        raise InputError(f"--samples {count:,}: the text has {available:,} windows of {seq_len:,} tokens; give more text, or a smaller --samples or --seq-len")
     chosen = np.arange(count) * available // count
-    return np.ascontiguousarray(ids[: available * seq_len].reshape(available, seq_len)[chosen])
+    return ids[: available * seq_len].reshape(available, seq_len)[chosen]
 
 
 def lower_default(option: str, asked: int | None, default: int, limit: int | None, because: str, report: Reporter) -> int:

@@ -49,6 +49,8 @@ class Histogram:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Histogram) and np.array_equal(self.bits, other.bits) and np.array_equal(self.counts, other.counts)
 
+    __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
     @cached_property
     def samples(self) -> int:
         """How many values were counted."""

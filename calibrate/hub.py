@@ -6,11 +6,14 @@ What is in the hub's local cache already is used without a network, and `HF_HUB_
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
+from ..progress import SILENT, Reporter
+from ..run import disk_errors
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 #: Copies in subfolders and in other formats than Hugging Face's (Mistral's, Meta's).
@@ -37,33 +40,55 @@ def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Itera
     except errors.RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision} on the hub; name a branch, tag or commit that it has with --revision") from None
     except errors.RepositoryNotFoundError:
-        raise InputError(f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, or `hf auth login` if it is private") from None
+        raise InputError(
+            f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, or `hf auth login` if it is private"
+        ) from None
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError):
         raise InputError(f"{name}: there is no such file or directory, and the hub cannot be reached to look for a {kind} of that name; {remedy}") from None
 
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep the hub's client from drawing bars and logging its retries; the setting before is restored."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
+    """Keep the hub's client from logging its retries; the level before is restored."""
     logger = logging.getLogger("huggingface_hub")
-    level, bars = logger.level, not are_progress_bars_disabled()
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
-    disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(level)
-        if bars:
-            enable_progress_bars()
 
 
-def fetch_model(name: str, revision: str | None, with_code: bool) -> Path:
+def fetch_model(name: str, revision: str | None, with_code: bool, report: Reporter = SILENT) -> Path:
     """Directory of the hub model `name` at `revision` in the local cache, downloaded if need be. Raises InputError."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import DryRunError
 
+    allowed, unwanted = [*WANTED, *(CODE if with_code else ())], list(UNWANTED)
     remedy = "connect, or download it elsewhere and give the directory as MODEL"
-    with quiet_hub(), hub_errors("model", name, revision, remedy):
-        allowed = [*WANTED, *(CODE if with_code else ())]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=list(UNWANTED)))
+    with quiet_hub(), disk_errors(Path(constants.HF_HUB_CACHE)), hub_errors("model", name, revision, remedy):
+        try:
+            bar = _silent_bar(lambda done: None)
+            files = snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=unwanted, tqdm_class=bar, dry_run=True)
+            size = sum(file.file_size or 0 for file in files if file.will_download)
+        except DryRunError:
+            size = 0  # no network, or no such model: the next call finds it in the cache, or says which
+        with report.track(f"Downloading {name}", size, "bytes") as advance:
+            bar = _silent_bar(advance)
+            return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=unwanted, tqdm_class=bar))
+
+
+def _silent_bar(advance: Callable[[int], None]) -> type[Any]:
+    """A progress bar class for the hub's client that draws nothing and tells `advance` of the bytes that reached the disk."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class SilentBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            self.counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # the hub's client leaves it so
+
+        def update(self, n: float | None = 1) -> None:
+            if self.counts:
+                advance(int(n or 0))
+
+    return SilentBar

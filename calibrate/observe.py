@@ -114,7 +114,7 @@ class _ObservedLayer(DynamicLayer):
     """A cache layer that shows what is written to it and keeps nothing."""
 
     def __init__(self, see: Callable[[torch.Tensor, torch.Tensor], None]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.see = see
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,8 +21,8 @@ SAME = 0.10
 #: From this share on the user is told.
 WORTH_A_NOTE = 0.01
 _UNIT = re.compile(r"[A-Za-z0-9_]+|\S")
-#: Odd 64-bit constants (golden ratio and splitmix64's): another one a level, or swapping two halves would not show.
-_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: 2^64 divided by the golden ratio, odd.
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -32,7 +32,9 @@ def check_disjoint(calibration: Sequence[str], evaluation: Sequence[str], data: 
     of_calibration, of_evaluation = shares(calibration, evaluation)
     share, what, where = max((of_evaluation, eval_data, data), (of_calibration, data, eval_data))
     if share >= SAME:
-        raise InputError(f"--eval-data {eval_data}: is not apart from the calibration text: {share:.0%} of {what} is in {where}; evaluate on other text, or leave --eval-data out to hold out the last tenth of --data")
+        raise InputError(
+            f"--eval-data {eval_data}: is not apart from the calibration text: {share:.0%} of {what} is in {where}; evaluate on other text, or leave --eval-data out to hold out the last tenth of --data"
+        )
     if share >= WORTH_A_NOTE:
         report.note(f"--eval-data {eval_data}: {share:.1%} of {what} is in {where}")
 
@@ -43,9 +45,9 @@ def shares(first: Sequence[str], second: Sequence[str]) -> tuple[float, float]:
     length = min(RUN, *map(len, units))
     if not length:
         return 0.0, 0.0
-    runs = [np.unique(_runs(hashes, length)) for hashes in units]
-    common = len(np.intersect1d(*runs, assume_unique=True))
-    return common / len(runs[0]), common / len(runs[1])
+    of_first, of_second = (np.unique(_runs(hashes, length)) for hashes in units)
+    common = len(np.intersect1d(of_first, of_second, assume_unique=True))
+    return common / len(of_first), common / len(of_second)
 
 
 def _units(texts: Sequence[str]) -> Hashes:
@@ -54,10 +56,13 @@ def _units(texts: Sequence[str]) -> Hashes:
 
 
 def _runs(units: Hashes, length: int) -> Hashes:
-    """A hash of every run of (at least half of, and at most) `length` units: runs of 1, 2, 4 … units, each made of two of half its length."""
-    runs, reach, level = units, 1, 0
+    """A hash of every run of as many units as the largest power of two up to `length`: runs of 2, 4, 8 … are made of two of half their length.
+
+    The shift between the levels keeps them from being one polynomial, in which the inner halves could change places.
+    """
+    runs, reach = units, 1
     while 2 * reach <= length:
-        runs = runs[:-reach] * np.uint64(_MULTIPLIERS[level % len(_MULTIPLIERS)]) + runs[reach:]
-        runs = runs ^ (runs >> np.uint64(29))
-        reach, level = 2 * reach, level + 1
+        runs = runs[:-reach] * _MULTIPLIER + runs[reach:]
+        runs ^= runs >> np.uint64(29)
+        reach *= 2
     return runs

@@ -18,7 +18,8 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bo
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
         if held:
             model._init_weights(module)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,15 +7,18 @@ reads every byte once, for the fingerprint that ties statistics, scales and engi
 
 import hashlib
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import BackendError, InputError
 from ..progress import SILENT, Reporter
 from ..run import sha256_file
 from .architecture import load_config, max_positions, one_line, refuse_experts
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Source", "Weights", "check_finite", "load_model", "load_tokenizer", "meta_model", "open_source"]
 
+#: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
+PIECE, PIECES_AT_ONCE = 4 << 20, 16
 #: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
@@ -59,42 +64,42 @@ class Source:
     def tokenizer_fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
         files = tokenizer_files(self.path)
-        return _combined({path.name: sha256_file(path) for path in files[: 1 if files[0].name == VOCABULARY[0] else None]})
+        return _combined({path.name: sha256_file(path) for path in (files[:1] if files[0].name == "tokenizer.json" else files)})
 
 
 def open_source(model: str, revision: str | None = None, trust_remote_code: bool = False, report: Reporter = SILENT) -> Source:
-    """Look through the checkpoint `model`, a directory or a hub name.
+    """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub names.
 
     Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
     """
-    path = _locate(model, revision, trust_remote_code)
+    path, commit = _locate(model, revision, trust_remote_code, report)
     with quiet():
         config, architecture = load_config(path, model, trust_remote_code)
     files = find_weights(path, model)
-    read_headers(files)
     if not tokenizer_files(path):
-        raise InputError(f"{model}: has no tokenizer (none of {', '.join(VOCABULARY[:3])}, vocab.json); copy the files of the tokenizer it was trained with beside config.json")
-    if Path(model).is_dir():
-        revision = None
-    elif path.parent.name == "snapshots":
-        revision = path.name
-    source = Source(path, model, revision, trust_remote_code, config, architecture, files, fingerprint="")
-    refuse_experts(meta_model(source), model, architecture)
-    _check_keys(source)
-    return Source(path, model, revision, trust_remote_code, config, architecture, files, _fingerprint(path, files, report))
+        raise InputError(
+            f"{model}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the one it was trained with beside config.json"
+        )
+    source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="")
+    skeleton = meta_model(source)
+    refuse_experts(skeleton, model, architecture)
+    _check_names(source, skeleton)
+    return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report)))
 
 
-def _locate(model: str, revision: str | None, with_code: bool) -> Path:
+def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
+    """Directory of `model`, and the commit where it came from the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         if revision is not None:
             raise InputError(f"--revision {revision}: is for hub names, and {model} is a directory; leave it out")
-        return path
+        return path, None
     if path.exists():
         raise InputError(f"{model}: is a file; MODEL is the directory that holds config.json and the weights, or a hub name")
     if not is_hub_name(model):
         raise InputError(f"{model}: there is no such directory, and it is no hub name either; check the path")
-    return fetch_model(model, revision, with_code)
+    snapshot = fetch_model(model, revision, with_code, report)
+    return snapshot, snapshot.name
 
 
 def tokenizer_files(path: Path) -> list[Path]:
@@ -102,32 +107,42 @@ def tokenizer_files(path: Path) -> list[Path]:
     return [path / name for name in VOCABULARY if (path / name).is_file()]
 
 
-def _fingerprint(path: Path, weight_files: tuple[Path, ...], report: Reporter) -> str:
-    files = [path / "config.json", *weight_files]
-    digests: dict[str, str] = {}
-    with report.track("Fingerprinting", sum(file.stat().st_size for file in files), "bytes") as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
-        pending = {pool.submit(sha256_file, file): file for file in files}
-        for future in as_completed(pending):
-            digests[pending[future].name] = future.result()
-            advance(pending[future].stat().st_size)
-    return _combined(digests)
+def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
+    """File name -> SHA-256 of the SHA-256s of its pieces: in pieces, all processors hash one large file together."""
+    pieces = [(file, start) for file in files for start in range(0, file.stat().st_size, PIECE)]
+    digests = {file.name: hashlib.sha256() for file in files}
+
+    def digest(piece: tuple[Path, int]) -> tuple[bytes, int]:
+        file, start = piece
+        with open(file, "rb") as handle:
+            handle.seek(start)
+            content = handle.read(PIECE)
+        return hashlib.sha256(content).digest(), len(content)
+
+    total = sum(file.stat().st_size for file in files)
+    with report.track("Fingerprinting the weights", total, "bytes") as advance, ThreadPoolExecutor(min(os.cpu_count() or 1, PIECES_AT_ONCE)) as pool:
+        for (file, _), (found, size) in zip(pieces, pool.map(digest, pieces), strict=True):
+            digests[file.name].update(found)
+            advance(size)
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def _combined(digests: dict[str, str]) -> str:
-    """SHA-256 over `name digest` lines in name order."""
+    """SHA-256, in hexadecimal, over the lines `name digest` in name order."""
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from logging and drawing bars; the settings before are restored."""
+    """Keep transformers from logging, warning and drawing bars; the settings before are restored."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
+    logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -142,58 +157,74 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
         with quiet():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=source.trust_remote_code)
     except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception for files it cannot read
-        raise InputError(f"{source.name}: its tokenizer does not load: {one_line(error)}; copy the files of the tokenizer it was trained with beside config.json") from None
+        if "trust_remote_code" in str(error):
+            raise InputError(f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with --trust-remote-code") from None
+        raise InputError(
+            f"{source.name}: its tokenizer does not load: {one_line(error)}; copy the files of the tokenizer it was trained with beside config.json"
+        ) from None
     return tokenizer
 
 
 def meta_model(source: Source) -> "PreTrainedModel":
-    """The model in BF16 on the meta device: all modules and shapes, no values, no memory."""
+    """The model in BF16 on the meta device, evaluating: all modules and shapes, no values, no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with quiet(), torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16, trust_remote_code=source.trust_remote_code)
+            config = deepcopy(source.config)  # from_config writes the type into it
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=source.trust_remote_code)
     except Exception as error:  # noqa: BLE001  # whatever wrong sizes, or code of the checkpoint's own, raise
         raise InputError(f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it again") from None
-    return model.eval()
+    model.eval()
+    return model
 
 
 def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "PreTrainedModel":
-    """The model in `dtype` on `device`, evaluating, its cache off. Raises InputError when files and model do not fit."""
-    model, _ = _load(source, dtype, device)
+    """The model in `dtype` on `device`, evaluating, its cache off.
+
+    Raises InputError when files and model do not fit, BackendError when the device's memory does not hold it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = _load(
+            source, AutoModelForCausalLM, source.path, dtype=dtype, device_map=device,
+            local_files_only=True, use_safetensors=True, trust_remote_code=source.trust_remote_code,
+        )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise BackendError(
+            f"{source.name}: does not fit into the memory of {device}; free some, or hide the GPU with CUDA_VISIBLE_DEVICES= and use the CPU"
+        ) from None
     model.config.use_cache = False
     return model
 
 
-def _load(source: Source, dtype: "torch.dtype", device: str) -> tuple["PreTrainedModel", dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
+def _check_names(source: Source, skeleton: "PreTrainedModel") -> None:
+    """Load the headers alone, on the meta device: that tells of missing, unexpected and misshapen tensors, and reads no weights."""
+    import torch
+
+    headers = {name: torch.empty(header.shape, dtype=torch.bfloat16, device="meta") for name, header in read_headers(source.weight_files).items()}
+    _load(source, type(skeleton), None, state_dict=headers, dtype=torch.bfloat16, device_map="meta")
+
+
+def _load(source: Source, model_class: Any, path: Path | None, **options: Any) -> "PreTrainedModel":
+    """`model_class.from_pretrained`, with an InputError for tensors that the model lacks, does not know, or has in another shape. Tied weights count as one."""
+    import torch
 
     try:
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=dtype, device_map=device, local_files_only=True, use_safetensors=True, trust_remote_code=source.trust_remote_code,
-                ignore_mismatched_sizes=True, output_loading_info=True,
-            )  # fmt: skip
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+            loaded = model_class.from_pretrained(path, config=deepcopy(source.config), ignore_mismatched_sizes=True, output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, RuntimeError, KeyError, OSError, ImportError) as error:
         raise InputError(f"{source.name}: does not load as {source.architecture}: {one_line(error)}; copy or download the checkpoint again") from None
-    _check_loading(source, info)
-    return model.eval(), info
-
-
-def _check_keys(source: Source) -> None:
-    """Load on the meta device, which reads headers only, for what it says of the keys."""
-    import torch
-
-    _load(source, torch.bfloat16, "meta")
-
-
-def _check_loading(source: Source, info: dict[str, Any]) -> None:
-    """Raise InputError for tensors that the model misses, does not know, or has in another shape. Tied weights count as one."""
-    remedy = f"config.json and weights are not of one {source.architecture}; copy or download the checkpoint again"
-    for name, found, wanted in sorted(info["mismatched_keys"], key=str):
-        raise InputError(f"{source.name}: {name} has shape {list(found)} where the model has {list(wanted)}; {remedy}")
-    for kind, keys in (("lacks", sorted(info["missing_keys"])), ("holds unknown", sorted(info["unexpected_keys"]))):
-        if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise InputError(f"{source.name}: {kind} {keys[0]}{more}; {remedy}")
+    model: PreTrainedModel = loaded[0]
+    misfits = [f"{name} has shape {list(found)} where the model has {list(wanted)}" for name, found, wanted in sorted(loaded[1]["mismatched_keys"])]
+    misfits += [f"{name} is missing" for name in sorted(loaded[1]["missing_keys"])]
+    misfits += [f"{name} is unknown to the model" for name in sorted(loaded[1]["unexpected_keys"])]
+    if misfits:
+        more = f" (and {len(misfits) - 1} more do not fit)" if len(misfits) > 1 else ""
+        raise InputError(f"{source.name}: the weights are not those of this {source.architecture}: {misfits[0]}{more}; copy or download the checkpoint again")
+    return model

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: safetensors' names of the float types that a checkpoint may be in, and their bytes a value.
-FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-#: Values converted at a time when offending ones are counted.
+#: Values looked at together when offending ones are counted.
 CHUNK = 1 << 24
 
 
@@ -36,34 +34,43 @@ class Header:
 
 
 def find_weights(directory: Path, name: str) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint in `directory`, in name order; `name` is how the user calls it.
+    """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user calls it.
 
-    Raises InputError when there are none (saying what there is instead), or when the index does not read or names files that are missing.
+    Raises InputError when there are none (saying what there is instead), when one is damaged, and when the index does not read or promises
+    what is not there.
     """
     if (directory / SINGLE).is_file():
+        read_headers((directory / SINGLE,))
         return (directory / SINGLE,)
-    if (directory / INDEX).is_file():
-        shards = sorted({directory / shard for shard in read_index(directory / INDEX).values()})
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise InputError(f"{directory / INDEX}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or download it again")
-        return tuple(shards)
-    raise InputError(f"{name}: {_instead(directory)}")
+    index = directory / INDEX
+    if not index.is_file():
+        raise InputError(f"{name}: {_instead(directory)}")
+    promised = _read_index(index)
+    shards = sorted({directory / shard for shard in promised.values()})
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise InputError(f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or download it again")
+    headers = read_headers(tuple(shards))
+    for tensor, shard in promised.items():
+        if tensor not in headers or headers[tensor].file.name != shard:
+            raise InputError(f"{index}: promises {tensor} in {shard}, which does not hold it; copy or download the checkpoint again")
+    return tuple(shards)
 
 
 def _instead(directory: Path) -> str:
+    """What a checkpoint without safetensors holds instead, and what to do."""
     if (directory / "adapter_config.json").is_file():
-        return "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save_pretrained the result with its tokenizer"
+        return "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result and its tokenizer with save_pretrained"
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
     if pickled:
-        code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({str(directory)!r}).save_pretrained('NEW')"
-        return f"has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them where you trust them: python -c \"{code}\", copy the tokenizer to NEW, and give NEW"
+        code = f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; [X.from_pretrained({str(directory)!r}).save_pretrained('NEW') for X in (M, T)]"
+        return f'has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them where you trust them with `python -c "{code}"` and give NEW'
     others = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack"))
-    found = f" (found {others[0]})" if others else ""
-    return f"has no weights: there is neither {SINGLE} nor {INDEX}{found}; save the model with save_pretrained"
+    found = f" (but {others[0]})" if others else ""
+    return f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read; save the model with save_pretrained"
 
 
-def read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, str]:
     """`weight_map` of an index: tensor -> file name. Raises InputError when it does not read, or points out of the directory."""
     try:
         shards = json.loads(path.read_bytes())["weight_map"]
@@ -80,8 +87,7 @@ def read_index(path: Path) -> dict[str, str]:
 def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
     """Tensor name -> header, in the order the tensors lie in `files`.
 
-    Raises InputError, naming the file, for damaged or truncated ones, for a tensor that is in two, for one that the index promises and no file
-    holds, and for tensors that are FP8 or narrower already.
+    Raises InputError, naming the file, when one is damaged or cut short, when a tensor is in two of them, and when tensors are FP8 or narrower already.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -89,28 +95,19 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
     for file in files:
         try:
             with safe_open(file, framework="numpy") as opened:
-                for name in opened.offset_keys():
-                    if name in headers:
-                        raise InputError(f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again")
-                    view = opened.get_slice(name)
-                    headers[name] = Header(file, view.get_dtype(), tuple(view.get_shape()))
+                views = {name: opened.get_slice(name) for name in opened.offset_keys()}
+                found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file}: is damaged or cut short ({error}); copy or download it again") from None
-    if not headers:
-        raise InputError(f"{files[0]}: holds no tensor; save the model with save_pretrained")
-    _check_index(files[0].parent / INDEX, headers, len(files))
+        for name in found.keys() & headers.keys():
+            raise InputError(f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again")
+        headers |= found
     for name, header in headers.items():
-        if header.dtype.startswith(("F8", "F6", "F4")):
-            raise InputError(f"{header.file}: {name} is {header.dtype}, so the checkpoint is quantized already; give the one it was made from, in BF16, FP16 or FP32")
+        if header.dtype.startswith(("F8_", "F6_", "F4")):
+            raise InputError(
+                f"{header.file}: {name} is {header.dtype}, so the checkpoint is quantized already; give the one it was made from, in BF16, FP16 or FP32"
+            )
     return headers
-
-
-def _check_index(path: Path, headers: dict[str, Header], shards: int) -> None:
-    if shards == 1 and not path.is_file():
-        return
-    for name, shard in read_index(path).items():
-        if name not in headers or (shards > 1 and headers[name].file.name != shard):
-            raise InputError(f"{path}: promises {name} in {shard}, which does not hold it; copy or download the checkpoint again")
 
 
 class Weights:
@@ -148,14 +145,15 @@ class Weights:
 def check_finite(source: "Source", report: Reporter = SILENT) -> None:
     """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying how many."""
     weights = Weights(source)
-    total = sum(path.stat().st_size for path in source.weight_files)
-    with report.track("Checking weights", total, "bytes") as advance:
+    with report.track("Checking weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             tensor = weights.tensor(name)
-            if weights.dtype(name) in FLOATS and tensor.numel() and not _all_finite(tensor):
-                found = _offenders(tensor)
-                raise InputError(f"{name}: holds {found} among {tensor.numel():,} values ({weights.file(name)}); take an earlier checkpoint of the training, or download the file again")
-            advance(tensor.nbytes)
+            if tensor.is_floating_point() and tensor.numel() and not _all_finite(tensor):
+                raise InputError(
+                    f"{name}: holds {_offenders(tensor)} among {tensor.numel():,} values, in {weights.file(name)}; "
+                    "take an earlier checkpoint of the training, or copy or download the file again"
+                )
+            advance(1)
 
 
 def _all_finite(tensor: "torch.Tensor") -> bool:

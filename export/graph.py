@@ -55,23 +55,23 @@ class QuantizedInput(nn.Module):
 class GraphLinear(nn.Module):
     """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a bias."""
 
-    def __init__(self, linear: nn.Linear, first: "GraphLinear | None", plan: GraphPlan):
-        """Stand in for `linear`; `first` is the first member of its group, None where it is that itself."""
+    def __init__(self, linear: nn.Linear, quantized: QuantizedInput, first: bool, plan: GraphPlan):
+        """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype = plan.dtype
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=CODE, device="meta"))
         self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0], dtype=torch.float32, device="meta"))
         self.bias = linear.bias
-        self.input = QuantizedInput(plan) if first is None else None
-        self.quantized = [first.input if first is not None else self.input]  # in a list, so that it is registered once
+        self.quantized = [quantized]  # in a list, so that only the first registers it
+        if first:
+            self.input = quantized
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out]."""
-        (quantized,) = self.quantized
-        y = torch.matmul(quantized(x), operators.dequantize(self.weight, self.weight_scale, self.dtype).t())
+        y = torch.matmul(self.quantized[0](x), operators.dequantize(self.weight, self.weight_scale, self.dtype).t())
         return y if self.bias is None else y + self.bias
 
 
@@ -104,8 +104,8 @@ class GraphLayer(DynamicLayer):
     """One layer of the cache while the graph is traced: `new` holds what this step wrote."""
 
     def __init__(self, attention: nn.Module, past: tuple[torch.Tensor, torch.Tensor]):
-        super().__init__()
-        self.parts = (attention.fp8q_k, attention.fp8q_v)
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
+        self.parts = tuple(attention.get_submodule(name) for name in ("fp8q_k", "fp8q_v"))
         self.past = past
         self.new: tuple[torch.Tensor, ...] = ()
 
@@ -132,10 +132,11 @@ class Graph(nn.Module):
         slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
         keys = torch.cat([slots, position_ids], dim=1)
         cache = DynamicCache()
-        cache.layers = [GraphLayer(self.model.get_submodule(self.attention[i]), pair) for i, pair in zip(sorted(self.attention), past, strict=True)]
+        layers = [GraphLayer(self.model.get_submodule(self.attention[i]), pair) for i, pair in zip(sorted(self.attention), past, strict=True)]
+        cache.layers = [*layers]
         with attending(position_ids, keys, attention_mask):
             logits = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
-        return (logits, *(new for layer in cache.layers for new in layer.new))
+        return (logits, *(new for layer in layers for new in layer.new))
 
 
 _mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -186,12 +187,11 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     model.set_attn_implementation(ATTENTION)
     layers: dict[str, nn.Module] = {}
     for members in plan.groups.values():
-        first: GraphLinear | None = None
+        quantized = QuantizedInput(plan)
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear), f"{name} is no linear layer"
-            layers[name] = GraphLinear(linear, first, plan)
-            first = first or layers[name]  # type: ignore[assignment]
+            layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
     replace_linears(model, layers)
     for name in attention_modules(model).values():
         module = model.get_submodule(name)

@@ -3,6 +3,10 @@
 `M` is a linear module, `G` the first of a group that shares its input, `A` an attention module, part `k` or `v`.
 """
 
+import re
+
+_MODULE = re.compile(r"(?P<module>.+)\.(?:matmul|bias_add|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past))")
+
 
 def matmul(module: str) -> str:
     """The product of module M."""
@@ -42,3 +46,9 @@ def cache_dequantize(module: str, part: str) -> str:
 def cache_dequantize_past(module: str, part: str) -> str:
     """DequantizeLinear of A's past keys or values."""
     return f"{module}.{part}.dequantize_past"
+
+
+def module_of(node: str) -> str | None:
+    """The Hugging Face module that a node of the graph is named after; None for a node that belongs to none."""
+    match = _MODULE.fullmatch(node)
+    return match["module"] if match else None

@@ -3,6 +3,7 @@
 They work on onnx_ir, whose tensors may lie in files: no pass reads a weight.
 """
 
+import ast
 import json
 import re
 import struct
@@ -20,6 +21,8 @@ ELEMENT_TYPES = {
     "BF16": ir.DataType.BFLOAT16, "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
     "I64": ir.DataType.INT64, "I32": ir.DataType.INT32, "BOOL": ir.DataType.BOOL,
 }  # fmt: skip
+#: The version of ONNX's file format that came with opset 23.
+IR_VERSION = 11
 SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -83,18 +86,18 @@ def name_nodes(model: ir.Model) -> None:
     1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and DQ of the activation.
     3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its MatMul and Add.
     """
-    wide = _wide_linears(model)
-    for node in model.graph:
-        scopes = json.loads(node.metadata_props.get(SCOPES, "[]").replace("'", '"'))
-        if len(scopes) < 2:
-            continue
-        scope = scopes[-2].removeprefix("model.")
-        if name := _node_name(node, scope, scope in wide):
+    scopes = {node: _scope(node) for node in model.graph}
+    matrices = {name.removeprefix("model.").removesuffix(".weight") for name in model.graph.initializers if name.endswith(".weight")}
+    linear = {scope for node, scope in scopes.items() if node.op_type in ("MatMul", "Gemm")} & matrices
+    for node, scope in scopes.items():
+        if name := _node_name(node, scope, scope in linear):
             node.name = name
 
 
-def _wide_linears(model: ir.Model) -> set[str]:
-    return {name.removeprefix("model.").removesuffix(".weight") for name in model.graph.initializers if name.endswith(".weight")}
+def _scope(node: ir.Node) -> str:
+    """The Hugging Face module whose forward pass made `node`; empty where that is not known."""
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
+    return str(scopes[-2]).removeprefix("model.") if len(scopes) > 1 else ""
 
 
 def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
@@ -181,3 +184,4 @@ def strip(model: ir.Model) -> None:
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.producer_name = "fp8q"
+    model.ir_version = IR_VERSION

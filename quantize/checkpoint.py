@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
-from ..calibrate.source import Source, Weights
 from .card import model_card
 from .scales import Scales, Skipped, TensorScale, WeightScales
 from .weights import WeightMethod, quantize_weight

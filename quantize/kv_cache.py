@@ -24,7 +24,7 @@ class FP8Layer(DynamicLayer):
 
     def __init__(self, key_scale: float, value_scale: float):
         """Scales: real value = code × scale."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.key_scale, self.value_scale = key_scale, value_scale
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:

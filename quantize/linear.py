@@ -72,11 +72,12 @@ class FP8Linear(nn.Module):
         """`x` [..., in] to [..., out] in x's type."""
         codes = self.input_codes(x)
         if self.codes.dtype == CODE:
-            total = scaled_product(codes.flatten(0, -2), self.codes).unflatten(0, x.shape[:-1])
+            total: torch.Tensor = scaled_product(codes.flatten(0, -2), self.codes).view(*x.shape[:-1], -1)
         else:
             total = torch.nn.functional.linear(codes, self.codes).float()
         y = total * self.scale
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        y = y if self.bias is None else y + self.bias
+        return y.to(x.dtype)
 
 
 def scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

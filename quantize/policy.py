@@ -31,13 +31,13 @@ def select(products: Products, skip: Sequence[str]) -> tuple[list[str], dict[str
             raise InputError(f"--skip {pattern}: matches no module; names are like {', '.join(_examples(products.names))}")
     skipped: dict[str, Skipped] = {}
     for name in products.names:
-        pattern = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
+        matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
         if name == products.head:
             skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
         elif name in products.unknown:
             skipped[name] = Skipped(reason=f"of class {products.unknown[name]}, which ModelOpt's registry does not know")
-        elif pattern is not None:
-            skipped[name] = Skipped(reason=f"asked for: --skip {pattern}")
+        elif matching:
+            skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")
     chosen = [name for name in products.names if name not in skipped]
     if not chosen:
         raise InputError(f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip")

@@ -4,10 +4,12 @@ It is built from the very bytes that transformers, vLLM and the ONNX graph read,
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -23,6 +25,13 @@ def stored_tensors(directory: Path) -> Mapping[str, str]:
     """Tensor name -> shard file name of the checkpoint in `directory`, from its index."""
     index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
     return index
+
+
+def stored_scales(directory: Path, modules: Iterable[str]) -> dict[str, npt.NDArray[np.float32]]:
+    """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each."""
+    where = stored_tensors(directory)
+    shards = {file: safe_open(directory / file, "np") for file in set(where.values())}
+    return {module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1) for module in modules}
 
 
 @dataclass(frozen=True)
@@ -61,4 +70,5 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"the checkpoint has no {unset[0]}"
     caches = {name.removesuffix("_scale"): float(read(name)[0]) for name in where if name.endswith((".k_scale", ".v_scale"))}
-    return Reference(model.to(device), caches)
+    torch.nn.Module.to(model, device)
+    return Reference(model, caches)

@@ -16,7 +16,7 @@ import torch
 
 from ..calibrate.histogram import magnitudes
 from .clip import scale_of
-from .formats import E4M3
+from .formats import E4M3, Float32s
 from .linear import encode
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
 
@@ -67,7 +67,7 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor |
     return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
 
 
-def mse_scales(weight: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def mse_scales(weight: torch.Tensor) -> Float32s:
     """The BF16 scale with the least squared error for each row of a finite BF16 `weight` [out, in], float32 [out]."""
     patterns = weight.abs().view(torch.int16)
     exponent = patterns.amax(1) >> 7
@@ -80,11 +80,12 @@ def mse_scales(weight: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float
         counts = torch.stack([torch.bincount(row, minlength=OCTAVES << 7) for row in bins])
         counts[:, 0] = 0
         best[rows] = (counts.float() @ table).argmin(1)
-    return np.ldexp(candidates[best.numpy()], exponent.numpy().astype(np.int32) - 127).astype(np.float32)
+    scales: Float32s = np.ldexp(candidates[best.numpy()], exponent.numpy().astype(np.int32) - 127).astype(np.float32)
+    return scales
 
 
 @cache
-def error_table() -> tuple[torch.Tensor, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+def error_table() -> tuple[torch.Tensor, Float32s]:
     """Squared error of each magnitude pattern at each candidate scale, float32 [patterns, candidates], and the candidates.
 
     Both are relative to 2^exponent of the channel's amax, which lies in [1, 2): its scale in [1/448, 2/448).
@@ -94,7 +95,7 @@ def error_table() -> tuple[torch.Tensor, np.ndarray[tuple[int], np.dtype[np.floa
     lowest = int(scale_of(0.5, E4M3).view(np.uint32) >> 16)
     highest = int(scale_of(np.nextafter(np.float32(2), np.float32(0)), E4M3).view(np.uint32) >> 16)
     candidates = magnitudes(np.arange(lowest, highest + 1))
-    rounded = E4M3.round((values.astype(np.float32)[:, None] / candidates)) * candidates.astype(np.float64)
+    rounded = E4M3.round(values.astype(np.float32)[:, None] / candidates) * candidates.astype(np.float64)
     return torch.from_numpy(((values[:, None] - rounded) ** 2).astype(np.float32)), candidates
 
 

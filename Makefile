@@ -1,0 +1,64 @@
+# make demo      set up, then the whole way on the demo checkpoint, into runs/demo
+# make test      set up, then every check and the whole suite (what .ci/run calls)
+# make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
+# make lint      the checks without the tests          make format   what the checks can mend themselves
+# make clean     remove what was made, .venv included
+#
+# PYTHON=…    the interpreter that .venv is made from (3.11 or later)
+# PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
+# ARGS=…      for pytest, such as ARGS='tests/quantize -x'
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test install lint format clean
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+STAMP := .venv/.installed
+DEMO := examples/demo
+
+help:
+	@sed '/^$$/q; s/^# \{0,1\}//' Makefile
+
+demo: install
+	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+install: $(STAMP)
+
+lint: install
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy -p fp8q
+	$(BIN)/mypy tests examples benchmarks
+	$(BIN)/lint-imports --no-logo
+
+format: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The link lets type checkers see the package (pyproject, [tool.mypy]). The stamp comes last: an install that was
+# interrupted is taken up again, a finished one is not repeated until what it was made from changes.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
+	mkdir -p .venv/typing
+	ln -sfn ../.. .venv/typing/fp8q
+	touch $@
+
+# The first interpreter that can make a venv: those the pinned wheels exist for before any later one. (pip is the last thing
+# that venv installs, so a venv that was interrupted is made again.)
+$(BIN)/pip:
+	@usable() { command -v "$$1" >/dev/null && "$$1" -c "import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $$2))" 2>/dev/null; }; \
+	for try in $(or $(PYTHON:%=%:99),python3:13 python3.13:13 python3.12:13 python3.11:13 python3:99); do \
+	  if usable "$${try%:*}" "$${try#*:}"; then echo "$${try%:*} -m venv .venv"; exec "$${try%:*}" -m venv --clear .venv; fi; \
+	done; \
+	echo "make: $(or $(PYTHON),python3): no Python 3.11 or later with venv and pip was found (python3 is $$(python3 --version 2>&1 | head -n 1)); install one (Debian, Ubuntu: apt install python3-venv) or name it with PYTHON=…" >&2; exit 2

@@ -1,0 +1,171 @@
+"""Rules F1xx: FP8 codes, their scales and zero points."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from onnx import NodeProto, TensorProto, defs
+
+from .indexed import FP8_TYPES, Indexed, attribute
+from .rules import Broken, rule
+
+#: What the standard may allow for FP8 and a runtime refuses all the same.
+REFUSED = {"TensorScatter": "TensorRT refuses FP8 there", "Concat": "ONNX Runtime refuses FP8 there"}
+
+
+def type_name(kind: int) -> str:
+    """An element type's name, as FLOAT8E4M3FN."""
+    return TensorProto.DataType.Name(kind) if kind in TensorProto.DataType.values() else str(kind)
+
+
+@rule("F101", "constant-feeds-dequantize")
+def constant_feeds_dequantize(graph: Indexed) -> Broken:
+    """A quantized constant must feed a DequantizeLinear, and nothing else.
+
+    TensorRT takes FP8 weights from the pair constant -> DequantizeLinear; through anything between the two they are widened first.
+    """
+    for name in graph.initializers:
+        if name in graph.codes:
+            for node, index in graph.readers.get(name, []):
+                if (node.op_type, index) != ("DequantizeLinear", 0):
+                    yield name, f"FP8 constant is read by {node.op_type} {node.name}; let a DequantizeLinear alone read it"
+
+
+@rule("F102", "code-format")
+def code_format(graph: Indexed) -> Broken:
+    """Codes are E4M3 as in ONNX's FLOAT8E4M3FN: the FP8 products of TensorRT take no other format."""
+    for node in graph.quantizers:
+        kind = graph.codes[node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]]
+        if kind != TensorProto.FLOAT8E4M3FN:
+            yield node.name, f"codes are {type_name(kind)}; quantize to FLOAT8E4M3FN"
+
+
+@rule("F103", "scale-type")
+def scale_type(graph: Indexed) -> Broken:
+    """Scales are FP32.
+
+    With scales in BF16 or FP16 the engine multiplies activations by a reciprocal rounded to that type, and writes the unscaled product in it: 448² a term
+    overflows FP16.
+    """
+    for scale, node in scales(graph).items():
+        kind = _element_type(graph, scale)
+        if kind not in (0, TensorProto.FLOAT):
+            yield node.name, f"scale {scale} is {type_name(kind)}; store it as FLOAT and state output_dtype"
+
+
+def scales(graph: Indexed) -> dict[str, NodeProto]:
+    """Every scale of FP8 codes by name, and the first node that uses it: equal scales may be one tensor."""
+    return {node.input[1]: node for node in reversed(graph.quantizers)}
+
+
+def _element_type(graph: Indexed, value: str) -> int:
+    """The element type of a constant, or of one that is cast; 0 where it is not known."""
+    if value in graph.initializers:
+        return graph.initializers[value].data_type
+    node = graph.producers.get(value)
+    return attribute(node, "to", 0) if node is not None and node.op_type == "Cast" else 0
+
+
+@rule("F104", "scale-value")
+def scale_value(graph: Indexed) -> Broken:
+    """Scales are constants, positive and finite: a zero, NaN or infinite scale makes every value it touches NaN or zero."""
+    for name, node in scales(graph).items():
+        scale = graph.constant(name)
+        if scale is None:
+            if name not in graph.initializers:
+                yield node.name, f"scale {name} is computed when the graph runs; quantize with a constant scale"
+            continue
+        values = scale.astype(np.float32).ravel()
+        bad = values[~((values > 0) & np.isfinite(values))]
+        if bad.size:
+            yield node.name, f"scale {name} holds {bad[0]:g} ({bad.size} of {values.size} are not positive and finite); keep the module in BF16 with --skip"
+
+
+@rule("F105", "output-type-stated")
+def output_type_stated(graph: Indexed) -> Broken:
+    """DequantizeLinear states its output type.
+
+    Where it does not, the result has the scale's type: FP32 scales would make an FP32 product, and leaving it to the scale is what brings narrow scales about.
+    """
+    for node in graph.quantizers:
+        if node.op_type == "DequantizeLinear" and not attribute(node, "output_dtype", 0):
+            yield node.name, "states no output_dtype; set it to the type the graph computes in"
+
+
+@rule("F106", "zero-point")
+def zero_point(graph: Indexed) -> Broken:
+    """A zero point of FP8 codes is left out, or is zero and of the codes' type: FP8 is symmetric."""
+    for node in graph.quantizers:
+        if len(node.input) < 3 or not node.input[2]:
+            continue
+        kind = graph.codes[node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]]
+        stored = _element_type(graph, node.input[2])
+        values = graph.constant(node.input[2])
+        if stored not in (0, kind):
+            yield node.name, f"zero point {node.input[2]} is {type_name(stored)} but the codes are {type_name(kind)}; leave it out"
+        elif values is None or np.any(values.astype(np.float32)):
+            yield node.name, f"zero point {node.input[2]} is not zero; leave it out"
+
+
+@rule("F107", "scale-shape")
+def scale_shape(graph: Indexed) -> Broken:
+    """A scale is one number, or for a constant one number for each index of the axis it runs along."""
+    for node in graph.quantizers:
+        scale = graph.constant(node.input[1])
+        if scale is None or scale.size == 1:
+            continue
+        tensor = graph.initializers.get(node.input[0])
+        if tensor is None:
+            yield node.name, f"scale {node.input[1]} has {scale.size} values; activations and caches take one for the tensor"
+            continue
+        axis = attribute(node, "axis", 1)
+        size = tensor.dims[axis] if -len(tensor.dims) <= axis < len(tensor.dims) else 0
+        if scale.shape != (size,):
+            yield node.name, f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {node.input[0]} {list(tensor.dims)} has {size}"
+
+
+@rule("F108", "quantized-twice")
+def quantized_twice(graph: Indexed) -> Broken:
+    """One tensor is quantized once with one scale: a second time is the same work again, and keeps products of one input apart."""
+    seen: dict[tuple[str, bytes], NodeProto] = {}
+    for node in graph.quantizers:
+        scale = graph.constant(node.input[1])
+        if node.op_type == "QuantizeLinear" and scale is not None:
+            first = seen.setdefault((node.input[0], scale.astype(np.float32).tobytes()), node)
+            if first is not node:
+                yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has quantized it with; use its codes"
+
+
+@rule("F109", "operator-takes-fp8")
+def operator_takes_fp8(graph: Indexed) -> Broken:
+    """FP8 codes go only through operators that take them: Concat and TensorScatter, among others, do not. Dequantize first."""
+    for node in graph.nodes:
+        for index, name in enumerate(node.input):
+            if name in graph.codes and node.domain in ("", "ai.onnx") and (reason := _refusal(graph, node, index)):
+                yield node.name, f"{node.op_type} reads FP8 codes {name} ({reason}); dequantize them first"
+
+
+def _refusal(graph: Indexed, node: NodeProto, index: int) -> str | None:
+    if node.op_type in REFUSED:
+        return REFUSED[node.op_type]
+    if not defs.has(node.op_type, graph.opset, ""):
+        return None
+    parameters = defs.get_schema(node.op_type, graph.opset, "").inputs
+    allowed = parameters[min(index, len(parameters) - 1)].types if parameters else set()
+    return None if any(f"tensor({type_name(kind).lower()})" in allowed for kind in FP8_TYPES) else f"opset {graph.opset} allows no FP8 there"
+
+
+@rule("F110", "attention-inputs", "warning")
+def attention_inputs(graph: Indexed) -> Broken:
+    """Q/DQ on the inputs of Attention does not give FP8 attention: TensorRT dequantizes them and runs the BF16 kernel, so precision is lost for nothing."""
+    for node in graph.nodes:
+        if node.op_type == "Attention":
+            for name in _dequantized(graph, list(node.input[:3])):
+                yield node.name, f"its input {name} comes from Q/DQ, which does not make it FP8 attention; leave it out, or use plain products"
+
+
+def _dequantized(graph: Indexed, values: list[str]) -> Iterator[str]:
+    for value in values:
+        dequantize = graph.operand(value).dequantize
+        source = graph.producers.get(dequantize.input[0]) if dequantize is not None else None
+        if source is not None and source.op_type == "QuantizeLinear":
+            yield value

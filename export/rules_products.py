@@ -1,0 +1,144 @@
+"""Rules F2xx: matrix products, and what is promised of them."""
+
+import numpy as np
+from onnx import NodeProto
+
+from . import names
+from .indexed import Indexed, Operand, Product, attribute
+from .rules import Broken, Promise, promise_rule, rule
+
+#: FP8 tensor cores work on 16 bytes at a time.
+ALIGNMENT = 16
+
+
+def weight_of(graph: Indexed, product: Product) -> Operand | None:
+    """The operand that is a quantized constant."""
+    return next((side for side in product.operands if side.dequantize is not None and graph.is_constant(side.dequantize.input[0])), None)
+
+
+def activation_of(graph: Indexed, product: Product) -> Operand | None:
+    """The operand that is quantized when the graph runs."""
+    return next((side for side in product.operands if side.dequantize is not None and quantize_of(graph, side) is not None), None)
+
+
+def quantize_of(graph: Indexed, side: Operand) -> NodeProto | None:
+    """The QuantizeLinear behind an operand's DequantizeLinear."""
+    node = graph.producers.get(side.dequantize.input[0]) if side.dequantize is not None else None
+    return node if node is not None and node.op_type == "QuantizeLinear" else None
+
+
+def is_fp8(product: Product) -> bool:
+    """Whether both sides come from FP8 codes; what lies between is a rule of its own (F201)."""
+    return all(side.dequantize is not None for side in product.operands)
+
+
+def why_wide(graph: Indexed, product: Product) -> str | None:
+    """Why the product of a weight is not FP8 on both sides; None where it is."""
+    weight, activation = weight_of(graph, product), activation_of(graph, product)
+    if weight is None and activation is None:
+        return "neither its weight nor its input comes from FP8 codes"
+    if weight is None:
+        return "its weight is no FP8 constant behind a DequantizeLinear"
+    return "its weight is FP8 but its input is not, so it multiplies in the compute type" if activation is None else None
+
+
+@rule("F201", "transpose-alone-between")
+def transpose_alone_between(graph: Indexed) -> Broken:
+    """Nothing but a Transpose lies between a DequantizeLinear and the product: the compiler moves the scale behind the product through nothing else."""
+    for product in graph.products:
+        for side in product.operands:
+            if side.dequantize is not None and not side.clean:
+                between = next(node for node in side.between if node.op_type != "Transpose")
+                yield product.node.name, f"{between.op_type} {between.name} lies between {side.dequantize.name} and the product; move it elsewhere"
+
+
+@rule("F202", "weight-only", "warning", "foreign")
+def weight_only(graph: Indexed) -> Broken:
+    """A product with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no time."""
+    for product in graph.products:
+        if weight_of(graph, product) is not None and not is_fp8(product):
+            yield product.node.name, "its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too"
+
+
+@promise_rule("F203", "promised-product")
+def promised_product(graph: Indexed, promise: Promise) -> Broken:
+    """Every product that `scales.json` promises is in the graph and FP8 on both sides. Nothing promised is a failure."""
+    products = {product.node.name: product for product in graph.products}
+    if not promise.input_scales:
+        yield "", "nothing is promised on FP8; calibrate with fewer --skip"
+    for module in promise.input_scales:
+        product = products.get(names.matmul(module))
+        if product is None:
+            yield names.matmul(module), "is promised on FP8, and there is no such product; run `fp8q export` again"
+        elif reason := why_wide(graph, product):
+            yield product.node.name, f"is promised on FP8: {reason}; run `fp8q export` again"
+
+
+@promise_rule("F204", "unpromised-product")
+def unpromised_product(graph: Indexed, promise: Promise) -> Broken:
+    """Every product with an FP8 weight is promised: a module that `scales.json` keeps in BF16 stays so."""
+    for product in graph.products:
+        if weight_of(graph, product) is not None and names.module_of(product.node.name) not in promise.input_scales:
+            yield product.node.name, "its weight is FP8, which scales.json does not promise; run `fp8q export` again"
+
+
+@rule("F205", "nothing-quantized", scope="foreign")
+def nothing_quantized(graph: Indexed) -> Broken:
+    """At least one product takes FP8 on both sides: a graph without any is no FP8 model, whatever its name."""
+    if not any(is_fp8(product) for product in graph.products):
+        yield "", f"none of its {len(graph.products)} products takes FP8 on both sides; quantize weights and inputs"
+
+
+@promise_rule("F206", "input-scale")
+def input_scale(graph: Indexed, promise: Promise) -> Broken:
+    """The scales of activations are the numbers in `scales.json`, to the last bit: what is serialized is what was used."""
+    for product in graph.products:
+        side, expected = activation_of(graph, product), promise.input_scales.get(names.module_of(product.node.name) or "")
+        if side is None or side.dequantize is None or expected is None:
+            continue
+        for node in filter(None, (quantize_of(graph, side), side.dequantize)):
+            scale = graph.constant(node.input[1])
+            if scale is not None and (scale.size != 1 or np.float32(expected) != scale.astype(np.float32).ravel()[0]):
+                yield node.name, f"scale is {scale.ravel()[0]:.9g}, and scales.json has {expected:.9g}; run `fp8q export` again"
+
+
+@promise_rule("F207", "weight-scale")
+def weight_scale(graph: Indexed, promise: Promise) -> Broken:
+    """The scales of weights are those of the checkpoint, to the last bit."""
+    for product in graph.products:
+        side, expected = weight_of(graph, product), promise.weight_scales.get(names.module_of(product.node.name) or "")
+        scale = graph.constant(side.dequantize.input[1]) if side is not None and side.dequantize is not None else None
+        if scale is None or expected is None or side is None or side.dequantize is None:
+            continue
+        found, wanted = scale.astype(np.float32).ravel(), np.asarray(expected, np.float32).ravel()
+        if found.shape != wanted.shape:
+            yield side.dequantize.name, f"has {found.size} scales, and the checkpoint {wanted.size}; run `fp8q export` again"
+        elif (different := np.flatnonzero(found != wanted)).size:
+            first = different[0]
+            yield side.dequantize.name, f"scale {first} is {found[first]:.9g}, and the checkpoint has {wanted[first]:.9g}; run `fp8q export` again"
+
+
+@rule("F208", "scale-axis")
+def scale_axis(graph: Indexed) -> Broken:
+    """The scales of a weight run along its output channels: only then can they be applied to the product, and the product be of codes."""
+    for product in graph.products:
+        side = product.operands[1]
+        if side.dequantize is None or side is not weight_of(graph, product):
+            continue
+        scale, weight = graph.constant(side.dequantize.input[1]), graph.initializers[side.dequantize.input[0]]
+        transposed = (sum(node.op_type == "Transpose" for node in side.between) + attribute(product.node, "transB", 0)) % 2
+        axis, rank = attribute(side.dequantize, "axis", 1), len(weight.dims)
+        wanted = rank - 2 if transposed else rank - 1
+        if scale is not None and scale.size > 1 and rank >= 2 and axis % rank != wanted:
+            yield side.dequantize.name, f"scales run along axis {axis} of {weight.name} {list(weight.dims)}, which the product sums over; take axis {wanted}"
+
+
+@rule("F209", "alignment", "warning")
+def alignment(graph: Indexed) -> Broken:
+    """Both dimensions of an FP8 weight are multiples of 16, the width of an FP8 tensor core instruction. Others build, and are padded: 65 gave a much larger engine."""
+    for product in graph.products:
+        side = weight_of(graph, product)
+        if side is not None and side.dequantize is not None and is_fp8(product):
+            dims = list(graph.initializers[side.dequantize.input[0]].dims)
+            if any(size % ALIGNMENT for size in dims[-2:]):
+                yield product.node.name, f"its weight is {dims}, not in multiples of {ALIGNMENT}; the engine pads it"

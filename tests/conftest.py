@@ -1,0 +1,149 @@
+"""What all tests share: the demo, the checkpoints beside the repository, a base install, a GPU or none.
+
+`OMP_NUM_THREADS` is set before anything can import torch: the number of threads decides in which order a product is
+summed, so that tests see the same values on every machine with two cores or more.
+"""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import hypothesis
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from fp8q.run import Run
+
+os.environ["OMP_NUM_THREADS"] = "2"
+
+# The same examples every time: a property that fails must fail for whoever looks at it.
+hypothesis.settings.register_profile("fp8q", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fp8q")
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "examples" / "demo"
+SHARED = ROOT.parent / "shared"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where the driver finds none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver is here and finds a device."""
+    try:
+        driver, devices = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    except OSError:
+        return False
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0 and devices.value > 0
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Two disjoint texts that the demo checkpoint was not trained on."""
+
+    calibration: Path
+    evaluation: Path
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint() -> Path:
+    """The trained Llama of `examples/demo`."""
+    return DEMO / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def demo_texts() -> Texts:
+    """The demo's calibration and evaluation texts."""
+    return Texts(DEMO / "calibration.txt", DEMO / "evaluation.txt")
+
+
+def _shared(path: Path) -> Path:
+    if not path.exists():
+        pytest.skip(f"{os.path.relpath(path, ROOT)} is not here: the other trained checkpoints and their texts lie beside the repository, not in it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_checkpoint() -> Callable[[str], Path]:
+    """`shared_checkpoint("llama")`: the directory of that checkpoint beside the repository, or a skip that says why."""
+    return lambda name: _shared(SHARED / "checkpoints" / name)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """`shared_data("python-evaluation.txt")`: that text beside the repository, or a skip that says why."""
+    return lambda name: _shared(SHARED / "data" / name)
+
+
+#: Runs `fp8q` with modules (argument 1) and distributions (argument 2) hidden as if they were not installed: not even `find_spec` and `version` see them.
+_HIDING = """
+import importlib.machinery, runpy, sys
+modules, distributions = (set(argument.split(",")) for argument in sys.argv[1:3])
+class Installed(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in modules else super().find_spec(name, path, target)
+    @classmethod
+    def find_distributions(cls, *context):
+        return (found for found in super().find_distributions(*context) if found.name not in distributions)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Installed
+sys.argv[:] = ["fp8q", *sys.argv[3:]]
+runpy.run_module("fp8q", run_name="__main__")
+"""
+
+
+def base_distributions() -> set[str]:
+    """The distributions that `pip install fp8q` brings, without an extra: fp8q's requirements and theirs."""
+    found, waiting = set[tuple[str, str]](), [("fp8q", "")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) not in found:
+            found.add((name, extra))
+            needed = [r for r in map(Requirement, metadata.requires(name) or []) if r.marker is None or r.marker.evaluate({"extra": extra})]
+            waiting += [(canonicalize_name(r.name), e) for r in needed for e in ["", *r.extras]]
+    return {name for name, _ in found}
+
+
+@pytest.fixture(scope="session")
+def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`base_install("doctor", "--json")`: run fp8q as if only the base install were there, in a process of its own.
+
+    Everything installed that no requirement of the base leads to is hidden, so that an undeclared dependency fails as well.
+    """
+    base = base_distributions()
+    hidden = {module for module, names in metadata.packages_distributions().items() if base.isdisjoint(map(canonicalize_name, names))}
+    assert {"torch", "transformers", "datasets", "modelopt", "matplotlib"} <= hidden
+    beyond = {found.name for found in metadata.distributions() if canonicalize_name(found.name) not in base}
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _HIDING, ",".join(sorted(hidden)), ",".join(sorted(beyond)), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts) -> Run:
+    """A finished run of the demo with an FP8 cache, made once for all tests; they read it and copy it, and change nothing in it."""
+    from fp8q import api
+
+    folder = tmp_path_factory.mktemp("demo")
+    evaluation = folder / "evaluation.txt"
+    evaluation.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    options = api.RunOptions(
+        calibrate=api.CalibrateOptions(kv_cache="fp8", samples=24, seq_len=256),
+        engine=api.EngineOptions(runtime="tensorrt-rtx", max_seq_len=256),
+    )
+    return api.run(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)

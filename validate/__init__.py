@@ -1,0 +1,1 @@
+"""Proves: the same tokens through every runtime, compared, and shown to somebody."""

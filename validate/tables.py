@@ -1,0 +1,239 @@
+"""What a run holds, as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers from.
+
+Pure functions of the run's files, read without torch. What a stage has not written yet gives no rows; a file that is not the one its
+stage wrote is refused. A quantity that does not apply is None, never zero.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..calibrate.statistics import StatisticsRecord, load_statistics
+from ..export.engine import load_engines
+from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
+from ..run import Run, read_document
+from .accuracy import load_accuracy, load_tokens
+from .curves import increase_interval
+
+#: Runtimes that compute in the types of the source model, not in FP8.
+FLOAT_RUNTIMES = frozenset({"bf16", "source"})
+#: What safetensors calls the type of the codes.
+CODE_DTYPE = "F8_E4M3"
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A matrix product or one tensor of the FP8 cache. Shares are fractions; what stays in BF16 has a `reason` and no scale."""
+
+    module: str
+    kind: Literal["product", "cache"]
+    tensor: str | None = None
+    amax: float | None = None
+    clip: float | None = None
+    scale: float | None = None
+    saturation: float | None = None
+    underflow: float | None = None
+    sqnr_db: float | None = None
+    weight_sqnr_db: float | None = None
+    weight_scale_min: float | None = None
+    weight_scale_max: float | None = None
+    reason: str | None = None
+    value: float | None = None
+    samples: int | None = None
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer's index: the first number in the name."""
+        return next((int(part) for part in self.module.split(".") if part.isdigit()), None)
+
+    @property
+    def kind_of_module(self) -> str:
+        """The last part of the name, which every layer repeats: `q_proj`, `k cache`."""
+        return self.module.rpartition(".")[2] + (" cache" if self.kind == "cache" else "")
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider."""
+
+    runtime: str
+    version: str
+    target: str
+    bytes: int
+    promised_products: int
+    fp8_products: int | None
+    wide: tuple[str, ...]
+    evidence: str
+    build_seconds: float
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement. Shares are fractions."""
+
+    runtime: str
+    perplexity: float
+    nll_nats: float
+    perplexity_increase: float | None = None
+    increase_low: float | None = None
+    increase_high: float | None = None
+    kl_mean_nats: float | None = None
+    kl_p99_nats: float | None = None
+    top1_agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A file, or files, of the run and their bytes, as a share of the BF16 weights where they hold the weights."""
+
+    what: str
+    path: str | None
+    bytes: int
+    share_of_bf16: float | None = None
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """What one stage took, and what it had to say."""
+
+    stage: str
+    seconds: float
+    peak_memory_bytes: int
+    version: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FactRow:
+    """One line of where the numbers come from."""
+
+    what: str
+    value: str
+
+
+def wrote(run: Run, path: Path, stage: str) -> bool:
+    """Whether `stage` has finished and `path` is still there."""
+    return stage in run.record().stages and path.is_file()
+
+
+def module_rows(run: Run) -> list[ModuleRow]:
+    """Every matrix product, FP8 first, then those that stay in BF16, then the tensors of an FP8 cache.
+
+    Raises InputError where `scales.json` or the statistics are missing or not what `fp8q calibrate` wrote.
+    """
+    scales, statistics = load_scales(run), load_statistics(run)
+    first = group_of(statistics.record.groups)
+    samples = {name: tensor.histogram.samples for name, tensor in statistics.tensors.items()}
+    tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.weights}
+    rows = [_fp8(module, "product", name, scales.activations[module], samples.get(name), scales.weights[module]) for module, name in tensor_of.items()]
+    rows += [ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples) for module, kept in scales.skipped.items()]
+    rows += [_fp8(name, "cache", name, scale, samples.get(name)) for name, scale in scales.kv_cache.items()]
+    return rows
+
+
+def _fp8(module: str, kind: Literal["product", "cache"], tensor: str, scale: TensorScale, samples: int | None, weight: WeightScales | None = None) -> ModuleRow:
+    return ModuleRow(
+        module,
+        kind,
+        tensor,
+        amax=scale.amax,
+        clip=scale.clip,
+        scale=scale.scale,
+        saturation=scale.saturation,
+        underflow=scale.underflow,
+        sqnr_db=scale.sqnr_db,
+        weight_sqnr_db=weight.sqnr_db if weight else None,
+        weight_scale_min=weight.scale_min if weight else None,
+        weight_scale_max=weight.scale_max if weight else None,
+        samples=samples,
+    )
+
+
+def engine_rows(run: Run) -> list[EngineRow]:
+    """Every engine that was built, by target; what could not be read from one is None."""
+    found = load_engines(run) if "build-engine" in run.record().stages else []
+    return [
+        EngineRow(
+            runtime=info.runtime,
+            version=info.version,
+            target=info.target,
+            bytes=info.bytes,
+            promised_products=info.promised_products,
+            fp8_products=None if info.evidence == "unknown" else info.fp8_products,
+            wide=() if info.evidence == "unknown" else tuple(info.wide_products),
+            evidence=info.evidence,
+            build_seconds=info.build_seconds,
+        )
+        for info in found
+    ]
+
+
+def accuracy_rows(run: Run) -> list[AccuracyRow]:
+    """Every runtime that was evaluated, BF16 first; the interval of the increase is found from the paired tokens."""
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    accuracy, nll = load_accuracy(run), load_tokens(run)
+    rows = []
+    for name, found in accuracy.runtimes.items():
+        low, high = (None, None)
+        if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
+            low, high = increase_interval(nll["bf16"], nll[name])
+        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, **found.model_dump()))
+    return sorted(rows, key=lambda row: row.runtime != "bf16")
+
+
+def size_rows(run: Run) -> list[SizeRow]:
+    """What the weights take: in BF16, in the FP8 checkpoint, in the graphs beside it, in each engine."""
+    shards = sorted(run.model.glob("*.safetensors"))
+    if not shards:
+        return []
+    bf16 = sum(map(bf16_bytes, shards))
+    held = sum(path.stat().st_size for path in shards)
+    rows = [SizeRow("weights in BF16", None, bf16, 1.0), SizeRow("FP8 checkpoint", "model/*.safetensors", held, held / bf16)]
+    rows += [SizeRow(what, f"model/{path.name}", path.stat().st_size) for path, what in _graphs(run).items() if path.is_file()]
+    rows += [SizeRow(f"engine for {engine.target}", f"engines/{engine.target}.plan", engine.bytes, engine.bytes / bf16) for engine in engine_rows(run)]
+    return rows
+
+
+def _graphs(run: Run) -> dict[Path, str]:
+    return {run.onnx: "ONNX graph; its weights are the checkpoint’s", run.onnx_fp32: "the same graph, computing in FP32"}
+
+
+def bf16_bytes(shard: Path) -> int:
+    """What the tensors of a safetensors file of an FP8 checkpoint take in the BF16 model: codes doubled, scales left out. Reads the header alone."""
+    with open(shard, "rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header: dict[str, dict[str, Any]] = json.loads(handle.read(length))
+    stored = [entry for name, entry in header.items() if name != "__metadata__" and not name.endswith("_scale")]
+    return sum((entry["data_offsets"][1] - entry["data_offsets"][0]) * (2 if entry["dtype"] == CODE_DTYPE else 1) for entry in stored)
+
+
+def stage_rows(run: Run) -> list[StageRow]:
+    """Every finished stage but the report itself, in the order of work."""
+    return [
+        StageRow(name, record.seconds, record.peak_memory_bytes, record.version, tuple(record.notes))
+        for name, record in run.record().stages.items()
+        if name != "report"
+    ]
+
+
+def fact_rows(run: Run) -> list[FactRow]:
+    """Where the numbers come from: model, data, choices, versions."""
+    measured = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
+    weights = {weight.method for weight in scales.weights.values()}
+    clips = {scale.method for scale in scales.activations.values()}
+    facts = {
+        "model": f"{model.name}{f', revision {model.revision}' if model.revision else ''} ({model.architecture})",
+        "model's SHA-256": model.fingerprint,
+        "calibration text": corpus.name,
+        "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
+        "its SHA-256": corpus.fingerprint,
+        "weights": f"{scales.format.upper()}, a scale per output channel, by {' and '.join(sorted(weights))}",
+        "activations": f"{scales.format.upper()}, a static scale per tensor, by {' and '.join(sorted(clips))}",
+        "KV cache": f"{scales.format.upper()}, K and V a scale each per layer" if scales.kv_cache else "not quantized",
+        "libraries": ", ".join(f"{name} {version}" for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()),
+    }
+    return [FactRow(what, value) for what, value in facts.items()]
