@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import stages
 from .calibrate.histogram import Histogram, magnitudes
 from .calibrate.statistics import load_statistics
-from .errors import BackendError, GateError, InputError
+from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
 from .progress import SILENT, Reporter
 from .quantize.clip import Clipping, saturation, scale_of, sqnr_db, squared_error, underflow
@@ -36,12 +36,16 @@ __all__ = [
     "E4M3",
     "E4M3FNUZ",
     "E5M2",
+    "BackendError",
     "CalibrateOptions",
     "Clipping",
     "EngineOptions",
     "ExportOptions",
     "Format",
+    "Fp8qError",
+    "GateError",
     "Histogram",
+    "InputError",
     "RunOptions",
     "TritonOptions",
     "ValidateOptions",
@@ -135,11 +139,11 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     from .export.engine import build_engines, check_share, load_engines, resolve
 
     found, notes = open_run(path), Notes(progress)
-    inputs = stages.fp8_files(found)
-    scales = load_scales(found)
-    limit = stages.positions(found.model) or DEFAULT_SEQ_LEN
+    options = resolve(options)
+    inputs, scales = stages.fp8_files(found), load_scales(found)
+    limit = stages.positions(found.model)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
-    options = resolve(replace(options, max_seq_len=max_seq_len))
+    options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
     chosen.pop("min_fp8_share")
     if not found.is_current("build-engine", inputs, chosen):

@@ -49,9 +49,9 @@ COMMANDS = {"measure": "calibrate", "quantize": "calibrate"}
 
 
 class Strict(BaseModel):
-    """A JSON object of the run directory: frozen, and unknown keys are refused."""
+    """A JSON object of the run directory: frozen, unknown keys refused; infinity and NaN, which JSON lacks, are strings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -252,6 +252,7 @@ def replacing(path: Path) -> Iterator[Path]:
     _remove(partial)
     try:
         yield partial
+        _readable(partial)
         if partial.is_file():
             with open(partial, "rb+") as handle:
                 os.fsync(handle.fileno())
@@ -260,6 +261,14 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.rename(path)
     finally:
         _remove(partial)
+
+
+def _readable(path: Path) -> None:
+    """Give files the permissions that the umask allows: safetensors writes them for the owner alone, and a server is often another user."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file() and found.stat().st_nlink == 1]:
+        file.chmod(0o666 & ~mask)
 
 
 def _remove(path: Path) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .quantize.scales import Scales
     from .validate.perplexity import Evaluation
 
+#: Names of directories that say nothing of the model in them.
+GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
 Tokens = npt.NDArray[np.int64]
 
 
@@ -92,8 +94,11 @@ def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
 
 
 def display_name(source: "Source") -> str:
-    """What to call the model in files: a hub name, or the last part of a directory's path."""
-    return source.path.resolve().name if Path(source.name).expanduser().is_dir() else source.name
+    """What to call the model in files: a hub name, or the last part of a directory's path that says something."""
+    if not Path(source.name).expanduser().is_dir():
+        return source.name
+    parts = [part for part in source.path.resolve().parts if part not in GENERIC_NAMES]
+    return parts[-1]
 
 
 def source_of(run: Run) -> "Source":

@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, calibrate
 from fp8q.export.operators import ONNX_E4M3
@@ -106,7 +107,9 @@ def run_reference(loaded: Reference, ids: np.ndarray) -> Outcome:
     if loaded.cache_scales:
         names = [name.removesuffix(".k") for name in loaded.cache_scales if name.endswith(".k")]
         for name, layer in zip(names, cache.layers, strict=True):
+            assert isinstance(layer, DynamicLayer), "every layer attends"
             for part, values in (("k", layer.keys), ("v", layer.values)):
+                assert values is not None, "the model has run"
                 codes[f"{name}.{part}"] = by_position(encode(values, torch.tensor(loaded.cache_scales[f"{name}.{part}"])).view(torch.uint8).numpy())
     return Outcome(logits, codes)
 

@@ -108,7 +108,8 @@ def check_graph(onnx_file: Path, promised: Sequence[str]) -> None:
         raise InputError(f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer --skip")
     errors = [finding for finding in lint(onnx_file, dict.fromkeys(promised)) if finding.severity == "error"]
     if errors:
-        raise InputError(f"{onnx_file}: {errors[0]}{f' ({len(errors) - 1} more)' if len(errors) > 1 else ''}; run `fp8q export` again")
+        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise InputError(f"{onnx_file}: {errors[0]}{more}")
 
 
 @dataclass(frozen=True)

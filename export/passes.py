@@ -63,8 +63,10 @@ def name_interface(model: ir.Model, layers: int) -> None:
         value.name = f"past_key_values.{part}"
     for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
         value.name = name
-    assert inputs[0].shape is not None and inputs[3].shape is not None, "the exporter gives its inputs shapes"
-    symbols = {str(inputs[0].shape[0]): "batch", str(inputs[0].shape[1]): "seq", str(inputs[3].shape[2]): "capacity"}
+    tokens, past = inputs[0].shape, inputs[3].shape
+    assert tokens is not None, "the exporter gives its inputs shapes"
+    assert past is not None, "the exporter gives its inputs shapes"
+    symbols = {str(tokens[0]): "batch", str(tokens[1]): "seq", str(past[2]): "capacity"}
     for value in _values(model):
         if value.shape is not None:
             value.shape = ir.Shape([dim if isinstance(dim, int) else _renamed(str(dim), symbols) for dim in value.shape])

@@ -26,7 +26,8 @@ def constant_feeds_dequantize(graph: Indexed) -> Broken:
     for name in graph.initializers:
         if name in graph.codes:
             for node, index in graph.readers.get(name, []):
-                if (node.op_type, index) != ("DequantizeLinear", 0):
+                is_zero_point = index == 2 and node.op_type in ("QuantizeLinear", "DequantizeLinear")  # F106's business
+                if (node.op_type, index) != ("DequantizeLinear", 0) and not is_zero_point:
                     yield name, f"FP8 constant is read by {node.op_type} {node.name}; let a DequantizeLinear alone read it"
 
 
@@ -41,7 +42,7 @@ def code_format(graph: Indexed) -> Broken:
 
 @rule("F103", "scale-type")
 def scale_type(graph: Indexed) -> Broken:
-    """Scales are FP32.
+    """Scales are FP32, also where the graph computes in BF16 or FP16.
 
     With scales in BF16 or FP16 the engine multiplies activations by a reciprocal rounded to that type, and writes the unscaled product in it: 448² a term
     overflows FP16.
@@ -82,7 +83,7 @@ def scale_value(graph: Indexed) -> Broken:
 
 @rule("F105", "output-type-stated")
 def output_type_stated(graph: Indexed) -> Broken:
-    """DequantizeLinear states its output type.
+    """DequantizeLinear states its output type, with output_dtype.
 
     Where it does not, the result has the scale's type: FP32 scales would make an FP32 product, and leaving it to the scale is what brings narrow scales about.
     """

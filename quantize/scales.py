@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ..calibrate.histogram import Histogram
 from ..calibrate.statistics import Statistics, TensorStatistics
@@ -55,8 +55,6 @@ class Skipped(Strict):
 
 class Scales(Strict):
     """`scales.json`. Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     format: Literal["e4m3"] = "e4m3"

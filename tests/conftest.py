@@ -104,9 +104,9 @@ runpy.run_module("fp8q", run_name="__main__")
 """
 
 
-def base_distributions() -> set[str]:
-    """The distributions that `pip install fp8q` brings, without an extra: fp8q's requirements and theirs."""
-    found, waiting = set[tuple[str, str]](), [("fp8q", "")]
+def base_distributions(*extras: str) -> set[str]:
+    """The distributions that `pip install fp8q` brings, or `fp8q[extras]`: fp8q's requirements and theirs."""
+    found, waiting = set[tuple[str, str]](), [("fp8q", extra) for extra in ("", *extras)]
     while waiting:
         name, extra = waiting.pop()
         if (name, extra) not in found:
@@ -118,16 +118,16 @@ def base_distributions() -> set[str]:
 
 @pytest.fixture(scope="session")
 def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`base_install("doctor", "--json")`: run fp8q as if only the base install were there, in a process of its own.
+    """`base_install("doctor", "--json")`: run fp8q as if only the base install (and `extras`) were there, in a process of its own.
 
     Everything installed that no requirement of the base leads to is hidden, so that an undeclared dependency fails as well.
     """
-    base = base_distributions()
-    hidden = {module for module, names in metadata.packages_distributions().items() if base.isdisjoint(map(canonicalize_name, names))}
-    assert {"torch", "transformers", "datasets", "modelopt", "matplotlib"} <= hidden
-    beyond = {found.name for found in metadata.distributions() if canonicalize_name(found.name) not in base}
 
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str | Path, extras: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        base = base_distributions(*extras)
+        hidden = {module for module, names in metadata.packages_distributions().items() if base.isdisjoint(map(canonicalize_name, names))}
+        assert {"torch", "transformers", "datasets", "modelopt", "matplotlib"} <= hidden
+        beyond = {found.name for found in metadata.distributions() if canonicalize_name(found.name) not in base}
         command = [sys.executable, "-c", _HIDING, ",".join(sorted(hidden)), ",".join(sorted(beyond)), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 

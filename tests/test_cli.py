@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,19 +53,19 @@ def edit_config(checkpoint: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_a_model_that_is_not_there(fp8q: Fp8q, demo_texts, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there(fp8q: Fp8q, demo_texts: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
     line = complaint(fp8q("calibrate", tmp_path / "nowhere", "--data", demo_texts.calibration, "--out", out))
     assert line == f"{tmp_path}/nowhere: there is no such directory, and it is no hub name either; check the path"
     assert not out.exists()
 
 
-def test_a_mixture_of_experts_is_refused_by_name(fp8q: Fp8q, shared_checkpoint, demo_texts, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_refused_by_name(fp8q: Fp8q, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path) -> None:
     line = complaint(fp8q("calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run"))
     assert "MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do for now; give a dense model" in line
 
 
-def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_texts, tmp_path: Path) -> None:
+def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -90,13 +91,13 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
         (["--skip", "*"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip"),
     ],
 )
-def test_options_that_do_not_fit(fp8q: Fp8q, demo_checkpoint: Path, demo_texts, tmp_path: Path, options: list[object], message: str) -> None:
+def test_options_that_do_not_fit(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, options: list[object], message: str) -> None:
     line = complaint(fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path / "run", *options))
     assert line.startswith(message)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_calibration_text_is_no_evaluation_text(fp8q: Fp8q, demo_checkpoint: Path, demo_texts, tmp_path: Path) -> None:
+def test_the_calibration_text_is_no_evaluation_text(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
     data = demo_texts.calibration
     line = complaint(fp8q("calibrate", demo_checkpoint, "--data", data, "--eval-data", data, "--out", tmp_path / "run"))
     assert "is not apart from the calibration text: 100%" in line
@@ -112,7 +113,7 @@ def test_text_shorter_than_a_window(fp8q: Fp8q, demo_checkpoint: Path, tmp_path:
     assert not out.exists()
 
 
-def test_a_directory_of_other_things_is_left_alone(fp8q: Fp8q, demo_checkpoint: Path, demo_texts, tmp_path: Path) -> None:
+def test_a_directory_of_other_things_is_left_alone(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_text("beach")
     line = complaint(fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path))
     assert line == f"{tmp_path}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"

@@ -10,7 +10,7 @@ from fp8q.errors import InputError
 from fp8q.run import Run, replacing, sha256_file
 
 
-def write(run: Run, text: str = "scales", options: dict | None = None, inputs: dict | None = None) -> None:
+def write(run: Run, text: str = "scales", options: dict[str, str] | None = None, inputs: dict[str, str] | None = None) -> None:
     with run.stage("quantize", inputs or {"a": "1"}, options or {"method": "amax"}) as log:
         run.scales.write_text(text)
         log.outputs.append(run.scales)

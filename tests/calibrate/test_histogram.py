@@ -17,7 +17,8 @@ def histogram_of(patterns: np.ndarray) -> Histogram:
 
 
 def values_of(patterns: np.ndarray) -> np.ndarray:
-    return np.abs(patterns.view(ml_dtypes.bfloat16).astype(np.float32))
+    values: np.ndarray = np.abs(patterns.view(ml_dtypes.bfloat16).astype(np.float32))
+    return values
 
 
 @given(PATTERN_LISTS)
@@ -48,4 +49,4 @@ def test_magnitudes_are_the_values_of_the_patterns() -> None:
 @pytest.mark.parametrize("q", [0, -1, 100.1])
 def test_a_percentile_outside_its_range_is_refused(q: float) -> None:
     with pytest.raises(ValueError, match=rf"^a percentile lies in \(0, 100\], not {q}$"):
-        histogram_of(np.uint16([0x3F80])).percentile(q)
+        histogram_of(np.array([0x3F80], np.uint16)).percentile(q)

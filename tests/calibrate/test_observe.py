@@ -20,7 +20,9 @@ WINDOWS = np.random.default_rng(0).integers(0, 2048, (6, 32))
 
 @pytest.fixture(scope="module")
 def model(demo_checkpoint: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.bfloat16).eval()
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.bfloat16)
+    loaded.eval()
+    return loaded
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,10 +23,10 @@ from fp8q.export.profiles import profiles
 from fp8q.progress import SILENT
 
 Array = npt.NDArray[np.generic]
-NUMPY = {
+NUMPY: dict[int, Any] = {
     TensorProto.BFLOAT16: ml_dtypes.bfloat16, TensorProto.FLOAT16: np.float16, TensorProto.FLOAT: np.float32, TensorProto.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn,
 }  # fmt: skip
-SAFETENSORS = {TensorProto.BFLOAT16: "BF16", TensorProto.FLOAT16: "F16", TensorProto.FLOAT: "F32", TensorProto.FLOAT8E4M3FN: "F8_E4M3"}
+SAFETENSORS: dict[int, str] = {TensorProto.BFLOAT16: "BF16", TensorProto.FLOAT16: "F16", TensorProto.FLOAT: "F32", TensorProto.FLOAT8E4M3FN: "F8_E4M3"}
 #: Every activation's scale and every cache's: a number on the BF16 grid.
 SCALE = 0.01953125
 
@@ -75,7 +76,7 @@ class Writer:
     modules: list[str] = field(default_factory=list)
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def node(self, operator: str, inputs: Sequence[str], name: str = "", output: str = "", **attributes: object) -> str:
+    def node(self, operator: str, inputs: Sequence[str], name: str = "", output: str = "", **attributes: Any) -> str:
         """Append a node; returns its output."""
         name = name or f"node_{operator}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(operator, inputs, [output or f"{name}_output"], name=name, **attributes))
@@ -101,7 +102,7 @@ class Writer:
         """QuantizeLinear to E4M3."""
         return self.node("QuantizeLinear", [value, scale], name, output, output_dtype=TensorProto.FLOAT8E4M3FN)
 
-    def dequantize(self, value: str, scale: str, name: str, **attributes: int) -> str:
+    def dequantize(self, value: str, scale: str, name: str, **attributes: Any) -> str:
         """DequantizeLinear to the compute type."""
         return self.node("DequantizeLinear", [value, scale], name, output_dtype=self.options.compute, **attributes)
 

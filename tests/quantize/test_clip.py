@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fp8q.calibrate.histogram import PATTERNS, Histogram
 from fp8q.quantize.clip import Clipping, bf16_ceil, clip_mse, clip_percentile, saturation, scale_of, sqnr_db, squared_error, underflow
-from fp8q.quantize.formats import E4M3, E5M2
+from fp8q.quantize.formats import E4M3, E5M2, Format
 
 
 def sample(seed: int, outliers: float = 1.0) -> torch.Tensor:
@@ -22,7 +22,7 @@ def histogram_of(x: torch.Tensor) -> Histogram:
     return Histogram.from_dense(torch.bincount(x.abs().view(torch.int16).flatten(), minlength=PATTERNS).numpy())
 
 
-def brute_force(x: torch.Tensor, scale: float, format=E4M3) -> float:
+def brute_force(x: torch.Tensor, scale: float, format: Format = E4M3) -> float:
     values = x.float().numpy()
     rounded = format.decode(format.encode(values / np.float32(scale))).astype(np.float64) * scale
     return float(((values - rounded) ** 2).sum())
@@ -31,7 +31,7 @@ def brute_force(x: torch.Tensor, scale: float, format=E4M3) -> float:
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-4, 1.0))
 @settings(max_examples=30)
-def test_squared_error_equals_quantizing_every_value(format, seed: int, scale: float) -> None:
+def test_squared_error_equals_quantizing_every_value(format: Format, seed: int, scale: float) -> None:
     scale = float(np.float32(scale))
     x = sample(seed, outliers=30)
     assert squared_error(histogram_of(x), format, [scale])[0] == pytest.approx(brute_force(x, scale, format), rel=1e-5)

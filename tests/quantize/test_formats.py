@@ -13,14 +13,14 @@ from fp8q.quantize.formats import E4M3, E4M3FNUZ, E5M2, FORMATS, Format
 from fp8q.quantize.linear import encode
 
 ORACLES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz}
-ALL = [pytest.param(format, id=name) for name, format in FORMATS.items()]
+ALL = [pytest.param(kind, id=name) for name, kind in FORMATS.items()]
 
 
 def edges(format: Format) -> np.ndarray:
     """Every grid value, every midpoint and both its neighbours, values beyond the maximum, both signs."""
     inf = np.float32(np.inf)
     middle = format.midpoints
-    beyond = np.float32([format.max * 1.01, format.max * 2, 1e30])
+    beyond = np.array([format.max * 1.01, format.max * 2, 1e30], np.float32)
     positive = np.concatenate([format.grid, middle, np.nextafter(middle, inf), np.nextafter(middle, np.float32(0)), beyond])
     return np.concatenate([positive, -positive]).astype(np.float32)
 
@@ -45,7 +45,7 @@ def test_extremes_are_those_of_the_papers(format: Format, maximum: float, smalle
 
 @pytest.mark.parametrize("format", ALL)
 def test_nan_stays_nan_and_infinity_saturates(format: Format) -> None:
-    codes = format.encode(np.float32([np.nan, np.inf, -np.inf]))
+    codes = format.encode(np.array([np.nan, np.inf, -np.inf]))
     assert np.isnan(format.decode(codes[:1])).all()
     assert format.decode(codes[1:]).tolist() == [format.max, -format.max]
 
@@ -53,7 +53,7 @@ def test_nan_stays_nan_and_infinity_saturates(format: Format) -> None:
 @pytest.mark.parametrize("format", ALL)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 def test_any_float_goes_to_the_nearest_grid_value(format: Format, values: list[float]) -> None:
-    x = np.float32(values)
+    x = np.array(values, np.float32)
     chosen = format.decode(format.encode(x)).astype(np.float64)
     clipped = np.clip(x.astype(np.float64), -format.max, format.max)
     best = np.abs(clipped[:, None] - format.values[np.isfinite(format.values)].astype(np.float64)).min(axis=1)
@@ -84,6 +84,6 @@ def test_e4m3_agrees_with_onnxruntime_quantize_linear() -> None:
 
 
 def test_the_torch_kernel_agrees_with_the_reference_on_every_edge() -> None:
-    x = np.concatenate([edges(E4M3), np.float32([np.nan])]) * np.float32(0.37)
+    x = np.concatenate([edges(E4M3), np.array([np.nan])]).astype(np.float32) * np.float32(0.37)
     codes = encode(torch.from_numpy(x), torch.tensor(0.37)).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, E4M3.encode(x / np.float32(0.37)))

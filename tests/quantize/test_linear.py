@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import CODE, FP8Linear, code_table, encode, scaled_product
+from fp8q.quantize.linear import CODE, FP8Linear, Mode, code_table, encode, scaled_product
 
 
-def layer(mode, bias: bool = False, seed: int = 0) -> tuple[FP8Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
+def layer(mode: Mode, bias: bool = False, seed: int = 0) -> tuple[FP8Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weight_scale = torch.rand(24, generator=generator) * 0.01 + 0.001
     codes = (torch.randn(24, 64, generator=generator) * 100).clamp(-448, 448).to(CODE)
@@ -45,7 +45,7 @@ def test_the_quotient_is_taken_in_fp32_not_in_bf16() -> None:
 
 
 def test_a_gpu_s_scaled_product_gives_the_sum_that_exact_mode_accumulates() -> None:
-    linear, codes, _, input_scale = layer("exact")
+    _, codes, _, input_scale = layer("exact")
     x = encode(torch.randn(16, 64, generator=torch.Generator().manual_seed(2)), input_scale)
     torch.testing.assert_close(scaled_product(x, codes).double(), x.double() @ codes.double().T, rtol=1e-6, atol=1e-3)
 

@@ -1,0 +1,222 @@
+"""The whole way on the demo checkpoint: what every stage left behind, read by others than the code that wrote it."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from google.protobuf import text_format
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+from tritonclient.grpc import model_config_pb2
+
+from fp8q import api
+from fp8q.calibrate.statistics import load_statistics
+from fp8q.export.lint import lint
+from fp8q.quantize.formats import E4M3
+from fp8q.quantize.reference import load_reference
+from fp8q.quantize.scales import load_scales
+from fp8q.run import Run
+from fp8q.stages import load_tokens
+from fp8q.validate.accuracy import load_accuracy
+from fp8q.validate.accuracy import load_tokens as load_nll
+
+PRODUCTS = 4 * 7
+KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def perplexity(forward: Callable[[torch.Tensor], torch.Tensor], ids: np.ndarray) -> float:
+    """Over windows `ids`, each scored alone, the first token of each not scored."""
+    windows = torch.from_numpy(ids)
+    with torch.inference_mode():
+        logits = forward(windows).float()
+    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten()).exp())
+
+
+@pytest.fixture(scope="module")
+def windows(demo_run: Run) -> np.ndarray:
+    return load_tokens(demo_run, demo_run.evaluation)[: 8 * 256].reshape(8, 256)
+
+
+@pytest.fixture
+def copied(demo_run: Run, tmp_path: Path) -> Run:
+    """A copy of the run that a test may change."""
+    return Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+
+
+def test_every_product_is_quantized_or_has_a_reason(demo_run: Run) -> None:
+    scales = load_scales(demo_run)
+    assert set(scales.weights) == set(scales.activations) == {f"model.layers.{layer}.{kind}" for layer in range(4) for kind in KINDS}
+    assert {name: kept.reason for name, kept in scales.skipped.items()} == {"lm_head": "output head: its error would go straight into the logits"}
+    assert set(scales.kv_cache) == {f"model.layers.{layer}.self_attn.{part}" for layer in range(4) for part in "kv"}
+
+
+def test_scales_are_amax_over_448_rounded_up_to_bf16_and_members_of_a_group_repeat_theirs(demo_run: Run) -> None:
+    scales, statistics = load_scales(demo_run), load_statistics(demo_run)
+    for first, members in statistics.record.groups.items():
+        amax = statistics.tensors[f"{first}.input"].histogram.amax
+        for module in members:
+            scale = np.float32(scales.activations[module].scale)
+            assert scale == scales.activations[module].scale
+            assert scale.view(np.uint32) & 0xFFFF == 0
+            assert np.float32(amax) / np.float32(448) <= scale < np.float32(amax) / np.float32(448) * np.float32(1.008)
+            assert scales.activations[module].saturation == 0
+
+
+def test_the_checkpoint_holds_the_codes_and_scales_of_the_source_weights(demo_run: Run, demo_checkpoint: Path) -> None:
+    (shard,) = demo_run.model.glob("model-*.safetensors")
+    name = "model.layers.2.mlp.down_proj"
+    with safe_open(shard, "pt") as stored, safe_open(demo_checkpoint / "model.safetensors", "pt") as source:
+        weight = source.get_tensor(f"{name}.weight").float().numpy()
+        scale = stored.get_tensor(f"{name}.weight_scale")
+        assert (scale.dtype, list(scale.shape)) == (torch.float32, [256, 1])
+        codes = stored.get_tensor(f"{name}.weight")
+        assert codes.dtype == torch.float8_e4m3fn
+        np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), E4M3.encode(weight / scale.numpy()))
+        assert stored.get_tensor("model.embed_tokens.weight").equal(source.get_tensor("model.embed_tokens.weight"))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.001), (torch.bfloat16, 0.01)])
+def test_transformers_loads_the_checkpoint_as_it_is_with_the_references_perplexity(
+    demo_run: Run, windows: np.ndarray, dtype: torch.dtype, limit: float
+) -> None:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(demo_run.model, dtype=dtype, output_loading_info=True)
+    model, info = loaded
+    assert [kind for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]] == []
+    reference = load_reference(demo_run.model, "exact" if dtype == torch.float32 else "fast", dtype)
+    ours = perplexity(lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits, windows)
+    theirs = perplexity(lambda ids: model(input_ids=ids).logits, windows)
+    assert abs(theirs / ours - 1) <= limit
+
+
+def test_both_graphs_are_standard_onnx_and_point_into_the_safetensors(demo_run: Run) -> None:
+    scales = load_scales(demo_run)
+    promised = {module: activation.scale for module, activation in scales.activations.items()}
+    for path in (demo_run.onnx, demo_run.onnx_fp32):
+        model = onnx.load(path, load_external_data=False)
+        assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 23)]
+        external = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+        assert {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"} == {"model-00001-of-00001.safetensors"}
+        assert sum(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in external) == PRODUCTS
+        assert [finding for finding in lint(path, promised) if finding.severity == "error"] == []
+        assert path.stat().st_size < 500_000
+
+
+def test_the_graph_says_nothing_of_the_machine_that_exported_it(demo_run: Run) -> None:
+    text = demo_run.onnx.read_bytes()
+    assert b"site-packages" not in text
+    assert str(Path.home()).encode() + b"/" not in text
+
+
+def test_every_promised_product_is_fp8_in_every_engine(demo_run: Run) -> None:
+    for target in ("sm89", "sm120"):
+        info = json.loads((demo_run.engines / f"{target}.json").read_text())
+        assert (info["promised_products"], info["fp8_products"], info["wide_products"], info["evidence"]) == (PRODUCTS, PRODUCTS, [], "plan")
+        assert (demo_run.engines / f"{target}.plan").stat().st_size == info["bytes"]
+
+
+def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Run) -> None:
+    document = json.loads(demo_run.accuracy.read_text())
+    assert set(document) == {"schema", "protocol", "runtimes"}
+    assert set(document["protocol"]) == {"dataset", "sha256", "tokens", "context", "stride"}
+    assert set(document["runtimes"]) == {"bf16", "reference", "onnxruntime"}
+    for name in ("reference", "onnxruntime"):
+        runtime = document["runtimes"][name]
+        assert set(runtime) == {"perplexity", "nll_nats", "perplexity_increase", "kl_mean_nats", "kl_p99_nats", "top1_agreement"}
+        assert abs(runtime["perplexity_increase"]) < 0.02
+        assert 0 < runtime["kl_mean_nats"] < runtime["kl_p99_nats"]
+    nll = load_nll(demo_run)
+    for name, runtime in load_accuracy(demo_run).runtimes.items():
+        assert np.exp(np.nanmean(nll[name].astype(np.float64))) == pytest.approx(runtime.perplexity)
+
+
+def test_the_triton_configuration_parses_with_tritons_own_schema(demo_run: Run) -> None:
+    (file,) = demo_run.triton.glob("*/config.pbtxt")
+    config = text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
+    assert config.backend == "python"
+    assert "text_input" in [entry.name for entry in config.input]
+    assert (file.parent / "1" / "model.py").is_file()
+
+
+def test_the_report_and_its_notebook_are_there(demo_run: Run) -> None:
+    page = demo_run.report_html.read_text(encoding="utf-8")
+    assert "model.layers.3.mlp.down_proj" in page
+    assert page.count("<svg") >= 3
+    notebook = json.loads(demo_run.report_ipynb.read_text(encoding="utf-8"))
+    assert any(cell.get("outputs") for cell in notebook["cells"])
+
+
+def test_a_finished_run_does_nothing_again(copied: Run, demo_checkpoint: Path, demo_texts: Any) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copied.root.rglob("*") if path.is_file() and path.name != ".lock"}
+    api.validate(copied.root, options=api.ValidateOptions())
+    api.build_engine(copied.root, api.EngineOptions(runtime="tensorrt-rtx", max_seq_len=256))
+    api.triton(copied.root)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_gate_that_is_not_met_names_the_runtime_and_the_numbers(copied: Run) -> None:
+    with pytest.raises(api.GateError, match=r"^(reference|onnxruntime): perplexity \d+\.\d+ is \d+\.\d+% above BF16's, more than --max-ppl-increase 0\.00%; "):
+        api.validate(copied.root, options=api.ValidateOptions(max_ppl_increase=0.0))
+
+
+def test_a_damaged_file_is_refused_by_name(copied: Run) -> None:
+    copied.onnx.write_bytes(copied.onnx.read_bytes()[:1000])
+    with pytest.raises(api.InputError, match=rf"^{copied.onnx}: is not the file that `fp8q export` wrote \(its SHA-256 differs from run.json\); "):
+        api.build_engine(copied.root)
+
+
+def test_a_run_of_another_model_is_refused(copied: Run, shared_checkpoint: Callable[[str], Path], demo_texts: Any) -> None:
+    with pytest.raises(api.InputError, match=rf"^{copied.root}: is a run of another model \(demo, fingerprint "):
+        api.calibrate(str(shared_checkpoint("llama")), str(demo_texts.calibration), copied.root, str(demo_texts.evaluation))
+
+
+@pytest.mark.parametrize("command", ["inspect", "triton", "build-engine"])
+def test_the_serving_hosts_commands_need_no_torch(copied: Run, base_install: Any, command: str) -> None:
+    options = ["--target", "sm89", "--max-seq-len", "128"] if command == "build-engine" else []
+    done = base_install(command, copied.root, *options, "--json", extras=("tensorrt-rtx",))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+
+
+def test_a_missing_runtime_names_its_extra(demo_run: Run, base_install: Any) -> None:
+    done = base_install("build-engine", demo_run.root)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "fp8q: TensorRT-RTX is not installed and this command needs it; install it with `pip install 'fp8q[tensorrt-rtx]'`\n"
+
+
+def test_inspect_lists_every_module_with_its_scale(demo_run: Run) -> None:
+    rows = {row.module: row for row in api.inspect(demo_run.root)}
+    assert len(rows) == PRODUCTS + 1 + 8
+    assert rows["lm_head"].reason == "output head: its error would go straight into the logits"
+    assert rows["model.layers.0.mlp.down_proj"].scale == load_scales(demo_run).activations["model.layers.0.mlp.down_proj"].scale
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    """SIGKILL while it measures, then again while it writes; the third attempt finishes with the bytes of an undisturbed run."""
+    evaluation = demo_run.root.parent / "evaluation.txt"
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "fp8q", "calibrate", str(demo_checkpoint), "--data", str(demo_texts.calibration), "--eval-data", str(evaluation),
+        "--out", str(out), "--kv-cache", "fp8", "--samples", "24", "--seq-len", "256",
+    ]  # fmt: skip
+    for sign in (out / "calibration.npz", out / "statistics.json"):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not sign.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sign.exists()
+        process.kill()
+        process.wait()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("calibration.npz", "statistics.safetensors", "scales.json", "model/model-00001-of-00001.safetensors", "model/model.onnx"):
+        assert (out / name).read_bytes() == (demo_run.root / name).read_bytes(), name
+    assert not list(out.rglob(".*.partial"))
