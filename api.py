@@ -114,6 +114,7 @@ def calibrate(
         )
     products = stages.products_of(source, options.skip)
     collected = stages.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+    stages.check_weights(found, source, notes)
     stages.write_corpus(found, source, collected, notes)
     stages.measure(found, source, options, notes)
     stages.quantize(found, source, products, options, notes)

@@ -138,6 +138,15 @@ def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, e
     return Collected(corpus.windows(ids, seq_len, samples), evaluation, (data, eval_data or data), corpus.fingerprint(texts))
 
 
+def check_weights(run: Run, source: "Source", report: Reporter) -> None:
+    """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
+    from .calibrate.source import check_finite
+
+    measured = run.record().stages.get("measure")
+    if measured is None or measured.inputs["model"] != source.fingerprint:
+        check_finite(source, report)
+
+
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
     """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
     inputs = {"text": collected.text, "tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
@@ -158,7 +167,7 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     import torch
 
     from .calibrate.measure import measure as run_model
-    from .calibrate.source import check_finite, load_model
+    from .calibrate.source import load_model
     from .calibrate.statistics import Corpus, ModelIdentity, save_statistics
 
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
@@ -166,7 +175,6 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     if run.is_current("measure", inputs, chosen):
         return
     windows = load_tokens(run, run.calibration)
-    check_finite(source, notes)
     identity = ModelIdentity(name=display_name(source), revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
     name = str(run.record().stages["corpus"].options["data"])
     corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)

@@ -46,7 +46,8 @@ KNOWN = (
 def explain(messages: Sequence[str], node: str = "", operator: str = "", layers: Sequence[str] = ()) -> str:
     """One line: module and node, what is wrong, what to do.
 
-    `messages`: what the runtime said, the most telling first; `node`, `operator`: what its parser points at; `layers`: names among which the messages' subject is looked for.
+    `messages`: what the runtime said, the most telling first; `node`, `operator`: what its parser points at; `layers`: names among which the
+    messages' subject is looked for.
     """
     telling = [message for message in messages if message and not _NOISE.search(message)]
     where = _where(node or _subject(telling, layers), operator)

@@ -31,7 +31,7 @@ _PACKED = (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product: the DequantizeLinear it comes from, and the operators `between`, from the product back. `dequantize` is None where there is none."""
+    """One side of a product: the DequantizeLinear it comes from (None: it does not), and the operators `between`, from the product back."""
 
     dequantize: NodeProto | None
     between: tuple[NodeProto, ...]

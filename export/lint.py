@@ -17,8 +17,8 @@ __all__ = ["RULES", "Finding", "Rule", "lint"]
 def lint(onnx_file: Path, promised: Mapping[str, float | None] | None = None, weight_scales: Mapping[str, Array] | None = None) -> list[Finding]:
     """The rules that an ONNX file breaks, in the order of their numbers; an empty list for a good one.
 
-    `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be promised; `weight_scales`: module -> the scales
-    of its weight, float32 [output channels], for as many as are to be compared. Raises InputError when there is no such file, or it is no ONNX model.
+    `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be promised; `weight_scales`:
+    module -> the scales of its weight, float32 [output channels], for as many as are to be compared. Raises InputError when there is no such file, or it is no ONNX model.
     """
     graph = load_graph(onnx_file)
     promise = None if promised is None else Promise(promised, weight_scales or {})

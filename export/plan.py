@@ -13,10 +13,10 @@ holds the program of its compiler, Myelin, as text, one for each optimization pr
       function={ name=__myl_MulCast … layers="[ONNX Layer: q.matmul]" }
     }
 
-A `fully_connected` is a matrix product: its name lists the ONNX nodes it computes (several where products of one input were merged), the first
-two inputs are its operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. A product's node also appears in the `layers` of pointwise kernels
-that scale its result; those are no products, so only the names of `fully_connected` count. Found by reading plans of TensorRT-RTX 1.7.1
-for sm89 and sm120; the format is undocumented, so whatever does not read is "unknown", never a pass.
+A `fully_connected` is a matrix product: its name lists the ONNX nodes it computes (several where products of one input were merged), the
+first two inputs are its operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. A product's node also appears in the
+`layers` of pointwise kernels that scale its result; those are no products, so only the names of `fully_connected` count. Found by reading plans
+of TensorRT-RTX 1.7.1 for sm89 and sm120; the format is undocumented, so whatever does not read is "unknown", never a pass.
 
 What the result's type says: with per-channel weights and FP32 scales an FP8 product answers in FP32, and one multiplication applies
 `s_x · s_w[channel]`. With scales in BF16 or FP16 it answers in that narrower type, unscaled (`narrow`). Per-tensor weights put the scale into the product
@@ -126,9 +126,9 @@ def _named(labels: Iterable[str], operands: list[str], result: str) -> tuple[Pro
 def read_inspector(information: str) -> Plan | None:
     """Read the matrix products out of an engine inspector's JSON (`get_engine_information`, built with detailed profiling verbosity).
 
-    Written from NVIDIA's documentation of TensorRT 10 and 11, never run on an engine: each of `Layers` has a `Name`, a `LayerType`, its ONNX nodes in `Metadata`, and
-    `Inputs` and `Outputs` with a `Format/Datatype` (10) or a `DataType` (11). Only layers that call themselves matrix products count, and what does not
-    read leaves None, so the worst that can come of a surprise is "unknown".
+    Written from NVIDIA's documentation of TensorRT 10 and 11, never run on an engine: each of `Layers` has a `Name`, a `LayerType`, its ONNX nodes in
+    `Metadata`, and `Inputs` and `Outputs` with a `Format/Datatype` (10) or a `DataType` (11). Only layers that call themselves matrix products count,
+    and what does not read leaves None, so the worst that can come of a surprise is "unknown".
     """
     try:
         layers = [layer for layer in json.loads(information)["Layers"] if isinstance(layer, dict)]

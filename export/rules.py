@@ -16,7 +16,7 @@ Scope = Literal["any", "promised", "foreign"]
 
 @dataclass(frozen=True)
 class Promise:
-    """What a graph must keep: the modules whose products run on FP8, with the scale of their input (None: not known), and scales [output channels] of weights."""
+    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output channels] of weights."""
 
     input_scales: Mapping[str, float | None]
     weight_scales: Mapping[str, Array] = field(default_factory=dict)
@@ -46,7 +46,7 @@ PromiseCheck = Callable[[Indexed, Promise], Broken]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule under its number. `scope`: for any graph, for one of which something is `promised` (its check is given that too), or for those of others (`foreign`)."""
+    """A rule under its number. `scope`: for any graph, one of which something is `promised` (its check is given that too), or others' (`foreign`)."""
 
     number: str
     name: str
