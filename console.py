@@ -1,6 +1,7 @@
 """How the command line looks: progress and notes on standard error, results on standard output."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from rich.text import Text
 
 #: Columns of a table that no terminal bounds.
 PIPE_WIDTH = 200
+#: What took less time is not worth a line in a log, in seconds.
+WORTH_A_LINE_S = 1.0
 
 
 class Terminal:
@@ -27,7 +30,7 @@ class Terminal:
 
     @contextmanager
     def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
-        """Draw a bar towards `total` units, with the rate and the time left."""
+        """Draw a bar towards `total` units, with the rate and the time left; in a log, one line when it is done."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(24),
@@ -36,6 +39,13 @@ class Terminal:
             TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),
         )
+        if not self.err.is_terminal:
+            start = time.monotonic()
+            yield lambda done: None
+            seconds = time.monotonic() - start
+            if seconds > WORTH_A_LINE_S:
+                self.note(f"{description}: {total:,} {unit} in {seconds:.1f} s")
+            return
         with Progress(*columns, console=self.err) as progress:
             task = progress.add_task(description, total=total, rate="")
 

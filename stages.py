@@ -121,6 +121,7 @@ def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, e
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
     from .calibrate import corpus
 
+    seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report)
     vocabulary = source.text_config.vocab_size
     texts = corpus.load_texts(data, report=report)
     ids = corpus.encode(texts, tokenizer, vocabulary)
@@ -131,7 +132,6 @@ def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, e
         eval_texts = corpus.load_texts(eval_data, report=report)
         corpus.check_disjoint(texts, eval_texts, data, eval_data, report)
         evaluation = corpus.encode(eval_texts, tokenizer, vocabulary)
-    seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report)
     if len(ids) < seq_len:
         raise InputError(f"{data}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, len(ids) // seq_len, f"the windows of {seq_len:,} tokens in {data}", report)

@@ -20,8 +20,6 @@ from ..calibrate.observe import attention_modules
 from ..quantize.linear import CODE, replace_linears
 from . import operators
 
-#: Smallest head size (and the divisor of all) for which TensorRT has a fused attention kernel.
-FUSED_HEAD_SIZE = 16
 ATTENTION = "fp8q"
 
 
@@ -158,18 +156,23 @@ def attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not by slot.
 
-    For head sizes without a fused kernel in TensorRT, as plain products and a softmax.
+    Where TensorRT has no fused kernel, as plain products and a softmax.
     """
     queries, keys, filled = _mask[-1]
     allowed = (keys <= queries) & filled
     if sliding_window is not None:
         allowed = allowed & (queries - keys < sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.shape[-1] % FUSED_HEAD_SIZE:
+    if not has_fused_kernel(*query.shape[1::2]):
         output = plain_attention(query, key, value, allowed, scale)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
+
+
+def has_fused_kernel(heads: int, size: int) -> bool:
+    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for single tokens (found by building)."""
+    return heads >= 4 and size >= 16 and size % 8 == 0
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
