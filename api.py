@@ -107,14 +107,15 @@ def calibrate(
 
     found, notes = Run(Path(out)), Notes(progress)
     before = found.record().model
-    source = open_source(model, options.revision, options.trust_remote_code, notes)
-    if before and before["fingerprint"] != source.fingerprint:
-        raise InputError(
-            f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
-        )
-    products = stages.products_of(source, options.skip)
-    collected = stages.collect(source, load_tokenizer(source), data, eval_data, options, notes)
-    stages.check_weights(found, source, notes)
+    with notes.held():
+        source = open_source(model, options.revision, options.trust_remote_code, notes)
+        if before and before["fingerprint"] != source.fingerprint:
+            raise InputError(
+                f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
+            )
+        products = stages.products_of(source, options.skip)
+        collected = stages.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+        stages.check_weights(found, source, notes)
     stages.write_corpus(found, source, collected, notes)
     stages.measure(found, source, options, notes)
     stages.quantize(found, source, products, options, notes)

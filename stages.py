@@ -50,12 +50,22 @@ class Notes:
 
     def __init__(self, report: Reporter):
         """Speak through `report`."""
-        self.report, self.track, self.lines = report, report.track, list[str]()
+        self.report, self.track, self.lines, self.waiting = report, report.track, list[str](), False
 
     def note(self, line: str) -> None:
-        """Say the line and keep it."""
+        """Say the line, unless notes wait, and keep it."""
         self.lines.append(line)
-        self.report.note(line)
+        if not self.waiting:
+            self.report.note(line)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Say the notes made in the block when it ends well: where it fails, the error is all there is to say."""
+        said, self.waiting = len(self.lines), True
+        yield
+        self.waiting = False
+        for line in self.lines[said:]:
+            self.report.note(line)
 
 
 def device() -> str:
