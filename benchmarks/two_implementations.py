@@ -222,10 +222,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         options = CalibrateOptions(kv_cache=arguments.kv_cache, samples=64, seq_len=256)
         run = calibrate(arguments.model, arguments.data, Path(directory) / "run", arguments.eval_data, options)
+        name = run.record().model["name"]
         ids = load_tokens(run, run.evaluation)[: arguments.windows * arguments.context].reshape(-1, arguments.context)
         result = compare(run, ids) | continuations(run, ids[:16, :32], 64)
     passed = all(result[name] <= limit for name, limit in LIMITS.items()) and not result["continuations_unexplained"]
-    print(json.dumps({"model": Path(arguments.model).name, "kv_cache": arguments.kv_cache, **result, "limits": LIMITS, "passed": passed}))
+    print(json.dumps({"model": name, "kv_cache": arguments.kv_cache, **result, "limits": LIMITS, "passed": passed}))
     return 0 if passed else 1
 
 

@@ -7,7 +7,9 @@ embedding, by a cache that stores nothing: that works for every architecture tha
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, reduce
 
 import numpy as np
 import torch
@@ -18,6 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .statistics import TensorStatistics
+
+
+#: Fewer values a thread than these are counted sooner than shared out.
+WORTH_SHARING = 1 << 17
 
 
 def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -83,6 +89,24 @@ def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Itera
             handle.remove()
 
 
+def count(patterns: torch.Tensor) -> torch.Tensor:
+    """How often each of the 32,768 patterns occurs in `patterns` int16 [values], int64 [32768].
+
+    torch counts on one thread; on a CPU the values are shared out to as many as its products use. Sums do not depend on how.
+    """
+    threads = torch.get_num_threads()
+    if patterns.device.type != "cpu" or patterns.numel() < WORTH_SHARING * threads:
+        return torch.bincount(patterns, minlength=PATTERNS)
+    parts = counters(threads).map(lambda part: torch.bincount(part, minlength=PATTERNS), patterns.chunk(threads))
+    return reduce(torch.add, parts)
+
+
+@cache
+def counters(threads: int) -> ThreadPoolExecutor:
+    """The threads that count; they sleep between tensors."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="fp8q-count")
+
+
 class Observer:
     """Counts one tensor's magnitudes. Invariant: everything it holds is a sum or a maximum, so order does not matter."""
 
@@ -95,7 +119,7 @@ class Observer:
     def update(self, x: torch.Tensor, batch: int) -> None:
         """Take `x` [..., width], any float type (rounded to BF16), measured in batch number `batch`."""
         patterns = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten(0, -2)
-        counts = torch.bincount(patterns.flatten(), minlength=PATTERNS)
+        counts = count(patterns.flatten())
         channels = patterns.amax(0)
         finite = torch.nonzero(counts[:INFINITY])
         amax = magnitudes(int(finite[-1])) if len(finite) else np.float32(0)
