@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .statistics import TensorStatistics
 
-
 #: Fewer values a thread than these are counted sooner than shared out.
 WORTH_SHARING = 1 << 17
 
