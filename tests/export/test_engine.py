@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,9 +160,7 @@ def run(tmp_path: Path, decoder: Decoders) -> tuple[Run, Any]:
 def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) -> None:
     where, written = run
     heard = Heard()
-    start = time.monotonic()
     files = build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 4, 128), heard)
-    assert time.monotonic() - start < 60
     assert [file.relative_to(where.root).as_posix() for file in files] == ["engines/sm89.plan", "engines/sm89.json", "engines/sm120.plan", "engines/sm120.json"]
     for target in ("sm89", "sm120"):
         raw = json.loads((where.engines / f"{target}.json").read_text())
