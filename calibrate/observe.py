@@ -158,6 +158,12 @@ class Watch:
 
     def forward(self, input_ids: torch.Tensor, batch: int) -> None:
         """Run the decoder (not the output head) on `input_ids` int64 [windows, seq_len], which is batch number `batch`."""
+        with self.observing(batch) as cache, torch.inference_mode():
+            self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
+
+    @contextmanager
+    def observing(self, batch: int) -> Iterator[DynamicCache]:
+        """Attach the observers while batch number `batch` runs with the cache that this gives; it stores nothing."""
 
         def see_input(name: str) -> Hook:
             return lambda module, inputs: self.observers[f"{name}.input"].update(inputs[0], batch)
@@ -171,8 +177,8 @@ class Watch:
 
         cache = DynamicCache()
         cache.layers = [_ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
-        with hooked({first: see_input(first) for first in self.groups}, self.modules), torch.inference_mode():
-            self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
+        with hooked({first: see_input(first) for first in self.groups}, self.modules):
+            yield cache
 
     def statistics(self) -> dict[str, TensorStatistics]:
         """Tensor name -> statistics, of the tensors that were reached."""
