@@ -1,24 +1,23 @@
-"""The decoder of a model that has no weights yet: its list of layers, what each is called with, and one layer's weights at a time.
+"""The decoder of a model without weights: its list of layers, and what each is called with.
 
 Layer by layer is right only for a model that is a chain: each layer gets the hidden states that the one before it returned, and nothing else
-that depends on the text. No list of architectures says so. A two-token pass on the meta device shows which object each layer receives and
-returns, and a pass of every batch with the layers taken out, which costs no more than the embedding, records the masks and
+that depends on the text. No list of architectures says so. A two-token pass, the layers on the meta device, shows which object each layer receives
+and returns, and a pass of every batch with the layers taken out, which costs no more than the embedding, records the masks and
 position embeddings that the model itself makes for each layer and shows that they are the same for all batches of a shape.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..errors import InputError
 from .source import Source
-from .weights import Weights
 
 #: Stand for the hidden states and for the cache in the recorded arguments of a layer.
 HIDDEN, CACHE = object(), object()
@@ -53,34 +52,40 @@ def _no_cache(value: object) -> object:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A model's decoder layers, named `prefix.0`, `prefix.1` …; each returns `width`-wide states, in a tuple of `outputs` where that is not 0."""
+class Layers:
+    """Where a model keeps its decoder layers: `prefix.0`, `prefix.1` …, `count` of them."""
 
     prefix: str
     count: int
-    outputs: int
-    width: int
-    dtype: torch.dtype
 
-    def answer(self, hidden: torch.Tensor) -> Any:
-        """`hidden` as a layer returns it."""
-        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
-
-    def layers(self, model: PreTrainedModel) -> list[nn.Module]:
+    def of(self, model: PreTrainedModel) -> list[nn.Module]:
         """The layers of `model`, in order."""
         return [model.get_submodule(f"{self.prefix}.{index}") for index in range(self.count)]
 
-    def layer_of(self, module: str) -> int | None:
+    def index(self, module: str) -> int | None:
         """Index of the layer that holds the module of that name; None for what is before or after the layers."""
         rest = module.removeprefix(f"{self.prefix}.")
         return int(rest.partition(".")[0]) if rest != module else None
 
 
 @dataclass(frozen=True)
-class Traced:
-    """One call of a layer on the meta device: what went in and what came out."""
+class Answer:
+    """What each layer returns: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where that is not 0."""
 
-    layer: nn.Module
+    outputs: int
+    width: int
+    dtype: torch.dtype
+
+    def of(self, hidden: torch.Tensor) -> Any:
+        """`hidden` as a layer returns it."""
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One call of a layer: its index, what went in and what came out."""
+
+    index: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
@@ -91,59 +96,66 @@ class Traced:
         return self.out[0] if isinstance(self.out, tuple) else self.out
 
 
-def find_chain(meta: PreTrainedModel, source: Source) -> Chain:
-    """The decoder layers of `meta`, a model on the meta device.
+def refusal(source: Source, what: str) -> InputError:
+    """The error for a model that cannot be streamed because of `what` it does."""
+    return InputError(f"{source.name}: {source.architecture} {what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream")
 
-    Raises InputError, naming the architecture and what it does, for a model that cannot be run layer by layer.
-    """
+
+def find_layers(model: PreTrainedModel, source: Source) -> Layers:
+    """The decoder layers of `model`: the outermost list of as many modules as its configuration says. Raises InputError where there is none."""
     count = source.text_config.num_hidden_layers
-    prefix = next((name for name, module in meta.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count), None)
+    prefix = next((name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count), None)
     if prefix is None:
-        what: str | None = f"has no list of {count} decoder layers"
-    elif meta._keep_in_fp32_modules_strict:
-        what = f"keeps {min(meta._keep_in_fp32_modules_strict)} in FP32"
-    else:
-        layers = list(meta.get_submodule(prefix).children())
-        calls = _trace(meta, layers)
-        what = _unlike_a_chain(layers, calls)
-    if prefix is None or what is not None:
-        raise InputError(f"{source.name}: {source.architecture} {what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream")
-    out, hidden = calls[-1].out, calls[-1].hidden
-    return Chain(prefix, count, len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
+        raise refusal(source, f"has no list of {count} decoder layers")
+    if model._keep_in_fp32_modules_strict:
+        raise refusal(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
+    return Layers(prefix, count)
 
 
-def _trace(meta: PreTrainedModel, layers: Sequence[nn.Module]) -> list[Traced]:
-    """The calls of `layers` while `meta` runs on two tokens."""
+def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[Traced]:
+    """Run `model` on two tokens, its layers on the meta device: `model` needs weights outside its layers only, `meta` none.
+
+    Each layer is answered for with zeros of the shape that `meta`'s gives.
+    """
     calls: list[Traced] = []
+    cache = DynamicCache()
 
-    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        calls.append(Traced(layer, args, kwargs, out))
+    def to_meta(leaf: Any) -> Any:
+        return cache if isinstance(leaf, Cache) else leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
-    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        with torch.inference_mode():
-            meta.base_model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"), past_key_values=DynamicCache(), use_cache=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+    def forward(index: int, layer: nn.Module) -> Forward:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs), is_leaf=lambda value: isinstance(value, Cache))
+            out = tree_map_only(torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=device), layer(*meta_args, **meta_kwargs))
+            calls.append(Traced(index, args, kwargs, out))
+            return out
+
+        return call
+
+    with standing_in(layers.of(model), [forward(*numbered) for numbered in enumerate(layers.of(meta))]), torch.inference_mode():
+        model.base_model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=device), past_key_values=DynamicCache(), use_cache=True)
     return calls
 
 
-def _unlike_a_chain(layers: Sequence[nn.Module], calls: Sequence[Traced]) -> str | None:
-    """What the model does that a chain does not; None for a chain. Objects are told apart by identity, and `calls` keeps them alive."""
-    if [call.layer for call in calls] != list(layers):
-        return "does not call its decoder layers one after the other"
+def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer:
+    """What the layers of a chain return, from a trace. Raises InputError, naming what the model does, for one that is no chain.
+
+    Objects are told apart by identity; `calls` keeps them alive.
+    """
+    if [call.index for call in calls] != list(range(layers.count)):
+        raise refusal(source, "does not call its decoder layers one after the other")
     made: set[int] = set()
     for index, traced in enumerate(calls):
         if not traced.args and "hidden_states" not in traced.kwargs:
-            return f"does not give layer {index} its hidden states as the first argument"
+            raise refusal(source, f"does not give layer {index} its hidden states as the first argument")
         call, hidden = Call.of(traced.args, traced.kwargs)
         if index and hidden is not calls[index - 1].hidden:
-            return f"changes the hidden states between layer {index - 1} and layer {index}"
+            raise refusal(source, f"changes the hidden states between layer {index - 1} and layer {index}")
         if any(id(leaf) in made for leaf in tree_leaves((call.args, call.kwargs))):
-            return f"gives layer {index} more of an earlier layer than its hidden states"
+            raise refusal(source, f"gives layer {index} more of an earlier layer than its hidden states")
         made |= {id(leaf) for leaf in tree_leaves(traced.out) if isinstance(leaf, torch.Tensor)}
-    return None
+    out, hidden = calls[-1].out, calls[-1].hidden
+    return Answer(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
 
 
 class LayersReached(Exception):  # noqa: N818  # it stops a forward pass and is no error
@@ -162,7 +174,7 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
             del vars(layer)["forward"]
 
 
-def record_calls(model: PreTrainedModel, chain: Chain, input_ids: torch.Tensor, cache: DynamicCache) -> tuple[list[Call], torch.Tensor]:
+def record_calls(model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache) -> tuple[list[Call], torch.Tensor]:
     """What each layer is called with for `input_ids` int64 [windows, seq_len], and the hidden states that the first one gets."""
     calls: list[Call] = []
     entering: list[torch.Tensor] = []
@@ -171,30 +183,29 @@ def record_calls(model: PreTrainedModel, chain: Chain, input_ids: torch.Tensor, 
         call, hidden = Call.of(args, kwargs)
         calls.append(call)
         entering.append(hidden)
-        if len(calls) == chain.count:
+        if len(calls) == layers.count:
             raise LayersReached
-        return chain.answer(hidden)
+        return answer.of(hidden)
 
-    with standing_in(chain.layers(model), [pass_on] * chain.count), torch.inference_mode():
-        try:
-            model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-        except LayersReached:
-            return calls, entering[0]
-    raise AssertionError("the meta pass called every layer")
+    with standing_in(layers.of(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
+        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    return calls, entering[0]
 
 
-def run_after(model: PreTrainedModel, chain: Chain, input_ids: torch.Tensor, leaving: torch.Tensor, observing: AbstractContextManager[DynamicCache]) -> None:
+def run_after(
+    model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, leaving: torch.Tensor, observing: AbstractContextManager[DynamicCache]
+) -> None:
     """Run what follows the layers on `leaving`, the hidden states of the last one; `observing` is entered where that begins."""
     with ExitStack() as stack, torch.inference_mode():
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return chain.answer(Call.of(args, kwargs)[1])
+            return answer.of(Call.of(args, kwargs)[1])
 
         def leave(*args: Any, **kwargs: Any) -> Any:
             stack.enter_context(observing)
-            return chain.answer(leaving)
+            return answer.of(leaving)
 
-        stack.enter_context(standing_in(chain.layers(model), [pass_on] * (chain.count - 1) + [leave]))
+        stack.enter_context(standing_in(layers.of(model), [pass_on] * (layers.count - 1) + [leave]))
         model.base_model(input_ids=input_ids, past_key_values=DynamicCache(), use_cache=True)
 
 
@@ -212,49 +223,3 @@ def equal_calls(mine: Sequence[Call], theirs: Sequence[Call]) -> bool:
                 return False
             compared.add((id(a), id(b)))
     return True
-
-
-class Materializer:
-    """Gives modules of a skeleton their weights for a while, in BF16, and takes them back."""
-
-    def __init__(self, model: PreTrainedModel, source: Source, device: str):
-        """Take the weights of `source` for `model`, onto `device`."""
-        self.model, self.weights, self.device = model, Weights(source), device
-        self.name = source.name
-        self.tied: Mapping[str, str] = {**model.all_tied_weights_keys, **{kept: tied for tied, kept in model.all_tied_weights_keys.items()}}
-
-    @contextmanager
-    def filled(self, names: Sequence[str], resident: bool = True) -> Iterator[None]:
-        """Fill the named modules' own parameters and buffers; `resident` False leaves BF16 weights on the CPU in their mapped files.
-
-        Raises InputError for a weight that the checkpoint has under another name.
-        """
-        modules = [(name, self.model.get_submodule(name)) for name in names]
-        before = [dict(module._parameters) for _, module in modules]
-        try:
-            for name, module in modules:
-                self._fill(name, module, resident)
-            yield
-        finally:
-            for (_, module), parameters in zip(modules, before, strict=True):
-                module._parameters.update(parameters)
-
-    def _fill(self, name: str, module: nn.Module, resident: bool) -> None:
-        prefix = f"{name}." if name else ""
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = nn.Parameter(self._read(prefix + key, resident), requires_grad=False)
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                computed = key in module._non_persistent_buffers_set
-                module._buffers[key] = buffer.to(self.device) if computed else self._read(prefix + key, resident)
-
-    def _read(self, name: str, resident: bool) -> torch.Tensor:
-        stored = next((key for key in (name, self.tied.get(name)) if key in self.weights.names()), None)
-        if stored is None:
-            raise InputError(
-                f"{self.name}: has no tensor {name}; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
-            )
-        mapped = self.weights.tensor(stored)
-        tensor = mapped.to(self.device, torch.bfloat16 if mapped.is_floating_point() else mapped.dtype)
-        return tensor.clone() if resident and tensor is mapped else tensor

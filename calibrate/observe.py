@@ -57,6 +57,14 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
     A module that two tokens do not reach is a group of its own.
     """
+    with noting_groups(modules) as groups, torch.inference_mode():
+        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
+    return groups
+
+
+@contextmanager
+def noting_groups(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[str]]]:
+    """The groups of `modules` in the forward pass that runs in the block: empty until it ends."""
     received: dict[int, list[str]] = {}
     alive: list[torch.Tensor] = []  # an object that is kept cannot share its id with a later one
 
@@ -67,11 +75,12 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
         return hook
 
-    with hooked({name: note(name) for name in modules}, modules), torch.inference_mode():
-        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
-    groups = {names[0]: names for names in received.values()}
+    groups: dict[str, list[str]] = {}
+    with hooked({name: note(name) for name in modules}, modules):
+        yield groups
+    groups |= {names[0]: names for names in received.values()}
     reached = {name for names in groups.values() for name in names}
-    return groups | {name: [name] for name in modules if name not in reached}
+    groups |= {name: [name] for name in modules if name not in reached}
 
 
 Hook = Callable[[nn.Module, tuple[torch.Tensor, ...]], None]

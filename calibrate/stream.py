@@ -21,9 +21,10 @@ import torch
 
 from ..errors import InputError
 from ..progress import Reporter
-from .decoder import Call, Chain, Materializer, equal_calls, find_chain, record_calls, run_after
+from .decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
+from .materialize import Materializer
 from .measure import cut_batches, observed_products, weight_amax
-from .observe import Watch, output_head, probe_groups
+from .observe import Watch, noting_groups, output_head
 from .skeleton import skeleton
 from .source import Source, meta_model, quiet
 from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, load_arrays, save_arrays
@@ -40,15 +41,12 @@ def measure_streamed(
     `folder` is there, and holds the hidden states and the finished steps; what a killed call left there is gone on from, so it must have been of the
     same arguments. Raises InputError for a model that is no chain of layers, and when the disk has no room for the hidden states.
     """
-    meta = meta_model(source)
-    chain = find_chain(meta, source)
-    modules = observed_products(meta)
-    groups = probe_groups(meta, modules)
     parts = cut_batches(windows, corpus, batches)
-    Stream(source, chain, groups, parts, corpus.batches, folder, device).run(report)
+    stream = Stream(source, parts, corpus.batches, folder, device)
+    stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
-    record = StatisticsRecord(model=identity, corpus=corpus, tokens=sum(ids.size for ids in parts.values()), groups=groups)
-    return Statistics(record, tensors, {name: weights[name] for name in modules})
+    record = StatisticsRecord(model=identity, corpus=corpus, tokens=sum(ids.size for ids in parts.values()), groups=stream.groups)
+    return Statistics(record, tensors, {name: weights[name] for name in stream.products})
 
 
 def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
@@ -65,10 +63,10 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
 class HiddenStates:
     """The hidden states of all batches, one after the other, in a mapped file: its pages are the disk's, and can be dropped from memory."""
 
-    def __init__(self, path: Path, batches: Batches, chain: Chain):
+    def __init__(self, path: Path, batches: Batches, answer: Answer):
         """Map the file at `path`; one that is not there, or has another size, is made, its blocks taken from the disk at once: a mapped write cannot fail politely."""
-        self.dtype = chain.dtype
-        self.shapes = {batch: (*ids.shape, chain.width) for batch, ids in batches.items()}
+        self.dtype = answer.dtype
+        self.shapes = {batch: (*ids.shape, answer.width) for batch, ids in batches.items()}
         self.starts = dict(zip(batches, np.cumsum([0, *self._sizes()]).tolist()))
         with open(path, "ab+") as handle:
             os.posix_fallocate(handle.fileno(), 0, sum(self._sizes()))
@@ -99,25 +97,40 @@ class HiddenStates:
 class Stream:
     """All steps of one measurement. Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there."""
 
-    def __init__(self, source: Source, chain: Chain, groups: Mapping[str, list[str]], parts: Batches, batches: int, folder: Path, device: str):
-        """Make the model without weights and find room for the hidden states of `parts`, some of `batches` batches. Raises InputError where there is none."""
+    def __init__(self, source: Source, parts: Batches, batches: int, folder: Path, device: str):
+        """Make the model without weights and find room for the hidden states of `parts`, some of `batches` batches.
+
+        Raises InputError where there is none, and for a model that is no chain of layers.
+        """
         with quiet():
             self.model = skeleton(deepcopy(source.config), torch.bfloat16, source.trust_remote_code)
-        self.chain, self.groups, self.parts, self.batches, self.folder, self.device = chain, groups, parts, batches, folder, device
+        self.source, self.parts, self.batches, self.folder, self.device = source, parts, batches, folder, device
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device)
-        self.outside = [name for name, _ in self.model.named_modules() if chain.layer_of(name) is None and name != output_head(self.model)]
+        self.layers = find_layers(self.model, source)
+        self.outside = [name for name, _ in self.model.named_modules() if self.layers.index(name) is None and name != output_head(self.model)]
+        self.groups, self.answer = self._probe()
+        size = sum(ids.size for ids in parts.values()) * self.answer.width * self.answer.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
-        _check_space(folder, files, sum(ids.size for ids in parts.values()) * chain.width * chain.dtype.itemsize)
-        self.hidden = [HiddenStates(file, parts, chain) for file in files]
+        _check_space(folder, files, size)
+        self.hidden = [HiddenStates(file, parts, self.answer) for file in files]
+
+    def _probe(self) -> tuple[dict[str, list[str]], Answer]:
+        """The groups of modules that receive the same tensor, and what the layers return, without any layer's weights."""
+        meta = meta_model(self.source)
+        inside = observed_products(meta)
+        modules = {name: module if self.layers.index(name) is None else inside[name] for name, module in self.products.items()}
+        with self.weights.filled(self.outside, resident=False), noting_groups(modules) as groups:
+            calls = trace(self.model, meta, self.layers, self.device)
+        return groups, answer_of(calls, self.layers, self.source)
 
     def run(self, report: Reporter) -> None:
         """Do the steps that are not done."""
-        done = next(step for step in range(self.chain.count + 2) if not self._file(step).is_file() or step > self.chain.count)
+        done = next(step for step in range(self.layers.count + 2) if not self._file(step).is_file() or step > self.layers.count)
         if done > 1:
-            report.note(f"going on at decoder layer {min(done, self.chain.count)} of {self.chain.count}, where an earlier call stopped")
+            report.note(f"going on at decoder layer {min(done, self.layers.count)} of {self.layers.count}, where an earlier call stopped")
         calls = self._before(done > 0)
-        remaining = range(max(done, 1), self.chain.count + 1)
+        remaining = range(max(done, 1), self.layers.count + 1)
         with report.track("Calibrating layer by layer", len(remaining) * len(self.parts), "batches") as advance:
             for step in remaining:
                 self._layer(step, calls, advance)
@@ -128,10 +141,10 @@ class Stream:
         return self.folder / f"{step:05}.safetensors"
 
     def _watched(self, layer: int | None) -> dict[str, list[str]]:
-        return {first: members for first, members in self.groups.items() if self.chain.layer_of(first) == layer}
+        return {first: members for first, members in self.groups.items() if self.layers.index(first) == layer}
 
     def _weight_amax(self, layer: int | None) -> dict[str, npt.NDArray[np.float32]]:
-        return {name: weight_amax(module) for name, module in self.products.items() if self.chain.layer_of(name) == layer}
+        return {name: weight_amax(module) for name, module in self.products.items() if self.layers.index(name) == layer}
 
     def _tokens(self, batch: int) -> torch.Tensor:
         return torch.from_numpy(self.parts[batch]).to(self.device)
@@ -148,11 +161,9 @@ class Stream:
                 if done and ids.shape in calls:
                     continue
                 with watch.observing(batch) as cache:
-                    made, hidden = record_calls(self.model, self.chain, self._tokens(batch), cache)
+                    made, hidden = record_calls(self.model, self.layers, self.answer, self._tokens(batch), cache)
                 if not equal_calls(calls.setdefault(ids.shape, made), made):
-                    raise InputError(
-                        f"{self.weights.name}: {type(self.model).__name__} gives its decoder layers more of the text than hidden states, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
-                    )
+                    raise refusal(self.source, "gives its decoder layers more of the text than hidden states")
                 if not done:
                     self.hidden[0].write(batch, hidden)
             if not done:
@@ -164,9 +175,9 @@ class Stream:
         """Step n: all batches through decoder layer n - 1."""
         index = step - 1
         before, after = self.hidden[index % 2], self.hidden[step % 2]
-        layer = self.chain.layers(self.model)[index]
+        layer = self.layers.of(self.model)[index]
         watch = Watch(self.model, self.products, self._watched(index), self.batches)
-        with self.weights.filled([name for name, _ in self.model.named_modules() if self.chain.layer_of(name) == index]), torch.inference_mode():
+        with self.weights.filled([name for name, _ in self.model.named_modules() if self.layers.index(name) == index]), torch.inference_mode():
             for batch, ids in self.parts.items():
                 with watch.observing(batch) as cache:
                     after.write(batch, calls[ids.shape][index].run(layer, before.read(batch, self.device), cache))
@@ -177,12 +188,12 @@ class Stream:
 
     def _after(self) -> None:
         """The last step, for models that multiply by a matrix after their layers."""
-        leaving = self.hidden[self.chain.count % 2]
+        leaving = self.hidden[self.layers.count % 2]
         watch = Watch(self.model, self.products, self._watched(None), self.batches)
         with self.weights.filled(self.outside, resident=False):
             for batch in self.parts:
-                run_after(self.model, self.chain, self._tokens(batch), leaving.read(batch, self.device), watch.observing(batch))
-        save_arrays(self._file(self.chain.count + 1), watch.statistics(), {})
+                run_after(self.model, self.layers, self.answer, self._tokens(batch), leaving.read(batch, self.device), watch.observing(batch))
+        save_arrays(self._file(self.layers.count + 1), watch.statistics(), {})
 
 
 def _check_space(folder: Path, files: Iterable[Path], size: int) -> None:
