@@ -212,7 +212,7 @@ def streamed(source: "Source", asked: bool | None, notes: Notes) -> bool:
     if available is None or size <= SHARE * available:
         return False
     notes.note(
-        f"--stream: the weights take {size / 1e9:,.2f} GB in BF16, and {SHARE:.0%} of the memory available is {SHARE * available / 1e9:,.2f} GB: calibrating layer by layer"
+        f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, and {SHARE:.0%} of the memory available is {SHARE * available / 1e9:,.3g} GB: calibrating layer by layer"
     )
     return True
 

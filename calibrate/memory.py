@@ -27,7 +27,7 @@ def available_bytes(device: str) -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    found = [size for size in (_machine(), _container()) if size is not None]
+    found = [size for size in (_machine(), container_bytes()) if size is not None]
     return min(found, default=None)
 
 
@@ -40,7 +40,7 @@ def _machine() -> int | None:
         return None
 
 
-def _container(cgroup: Path = CGROUP) -> int | None:
+def container_bytes(cgroup: Path = CGROUP) -> int | None:
     """What the control group (version 2) leaves: its limit less what is in use and cannot be dropped."""
     try:
         limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())

@@ -202,5 +202,5 @@ def _check_space(folder: Path, files: Iterable[Path], size: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"--stream: the hidden states take {2 * size / 1e9:,.2f} GB on the disk of {folder.parent}, which has {free / 1e9:,.2f} GB free; free some, name another directory with --out, or ask for fewer --samples"
+            f"--stream: the hidden states take {2 * size / 1e9:,.3g} GB on the disk of {folder.parent}, which has {free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
         )
