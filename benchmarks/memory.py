@@ -33,20 +33,24 @@ FIXED_BYTES, LAYERS_HELD = 1_200_000_000, 3
 #: A layer may add this share of itself to the peak: what its statistics weigh, and the sampling.
 GROWTH_SHARE = 0.02
 SAMPLING_SECONDS = 0.02
+WIDTH, INNER, KV_HEADS, HEAD_SIZE = 4096, 14_336, 8, 128
 SHAPE = LlamaConfig(
-    architectures=["LlamaForCausalLM"], vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
+    architectures=["LlamaForCausalLM"], vocab_size=128_256, hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=32, num_key_value_heads=KV_HEADS,
     max_position_embeddings=8192, tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
 
 
 def layer_shapes() -> dict[str, tuple[int, ...]]:
     """Name within a layer -> shape."""
-    width, inner, cache = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.num_key_value_heads * 128
+    width, inner, cache = WIDTH, INNER, KV_HEADS * HEAD_SIZE
     products = {"q": (width, width), "k": (cache, width), "v": (cache, width), "o": (width, width)}
     return {
         **{f"self_attn.{name}_proj.weight": shape for name, shape in products.items()},
-        **{"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width), "mlp.down_proj.weight": (width, inner)},
-        **{"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)},
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
     }
 
 
@@ -61,10 +65,10 @@ def random_weight(shape: tuple[int, ...]) -> torch.Tensor:
 def write_checkpoint(path: Path, layers: int) -> int:
     """Write a random checkpoint of `layers` layers shard by shard; returns the bytes of its weights."""
     path.mkdir()
-    shards = [{"model.embed_tokens.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
+    shards: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
     shards += [{f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes().items()} for layer in range(layers)]
     shards += [{"model.norm.weight": (SHAPE.hidden_size,)}, {"lm_head.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
-    names = {}
+    names: dict[str, str] = {}
     for number, shapes in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         names |= dict.fromkeys(shapes, file)
@@ -148,7 +152,8 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        calibrate(*options.child, options.windows, options.seq_len)
+        checkpoint, out = options.child
+        calibrate(checkpoint, out, options.windows, options.seq_len)
         return 0
     layer = sum(2 * torch.Size(shape).numel() for shape in layer_shapes().values())
     limit = FIXED_BYTES + LAYERS_HELD * layer
