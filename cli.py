@@ -54,6 +54,9 @@ BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windo
 Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep modules whose name matches (* and ?) in BF16. Repeatable.")]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint.")]
+Stream = Annotated[
+    bool | None, typer.Option("--stream/--no-stream", help="Calibrate one decoder layer at a time. [default: when memory does not hold the model]")
+]
 Dtype = Annotated[Literal["bf16", "fp16"], typer.Option("--dtype", help="What the graph computes in outside its FP8 products.")]
 RuntimeOption = Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], typer.Option("--runtime", help="What builds the engine.")]
 Target = Annotated[
@@ -97,7 +100,7 @@ def run(
     model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
     percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
     seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
+    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
     min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
@@ -105,7 +108,7 @@ def run(
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
     from . import api
 
-    calibrate_options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code)
+    calibrate_options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream)
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
@@ -118,12 +121,12 @@ def calibrate(
     model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
     percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
     seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
     from . import api
 
-    options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code)
+    options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream)
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)

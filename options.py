@@ -17,7 +17,7 @@ Method = Literal["amax", "mse", "percentile"]
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold."""
+    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model."""
 
     method: Method = "amax"
     percentile: float = 99.99
@@ -28,6 +28,7 @@ class CalibrateOptions:
     skip: tuple[str, ...] = ()
     revision: str | None = None
     trust_remote_code: bool = False
+    stream: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, whoever gives them."""

@@ -1,8 +1,8 @@
 """The run directory: what one model's stages read and write, and the record of how each file came about.
 
 A stage is a type: "not calibrated yet" is a missing file. Every file is written under a temporary name and
-renamed, so whatever a killed process leaves is either the last good state or a `*.partial` that the next call
-removes. `run.json` keeps, for each stage, the hashes of what it read and wrote and the options it was given:
+renamed, so whatever a killed process leaves is either the last good state, a `*.partial` that the next call
+removes, or a `*.work` folder that it goes on from. `run.json` keeps, for each stage, the hashes of what it read and wrote and the options it was given:
 a stage is done again when any of these, or the version of fp8q, has changed, and a file that is not the one its
 stage wrote is refused instead of used.
 """
@@ -28,6 +28,8 @@ from . import __version__
 from .errors import InputError
 
 PARTIAL = ".partial"
+#: How the folder ends that a killed stage goes on from.
+WORK = ".work"
 #: The distributions whose versions are written beside what they helped to make.
 DISTRIBUTIONS = [
     "torch",
@@ -199,12 +201,36 @@ class Run:
                     peak_memory_bytes=peak_memory_bytes(),
                 )
                 write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
+                _remove(self._work_folder(name))
         except BaseException:
             if created:
                 shutil.rmtree(self.root, ignore_errors=True)
             else:
                 self._clear_partial()
             raise
+
+    @contextmanager
+    def work(self, name: str, key: Mapping[str, object]) -> Iterator[Path]:
+        """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the stage is done.
+
+        `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk is to blame for
+        leaves nothing behind.
+        """
+        folder = self._work_folder(name)
+        written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
+        if not written.is_file() or written.read_text(encoding="utf-8") != wanted:
+            _remove(folder)
+            folder.mkdir(parents=True)
+            with replacing(written) as partial:
+                partial.write_text(wanted, encoding="utf-8")
+        try:
+            yield folder
+        except (InputError, OSError):
+            _remove(folder)
+            raise
+
+    def _work_folder(self, name: str) -> Path:
+        return self.root / f".{name}{WORK}"
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

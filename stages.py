@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from . import __version__
 from .errors import Fp8qError, InputError
 from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
 from .progress import Reporter
 from .quantize.clip import Clipping
-from .run import Run, StageLog, replacing, sha256_file, write_document
+from .run import Run, StageLog, library_versions, replacing, sha256_file, write_document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -173,12 +174,13 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
 
 
 def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes) -> None:
-    """The stage `measure`: the model on the calibration windows, and `statistics.*`."""
+    """The stage `measure`: the model on the calibration windows, and `statistics.*`. Streamed or not, these are the same."""
     import torch
 
     from .calibrate.measure import measure as run_model
     from .calibrate.source import load_model
     from .calibrate.statistics import Corpus, ModelIdentity, save_statistics
+    from .calibrate.stream import measure_streamed
 
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
     chosen = {"batch_size": options.batch_size}
@@ -189,9 +191,30 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     name = str(run.record().stages["corpus"].options["data"])
     corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
 
+    stream = streamed(source, options.stream, notes)
     with stage(run, "measure", inputs, chosen, notes) as log:
-        statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes)
+        if stream:
+            key = inputs | chosen | {"fp8q": __version__, "libraries": library_versions(), "threads": torch.get_num_threads(), "device": device()}
+            with run.work("measure", key) as folder:
+                statistics = measure_streamed(source, windows, identity, corpus, notes, folder, device())
+        else:
+            statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes)
         log.outputs += save_statistics(run, statistics)
+
+
+def streamed(source: "Source", asked: bool | None, notes: Notes) -> bool:
+    """Whether to stream: what was asked for, or whether the weights are too large for the memory available, with a note."""
+    from .calibrate.memory import SHARE, available_bytes, weight_bytes
+
+    if asked is not None:
+        return asked
+    size, available = weight_bytes(source), available_bytes(device())
+    if available is None or size <= SHARE * available:
+        return False
+    notes.note(
+        f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, and {SHARE:.0%} of the memory available is {SHARE * available / 1e9:,.3g} GB: calibrating layer by layer"
+    )
+    return True
 
 
 def quantize(run: Run, source: "Source", products: "Products", options: CalibrateOptions, notes: Notes) -> None:

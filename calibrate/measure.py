@@ -17,12 +17,10 @@ def measure(
 
     `batches`: indices of the batches to run, in that order; all of them by default. The output head is not run.
     """
-    head = output_head(model)
-    modules = {name: module for name, module in matrix_products(model).items() if name != head}
+    modules = observed_products(model)
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, corpus.batches)
-    chosen = list(range(corpus.batches)) if batches is None else batches
-    parts = {batch: windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size] for batch in chosen}
+    parts = cut_batches(windows, corpus, batches)
     tokens = sum(ids.size for ids in parts.values())
     with report.track("Calibrating", tokens, "tokens") as advance:
         for batch, ids in parts.items():
@@ -30,6 +28,18 @@ def measure(
             advance(ids.size)
     record = StatisticsRecord(model=identity, corpus=corpus, tokens=tokens, groups=groups)
     return Statistics(record, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})
+
+
+def observed_products(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The matrix products that are measured, by name: all but the output head."""
+    head = output_head(model)
+    return {name: module for name, module in matrix_products(model).items() if name != head}
+
+
+def cut_batches(windows: npt.NDArray[np.int64], corpus: Corpus, batches: list[int] | None) -> dict[int, npt.NDArray[np.int64]]:
+    """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order of `batches` (None: all of them)."""
+    chosen = range(corpus.batches) if batches is None else batches
+    return {batch: windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size] for batch in chosen}
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:

@@ -57,6 +57,14 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
     A module that two tokens do not reach is a group of its own.
     """
+    with noting_groups(modules) as groups, torch.inference_mode():
+        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
+    return groups
+
+
+@contextmanager
+def noting_groups(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[str]]]:
+    """The groups of `modules` in the forward pass that runs in the block: empty until it ends."""
     received: dict[int, list[str]] = {}
     alive: list[torch.Tensor] = []  # an object that is kept cannot share its id with a later one
 
@@ -67,11 +75,12 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
         return hook
 
-    with hooked({name: note(name) for name in modules}, modules), torch.inference_mode():
-        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
-    groups = {names[0]: names for names in received.values()}
+    groups: dict[str, list[str]] = {}
+    with hooked({name: note(name) for name in modules}, modules):
+        yield groups
+    groups |= {names[0]: names for names in received.values()}
     reached = {name for names in groups.values() for name in names}
-    return groups | {name: [name] for name in modules if name not in reached}
+    groups |= {name: [name] for name in modules if name not in reached}
 
 
 Hook = Callable[[nn.Module, tuple[torch.Tensor, ...]], None]
@@ -158,6 +167,12 @@ class Watch:
 
     def forward(self, input_ids: torch.Tensor, batch: int) -> None:
         """Run the decoder (not the output head) on `input_ids` int64 [windows, seq_len], which is batch number `batch`."""
+        with self.observing(batch) as cache, torch.inference_mode():
+            self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
+
+    @contextmanager
+    def observing(self, batch: int) -> Iterator[DynamicCache]:
+        """Attach the observers while batch number `batch` runs with the cache that this gives; it stores nothing."""
 
         def see_input(name: str) -> Hook:
             return lambda module, inputs: self.observers[f"{name}.input"].update(inputs[0], batch)
@@ -171,8 +186,8 @@ class Watch:
 
         cache = DynamicCache()
         cache.layers = [_ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
-        with hooked({first: see_input(first) for first in self.groups}, self.modules), torch.inference_mode():
-            self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
+        with hooked({first: see_input(first) for first in self.groups}, self.modules):
+            yield cache
 
     def statistics(self) -> dict[str, TensorStatistics]:
         """Tensor name -> statistics, of the tensors that were reached."""

@@ -22,6 +22,9 @@ from ..errors import InputError
 from ..run import Run, Strict, read_document, replacing, write_document
 from .histogram import Histogram
 
+#: How the name of a weight's statistics ends.
+WEIGHT = ".weight.amax_channels"
+
 
 class ModelIdentity(Strict):
     """Which model was measured."""
@@ -123,27 +126,27 @@ def _first_difference(mine: object, theirs: object) -> str:
 
 def save_statistics(run: Run, statistics: Statistics) -> list[Path]:
     """Write `statistics.safetensors` and `statistics.json`; returns both paths."""
-    arrays: dict[str, npt.NDArray[np.generic]] = {f"{module}.weight.amax_channels": amax for module, amax in statistics.weights.items()}
-    for name, tensor in statistics.tensors.items():
+    save_arrays(run.statistics, statistics.tensors, statistics.weights)
+    write_document(run.statistics_json, statistics.record)
+    return [run.statistics, run.statistics_json]
+
+
+def save_arrays(path: Path, tensors: Mapping[str, TensorStatistics], weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    """Write what was measured to `path`, atomically, in the form that the module's docstring gives."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {f"{module}{WEIGHT}": amax for module, amax in weights.items()}
+    for name, tensor in tensors.items():
         arrays |= {
             f"{name}.bits": tensor.histogram.bits,
             f"{name}.counts": tensor.histogram.counts,
             f"{name}.amax_batches": tensor.amax_batches,
             f"{name}.amax_channels": tensor.amax_channels,
         }
-    with replacing(run.statistics) as partial:
+    with replacing(path) as partial:
         save_file({name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}, partial)
-    write_document(run.statistics_json, statistics.record)
-    return [run.statistics, run.statistics_json]
 
 
-def load_statistics(run: Run) -> Statistics:
-    """Read what `save_statistics` wrote.
-
-    Raises InputError when a file is missing, damaged, or not the one `fp8q calibrate` wrote.
-    """
-    record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
-    path = run.require(run.statistics, "measure")
+def load_arrays(path: Path) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
+    """Tensors and weights as `save_arrays` wrote them, in name order. Raises InputError for a file that is damaged."""
     try:
         arrays = load_file(path)
     except SafetensorError as error:
@@ -152,5 +155,14 @@ def load_statistics(run: Run) -> Statistics:
         name: TensorStatistics(Histogram(arrays[f"{name}.bits"], arrays[f"{name}.counts"]), arrays[f"{name}.amax_batches"], arrays[f"{name}.amax_channels"])
         for name in sorted(key.removesuffix(".bits") for key in arrays if key.endswith(".bits"))
     }
-    suffix = ".weight.amax_channels"
-    return Statistics(record, tensors, {name.removesuffix(suffix): array for name, array in arrays.items() if name.endswith(suffix)})
+    return tensors, {name.removesuffix(WEIGHT): array for name, array in arrays.items() if name.endswith(WEIGHT)}
+
+
+def load_statistics(run: Run) -> Statistics:
+    """Read what `save_statistics` wrote.
+
+    Raises InputError when a file is missing, damaged, or not the one `fp8q calibrate` wrote.
+    """
+    record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    tensors, weights = load_arrays(run.require(run.statistics, "measure"))
+    return Statistics(record, tensors, weights)

@@ -1,0 +1,50 @@
+"""Whether a checkpoint fits into memory: what decides that it is streamed when nobody says."""
+
+from pathlib import Path
+
+from .source import Source
+from .weights import read_headers
+
+#: Share of the memory available that weights may take; activations, and whatever else is running, need the rest.
+SHARE = 0.8
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def weight_bytes(source: Source) -> int:
+    """Bytes of the checkpoint's weights in BF16."""
+    total = 0
+    for header in read_headers(source.weight_files).values():
+        values = 2
+        for size in header.shape:
+            values *= size
+        total += values
+    return total
+
+
+def available_bytes(device: str) -> int | None:
+    """Memory that can still be had on `device`, in bytes; None where the system does not say."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [size for size in (_machine(), container_bytes()) if size is not None]
+    return min(found, default=None)
+
+
+def _machine() -> int | None:
+    """MemAvailable of Linux: free memory and what caches can give back."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def container_bytes(cgroup: Path = CGROUP) -> int | None:
+    """What the control group (version 2) leaves: its limit less what is in use and cannot be dropped."""
+    try:
+        limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
+    except (OSError, ValueError, KeyError):  # no such group, or `max`: no limit
+        return None
