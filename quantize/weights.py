@@ -1,6 +1,7 @@
 """Per-output-channel scales and codes of a weight matrix.
 
-`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weight_mse`).
+`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weight_mse`). With these scales fixed, weights
+are rounded to nearest, or so that they make up for each other's errors (`weight_rounding`).
 """
 
 from dataclasses import dataclass
@@ -14,9 +15,18 @@ from .formats import E4M3
 from .linear import encode
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
 from .weight_mse import mse_scales
+from .weight_rounding import Compensations, compensated_codes
 
 WeightMethod = Literal["amax", "mse"]
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How weights are quantized: how their scales are chosen, and what compensates rounding errors (None: each weight goes to its nearest code)."""
+
+    method: WeightMethod
+    compensations: Compensations | None = None
 
 
 @dataclass(frozen=True)
@@ -28,15 +38,19 @@ class QuantizedWeight:
     summary: WeightScales
 
 
-def quantize_weight(weight: torch.Tensor, method: WeightMethod) -> QuantizedWeight | Skipped:
-    """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped."""
+def quantize_weight(weight: torch.Tensor, method: WeightMethod, compensation: torch.Tensor | None = None) -> QuantizedWeight | Skipped:
+    """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped.
+
+    `compensation` float32 [in, in]: of `weight_rounding`; without it weights are rounded to nearest.
+    """
     scale = channel_scales(weight, method)
     if scale is None:
         return Skipped(reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel())
-    codes = encode(weight, scale[:, None])
+    codes = encode(weight, scale[:, None]) if compensation is None else compensated_codes(weight, scale, compensation)
     zero = int((weight.abs().amax(1) == 0).sum())
     summary = WeightScales(
         method=method,
+        rounding="nearest" if compensation is None else "gptq",
         axis=0,
         channels=len(scale),
         scale_min=float(scale.min()),
