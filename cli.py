@@ -17,7 +17,7 @@ import typer
 
 from . import __version__
 from .errors import Fp8qError, GateError, InputError
-from .options import CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from .options import CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions, WeightRounding
 
 if TYPE_CHECKING:
     from .console import Terminal
@@ -47,6 +47,9 @@ Out = Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directo
 EvalData = Annotated[str | None, typer.Option("--eval-data", metavar="TEXT", help="Text to evaluate on; by default the last tenth of --data, held out.")]
 ClipMethod = Annotated[Literal["amax", "mse", "percentile"], typer.Option("--method", help="How activations are clipped; mse chooses the weights' scales too.")]
 Percentile = Annotated[float, typer.Option("--percentile", metavar="P", help="For --method percentile, in percent.")]
+WeightRoundingOption = Annotated[
+    WeightRounding, typer.Option("--weight-rounding", help="gptq: let weights make up for each other's rounding errors, by the inputs' second moments.")
+]
 KvCache = Annotated[Literal["off", "fp8"], typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
 Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Windows to calibrate on. [default: 512, or as many as the text has]")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
@@ -100,7 +103,7 @@ def run(
     model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
     percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
     seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
+    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = CalibrateOptions.weight_rounding, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
     min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
@@ -108,7 +111,9 @@ def run(
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
     from . import api
 
-    calibrate_options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream)
+    calibrate_options = CalibrateOptions(
+        method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream, weight_rounding
+    )
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
@@ -121,12 +126,14 @@ def calibrate(
     model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
     percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
     seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = CalibrateOptions.weight_rounding, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
     from . import api
 
-    options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream)
+    options = CalibrateOptions(
+        method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream, weight_rounding
+    )
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)

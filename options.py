@@ -13,6 +13,7 @@ DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
 RUNTIMES = ("bf16", "reference", "onnxruntime", "tensorrt")
 Method = Literal["amax", "mse", "percentile"]
+WeightRounding = Literal["nearest", "gptq"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class CalibrateOptions:
     revision: str | None = None
     trust_remote_code: bool = False
     stream: bool | None = None
+    weight_rounding: WeightRounding = "nearest"
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, whoever gives them."""

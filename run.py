@@ -109,6 +109,7 @@ class Run:
     evaluation = _Path("evaluation.npz")
     statistics = _Path("statistics.safetensors")
     statistics_json = _Path("statistics.json")
+    moments = _Path("moments")
     scales = _Path("scales.json")
     model = _Path("model")
     onnx = _Path("model/model.onnx")

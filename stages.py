@@ -178,13 +178,15 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     import torch
 
     from .calibrate.measure import measure as run_model
+    from .calibrate.moments import gathering
     from .calibrate.source import load_model
     from .calibrate.statistics import Corpus, ModelIdentity, save_statistics
     from .calibrate.stream import measure_streamed
 
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
-    chosen = {"batch_size": options.batch_size}
-    if run.is_current("measure", inputs, chosen):
+    wanted = options.weight_rounding == "gptq"
+    chosen = {"batch_size": options.batch_size, "moments": wanted}
+    if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
         return
     windows = load_tokens(run, run.calibration)
     identity = ModelIdentity(name=display_name(source), revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
@@ -192,14 +194,19 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
 
     stream = streamed(source, options.stream, notes)
+    if stream and wanted:
+        raise InputError(
+            "--weight-rounding gptq: takes its second moments while the whole model is in memory, and this one is streamed; use --weight-rounding nearest, or --no-stream where it fits"
+        )
     with stage(run, "measure", inputs, chosen, notes) as log:
         if stream:
             key = inputs | chosen | {"fp8q": __version__, "libraries": library_versions(), "threads": torch.get_num_threads(), "device": device()}
             with run.work("measure", key) as folder:
                 statistics = measure_streamed(source, windows, identity, corpus, notes, folder, device())
         else:
-            statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes)
-        log.outputs += save_statistics(run, statistics)
+            with gathering(run, wanted) as moments:
+                statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes, moments=moments)
+        log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes) -> bool:
@@ -221,15 +228,25 @@ def quantize(run: Run, source: "Source", products: "Products", options: Calibrat
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from .calibrate.statistics import load_statistics
     from .quantize.checkpoint import quantize_checkpoint
+    from .quantize.scales import group_of
+    from .quantize.weight_rounding import Compensations
+    from .quantize.weights import Rounding
 
-    inputs = {name: run.record().stages["measure"].outputs[name] for name in (run.statistics.name, run.statistics_json.name)}
-    chosen = asdict(clipping_of(options)) | {"kv_cache": options.kv_cache, "skip": list(options.skip)}
+    compensated = options.weight_rounding == "gptq"
+    measured = run.record().stages["measure"].outputs
+    inputs = {name: digest for name, digest in measured.items() if compensated or not name.startswith("moments/")}
+    chosen = asdict(clipping_of(options)) | {"kv_cache": options.kv_cache, "skip": list(options.skip), "weight_rounding": options.weight_rounding}
     if run.is_current("quantize", inputs, chosen):
         return
-    scales = choose_scales(load_statistics(run), products, options)
+    statistics = load_statistics(run)
+    scales = choose_scales(statistics, products, options)
+    for name in inputs:
+        run.require(run.root / name, "measure")
+    compensations = Compensations(run.moments, group_of(statistics.record.groups)) if compensated else None
+    rounding = Rounding("mse" if options.method == "mse" else "amax", compensations)
     with stage(run, "quantize", inputs, chosen, notes) as log:
         with replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, "mse" if options.method == "mse" else "amax", notes)
+            scales = quantize_checkpoint(source, partial, scales, rounding, notes)
         write_document(run.scales, scales)
         for module, decision in scales.skipped.items():
             if decision.samples is not None:

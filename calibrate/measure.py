@@ -1,28 +1,38 @@
 """Measure a model on windows of tokens: the stage between the corpus and the statistics."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from ..progress import Reporter
+from .moments import SecondMoments
 from .observe import Watch, matrix_products, output_head, probe_groups
 from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord
 
 
 def measure(
-    model: PreTrainedModel, windows: npt.NDArray[np.int64], identity: ModelIdentity, corpus: Corpus, report: Reporter, batches: list[int] | None = None
+    model: PreTrainedModel,
+    windows: npt.NDArray[np.int64],
+    identity: ModelIdentity,
+    corpus: Corpus,
+    report: Reporter,
+    batches: list[int] | None = None,
+    moments: SecondMoments | None = None,
 ) -> Statistics:
     """Run `model` on `windows` int64 [windows, seq_len] in batches of `corpus.batch_size`, watching every tensor that could be quantized.
 
-    `batches`: indices of the batches to run, in that order; all of them by default. The output head is not run.
+    `batches`: indices of the batches to run, in that order; all of them by default. `moments`: where to add up the second moments of the inputs too. The output head is not run.
     """
     modules = observed_products(model)
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, corpus.batches)
     parts = cut_batches(windows, corpus, batches)
     tokens = sum(ids.size for ids in parts.values())
-    with report.track("Calibrating", tokens, "tokens") as advance:
+    gathering = nullcontext() if moments is None else moments.observing(modules, groups)
+    with report.track("Calibrating", tokens, "tokens") as advance, gathering:
         for batch, ids in parts.items():
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
 from .scales import Scales, Skipped, TensorScale, WeightScales
-from .weights import WeightMethod, quantize_weight
+from .weights import Rounding, quantize_weight
 
 SHARD_BYTES = 512 << 20
 #: What a checkpoint holds besides its weights and config.json.
@@ -35,7 +35,7 @@ COMPANIONS = (
 )
 
 
-def quantize_checkpoint(source: Source, directory: Path, scales: Scales, method: WeightMethod, report: Reporter) -> Scales:
+def quantize_checkpoint(source: Source, directory: Path, scales: Scales, rounding: Rounding, report: Reporter) -> Scales:
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
     `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`.
@@ -55,7 +55,7 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, method:
         for name in weights.names():
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module in scales.activations:
-                decision = _quantized_tensors(module, weights.tensor(name), scales.activations[module], method)
+                decision = _quantized_tensors(module, weights.tensor(name), scales.activations[module], rounding)
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
@@ -81,9 +81,10 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, method:
 
 
 def _quantized_tensors(
-    module: str, weight: torch.Tensor, activation: TensorScale, method: WeightMethod
+    module: str, weight: torch.Tensor, activation: TensorScale, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
-    quantized = quantize_weight(weight.to(torch.bfloat16), method)
+    compensation = rounding.compensations.of(module) if rounding.compensations else None
+    quantized = quantize_weight(weight.to(torch.bfloat16), rounding.method, compensation)
     if isinstance(quantized, Skipped):
         return quantized
     return quantized.summary, {

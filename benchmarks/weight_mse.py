@@ -1,0 +1,132 @@
+"""How fast weight scales of least squared error are found: ours against ModelOpt's `mse` calibration of the same per-channel FP8 weights.
+
+    python benchmarks/weight_mse.py [--rounds 3]
+
+Three matrices of the shapes of a Llama of width 2048 (27 M weights; ModelOpt needs a minute for 0.2 B on two cores, so no more), normal with a spread of channels and
+heavy tails. Both run in this process with the same number of threads, taking turns; the best round of each counts. ModelOpt's time is that of
+`mtq.calibrate(model, "mse")` on a model whose quantizers are placed already. Errors are both measured alike: the sum over all weights of
+(w - scale · code)², the scale in FP32. The ceiling is one read of the weights, `w.abs().amax(1)`. Prints one JSON line; exit status 1 when a limit is not met.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fp8q import __version__
+from fp8q.quantize.linear import encode
+from fp8q.quantize.weight_mse import mse_scales
+from fp8q.run import library_versions
+
+SHAPES = ((2048, 2048), (5632, 2048), (2048, 5632))
+LIMIT_RATIO, LIMIT_ERROR_RATIO = 50.0, 1.0
+QUANTIZERS = [
+    {"quantizer_name": "*", "enable": False},
+    {"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": (4, 3), "axis": 0}},
+]
+
+
+def weights() -> list[torch.Tensor]:
+    """Matrices of `SHAPES`, BF16: Student's t with five degrees of freedom, channels spread over two octaves."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        chi = torch.stack([torch.randn(rows, columns, generator=generator).square_() for _ in range(5)]).mean(0)
+        spread = torch.exp2(2 * torch.rand(rows, 1, generator=generator))
+        return (0.01 * spread * torch.randn(rows, columns, generator=generator) / chi.sqrt()).to(torch.bfloat16)
+
+    return [matrix(*shape) for shape in SHAPES]
+
+
+def modelopt_model(tensors: list[torch.Tensor]) -> nn.Module:
+    """Linear layers with these weights, ModelOpt's per-channel FP8 weight quantizers placed and nothing calibrated."""
+    import modelopt.torch.quantization as mtq
+
+    model = nn.ModuleList()
+    for tensor in tensors:
+        layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=torch.bfloat16)
+        layer.weight = nn.Parameter(tensor.clone(), requires_grad=False)
+        model.append(layer)
+    return mtq.quantize(model, {"quant_cfg": QUANTIZERS, "algorithm": None})
+
+
+def modelopt_search(tensors: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    """Seconds of ModelOpt's search on a new model (it cannot calibrate one twice), and the scale of each row, float32 [out], of each layer."""
+    import modelopt.torch.quantization as mtq
+
+    model = modelopt_model(tensors)
+    with open(os.devnull, "w") as null, contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
+        elapsed = timed(lambda: mtq.calibrate(model, {"method": "mse"}))
+    return elapsed, [layer.weight_quantizer.amax.float().flatten() / 448 for layer in model]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def squared_error(tensor: torch.Tensor, scale: torch.Tensor) -> float:
+    """Sum of (w - scale · code)² over the matrix, in float64."""
+    return float((tensor.float() - encode(tensor, scale[:, None]).float() * scale[:, None]).square_().sum(dtype=torch.float64))
+
+
+def measure(tensors: list[torch.Tensor], rounds: int) -> tuple[dict[str, float], float]:
+    """The best seconds of ours, ModelOpt's and the ceiling, taking turns, and the error of ours over ModelOpt's."""
+    ours = [torch.from_numpy(mse_scales(tensor)) for tensor in tensors]
+    best = dict.fromkeys(("ours", "modelopt", "ceiling"), float("inf"))
+    for _ in range(rounds):
+        modelopt_s, theirs = modelopt_search(tensors)
+        found = {
+            "ours": timed(lambda: [mse_scales(tensor) for tensor in tensors]),
+            "modelopt": modelopt_s,
+            "ceiling": timed(lambda: [tensor.abs().amax(1) for tensor in tensors]),
+        }
+        best = {name: min(value, found[name]) for name, value in best.items()}
+    errors = [sum(squared_error(tensor, scale) for tensor, scale in zip(tensors, scales, strict=True)) for scales in (ours, theirs)]
+    return best, errors[0] / errors[1]
+
+
+def main() -> int:
+    """Measure, print, judge."""
+    parser = argparse.ArgumentParser(description="Time the search for weight scales against ModelOpt's.")
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    tensors = weights()
+    time_s, error_ratio = measure(tensors, rounds)
+    parameters = sum(tensor.numel() for tensor in tensors)
+    ratio = time_s["modelopt"] / time_s["ours"]
+    passed = ratio >= LIMIT_RATIO and error_ratio <= LIMIT_ERROR_RATIO
+    result = {
+        "benchmark": "weight_mse",
+        "parameters": parameters,
+        "rounds": rounds,
+        "ours_s": round(time_s["ours"], 4),
+        "modelopt_s": round(time_s["modelopt"], 3),
+        "ceiling_s": round(time_s["ceiling"], 4),
+        "ours_s_per_billion": round(1e9 * time_s["ours"] / parameters, 2),
+        "modelopt_s_per_billion": round(1e9 * time_s["modelopt"] / parameters, 1),
+        "ratio": round(ratio, 1),
+        "limit_ratio": LIMIT_RATIO,
+        "error_ratio": round(error_ratio, 5),
+        "limit_error_ratio": LIMIT_ERROR_RATIO,
+        "passed": passed,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "versions": {"fp8q": __version__, "python": platform.python_version()}
+        | {name: version for name, version in library_versions().items() if name in ("torch", "nvidia-modelopt", "numpy")},
+    }
+    print(json.dumps(result))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

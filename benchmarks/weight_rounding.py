@@ -1,0 +1,145 @@
+"""What the choice of weight scales and of rounding gives in KL, and costs in time.
+
+    python benchmarks/weight_rounding.py MODEL --data TEXT --eval-data TEXT [--samples 128] [--context 256] [--windows 40]
+
+Calibrates MODEL with each of {amax, mse} × {nearest, gptq} and holds the FP8 reference, exact and in FP32, against the BF16 weights in FP32 by mean KL(float || FP8) on the
+evaluation text. Activations are clipped at their amax throughout, so that only weights differ. Two more lines bound them: one scale for a whole weight (amax), and weights
+that lose nothing, the floor of whatever is done to weights. `ratio` is gptq's KL over nearest's, at amax scales. Prints one JSON line; exit status 1 when a limit is not met.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fp8q import __version__, stages
+from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
+from fp8q.options import CalibrateOptions
+from fp8q.progress import SILENT
+from fp8q.quantize.clip import scale_of
+from fp8q.quantize.formats import E4M3
+from fp8q.quantize.linear import FP8Linear, encode
+from fp8q.quantize.reference import Reference, load_reference
+from fp8q.quantize.scales import group_of
+from fp8q.quantize.weight_rounding import Compensations
+from fp8q.quantize.weights import Rounding, WeightMethod
+from fp8q.run import Run, library_versions
+from fp8q.validate.compare import Forward, compare
+from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.runtimes import float_model, vocabulary
+
+LIMIT_RATIO = 0.95
+METHODS: tuple[WeightMethod, ...] = ("amax", "mse")
+ROUNDINGS = ("nearest", "gptq")
+
+
+def quantized(run: Run, source: Source, method: WeightMethod, rounding: str) -> tuple[Path, float]:
+    """A checkpoint of `run` with this choice for its weights, in a folder of the run, and the seconds it took."""
+    from fp8q.calibrate.statistics import load_statistics
+    from fp8q.quantize.checkpoint import quantize_checkpoint
+
+    statistics, options = load_statistics(run), CalibrateOptions()
+    scales = stages.choose_scales(statistics, stages.products_of(source, ()), options)
+    compensations = Compensations(run.moments, group_of(statistics.record.groups)) if rounding == "gptq" else None
+    directory, start = run.root / f"{method}-{rounding}", time.perf_counter()
+    quantize_checkpoint(source, directory, scales, Rounding(method, compensations), SILENT)
+    return directory, time.perf_counter() - start
+
+
+def forward_of(reference: Reference) -> Forward:
+    """Logits of a reference model."""
+    return lambda ids: reference.model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+
+
+def with_weights(directory: Path, source: Source, change: Callable[[FP8Linear, torch.Tensor], None]) -> Forward:
+    """The reference of `directory` with each FP8 layer changed, given its weight, float32 [out, in]."""
+    reference, weights = load_reference(directory, "exact", torch.float32), Weights(source)
+    for name, layer in reference.model.named_modules():
+        if isinstance(layer, FP8Linear):
+            change(layer, weights.tensor(f"{name}.weight").float())
+    return forward_of(reference)
+
+
+def per_tensor(layer: FP8Linear, weight: torch.Tensor) -> None:
+    """One amax scale for the whole weight."""
+    scale = torch.from_numpy(scale_of([float(weight.abs().max())], E4M3))
+    layer.codes, layer.scale = encode(weight, scale).float(), layer.input_scale * scale
+
+
+def lossless(layer: FP8Linear, weight: torch.Tensor) -> None:
+    """Weights that are not rounded."""
+    layer.codes, layer.scale = weight, layer.input_scale.clone()
+
+
+def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[Evaluation, dict[str, float]]:
+    """Calibrate without and with second moments; the evaluation text, cut, and the seconds of both."""
+    options = CalibrateOptions(samples=arguments.samples, seq_len=arguments.context)
+    notes = stages.Notes(SILENT)
+    collected = stages.collect(source, load_tokenizer(source), arguments.data, arguments.eval_data, options, notes)
+    stages.write_corpus(run, source, collected, notes)
+    seconds = {}
+    for rounding in ROUNDINGS:
+        stages.measure(run, source, replace(options, weight_rounding=rounding), notes)
+        seconds[rounding] = run.record().stages["measure"].seconds
+    tokens = collected.evaluation[: arguments.windows * arguments.context]
+    return cut(tokens, Path(arguments.eval_data).name, arguments.context, arguments.context), seconds
+
+
+def benchmark(run: Run, source: Source, arguments: argparse.Namespace) -> dict[str, object]:
+    """All choices on one model."""
+    evaluation, measure_seconds = measured(run, source, arguments)
+    made = {f"{method}, {rounding}": quantized(run, source, method, rounding) for method in METHODS for rounding in ROUNDINGS}
+    first = made["amax, nearest"][0]
+    runtimes: dict[str, Forward] = {"bf16": float_model(source, torch.float32, "cpu")}
+    runtimes |= {name: forward_of(load_reference(directory, "exact", torch.float32)) for name, (directory, _) in made.items()}
+    runtimes |= {"amax of the whole weight": with_weights(first, source, per_tensor), "lossless weights": with_weights(first, source, lossless)}
+    accuracy, _ = compare(evaluation, runtimes, vocabulary(first), SILENT)
+    kl = {name: runtime.kl_mean_nats for name, runtime in accuracy.runtimes.items() if runtime.kl_mean_nats is not None}
+    ratio = kl["amax, gptq"] / kl["amax, nearest"]
+    return {
+        "kl_mean_nats": {name: float(f"{value:.4g}") for name, value in kl.items()},
+        "kl_over_whole_weight": {name: round(value / kl["amax of the whole weight"], 3) for name, value in kl.items()},
+        "perplexity": {name: round(runtime.perplexity, 4) for name, runtime in accuracy.runtimes.items()},
+        "measure_s": measure_seconds,
+        "quantize_s": {name: round(seconds, 2) for name, (_, seconds) in made.items()},
+        "evaluation_tokens": evaluation.protocol.tokens,
+        "ratio": round(ratio, 4),
+        "limit_ratio": LIMIT_RATIO,
+        "passed": ratio <= LIMIT_RATIO,
+    }
+
+
+def main() -> int:
+    """Run, print, judge."""
+    parser = argparse.ArgumentParser(description="Measure what weight scales and rounding give, and cost.")
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--eval-data", required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=40)
+    arguments = parser.parse_args()
+    source = open_source(arguments.model)
+    with tempfile.TemporaryDirectory() as folder:
+        result = benchmark(Run(Path(folder) / "run"), source, arguments)
+    described = {"benchmark": "weight_rounding", "model": stages.display_name(source), "parameters": parameters(source), "samples": arguments.samples}
+    versions = {"fp8q": __version__} | {name: version for name, version in library_versions().items() if name in ("torch", "transformers")}
+    print(json.dumps(described | result | {"threads": torch.get_num_threads(), "machine": platform.machine(), "versions": versions}))
+    return 0 if result["passed"] else 1
+
+
+def parameters(source: Source) -> int:
+    """Numbers in the checkpoint."""
+    weights = Weights(source)
+    return sum(int(torch.Size(weights.shape(name)).numel()) for name in weights.names())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
