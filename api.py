@@ -16,9 +16,9 @@ from . import stages
 from .calibrate.histogram import Histogram, magnitudes
 from .calibrate.statistics import load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
-from .options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, ScaleOptions, ValidateOptions
 from .progress import SILENT, Reporter
-from .quantize.clip import Clipping, saturation, scale_of, sqnr_db, squared_error, underflow
+from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
@@ -47,6 +47,7 @@ __all__ = [
     "Histogram",
     "InputError",
     "RunOptions",
+    "ScaleOptions",
     "TritonOptions",
     "ValidateOptions",
     "build_engine",

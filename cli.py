@@ -17,7 +17,19 @@ import typer
 
 from . import __version__
 from .errors import Fp8qError, GateError, InputError
-from .options import CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from .options import (
+    AmaxAlgorithm,
+    CalibrateOptions,
+    Clipping,
+    EngineOptions,
+    ExportOptions,
+    KvCache,
+    Method,
+    ScaleGrid,
+    ScaleOptions,
+    ValidateOptions,
+    WeightMethod,
+)
 
 if TYPE_CHECKING:
     from .console import Terminal
@@ -45,9 +57,17 @@ Data = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to write, or to go on with.")]
 EvalData = Annotated[str | None, typer.Option("--eval-data", metavar="TEXT", help="Text to evaluate on; by default the last tenth of --data, held out.")]
-ClipMethod = Annotated[Literal["amax", "mse", "percentile"], typer.Option("--method", help="How activations are clipped; mse chooses the weights' scales too.")]
+ClipMethod = Annotated[Method, typer.Option("--method", help="How the scales of activations and of an FP8 cache are chosen.")]
 Percentile = Annotated[float, typer.Option("--percentile", metavar="P", help="For --method percentile, in percent.")]
-KvCache = Annotated[Literal["off", "fp8"], typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+Margin = Annotated[int, typer.Option("--margin", metavar="N", help="Multiply these scales by 2^N: more headroom, more underflow.")]
+Grid = Annotated[ScaleGrid, typer.Option("--scale-grid", help="Which numbers these scales may be; rounded up to.")]
+HistoryLength = Annotated[
+    int, typer.Option("--amax-history-len", metavar="N", help="For --method delayed: batches in the history; more than there are means all.")
+]
+Algorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="For --method delayed: the history's largest amax, or its last.")]
+Interval = Annotated[int, typer.Option("--interval", metavar="N", help="For --method delayed: batches from one scale to the next.")]
+ByWeights = Annotated[WeightMethod, typer.Option("--weight-method", help="How the scales of the weights' output channels are chosen.")]
+KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
 Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Windows to calibrate on. [default: 512, or as many as the text has]")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
@@ -94,9 +114,11 @@ def fraction(text: str | None, option: str) -> float | None:
 
 @app.command()
 def run(
-    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
-    percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
-    seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
+    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
     min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
@@ -105,7 +127,8 @@ def run(
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
     from . import api
 
-    calibrate_options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code)
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
+    calibrate_options = CalibrateOptions(clip, weight_method, kv_cache, tuple(skip or ()), samples, seq_len, batch_size, revision, trust_remote_code)
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
@@ -115,15 +138,18 @@ def run(
 
 @app.command()
 def calibrate(
-    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
-    percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
-    seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
+    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
     from . import api
 
-    options = CalibrateOptions(method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code)
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
+    options = CalibrateOptions(clip, weight_method, kv_cache, tuple(skip or ()), samples, seq_len, batch_size, revision, trust_remote_code)
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import Fp8qError, InputError
-from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
+from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions, ScaleOptions
 from .progress import Reporter
-from .quantize.clip import Clipping
 from .run import Run, StageLog, replacing, sha256_file, write_document
 
 if TYPE_CHECKING:
@@ -73,11 +72,6 @@ def device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def clipping_of(options: CalibrateOptions) -> Clipping:
-    """How activations and caches are clipped."""
-    return Clipping(options.method, options.percentile)
 
 
 def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
@@ -194,19 +188,19 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
         log.outputs += save_statistics(run, statistics)
 
 
-def quantize(run: Run, source: "Source", products: "Products", options: CalibrateOptions, notes: Notes) -> None:
+def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from .calibrate.statistics import load_statistics
     from .quantize.checkpoint import quantize_checkpoint
 
     inputs = {name: run.record().stages["measure"].outputs[name] for name in (run.statistics.name, run.statistics_json.name)}
-    chosen = asdict(clipping_of(options)) | {"kv_cache": options.kv_cache, "skip": list(options.skip)}
+    chosen = asdict(options.clip) | {"weight_method": options.weight_method, "kv_cache": options.kv_cache, "skip": list(options.skip)}
     if run.is_current("quantize", inputs, chosen):
         return
     scales = choose_scales(load_statistics(run), products, options)
     with stage(run, "quantize", inputs, chosen, notes) as log:
         with replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, "mse" if options.method == "mse" else "amax", notes)
+            scales = quantize_checkpoint(source, partial, scales, options.weight_method, notes)
         write_document(run.scales, scales)
         for module, decision in scales.skipped.items():
             if decision.samples is not None:
@@ -214,14 +208,14 @@ def quantize(run: Run, source: "Source", products: "Products", options: Calibrat
         log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file())]
 
 
-def choose_scales(statistics: "Statistics", products: "Products", options: CalibrateOptions) -> "Scales":
+def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
     from .quantize.policy import select
     from .quantize.scales import Scales, activation_scales, kv_cache_scales
 
     chosen, skipped = select(products, options.skip)
-    activations, unfit = activation_scales(statistics, chosen, clipping_of(options))
-    cache = kv_cache_scales(statistics, clipping_of(options)) if options.kv_cache == "fp8" else {}
+    activations, unfit = activation_scales(statistics, chosen, options.clip)
+    cache = kv_cache_scales(statistics, options.clip) if options.kv_cache == "fp8" else {}
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
 
 
