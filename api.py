@@ -16,7 +16,7 @@ from . import stages
 from .calibrate.histogram import Histogram, magnitudes
 from .calibrate.statistics import load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
-from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, ScaleOptions, ValidateOptions
+from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, KvCache, ScaleOptions, ValidateOptions, WeightMethod
 from .progress import SILENT, Reporter
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
@@ -64,6 +64,7 @@ __all__ = [
     "run",
     "saturation",
     "scale_of",
+    "scales",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -133,6 +134,24 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     return found
 
 
+def scales(
+    path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
+    skip: tuple[str, ...] | None = None, progress: Reporter = SILENT,
+) -> Run:  # fmt: skip
+    """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the model is not run.
+
+    What is None stays as the run has it. The source checkpoint is read, for the weights. Raises InputError when it is no longer there, or not the same.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+
+    found, notes = open_run(path), Notes(progress)
+    options = stages.rescaled(found, clip, weight_method, kv_cache, skip)
+    source = stages.source_of(found)
+    stages.quantize(found, source, stages.products_of(source, options.skip), options, notes)
+    stages.export(found, stages.exported_dtype(found), notes)
+    return found
+
+
 def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT) -> "list[EngineInfo]":
     """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on both sides.
 
@@ -143,7 +162,7 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
 
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)
-    inputs, scales = stages.fp8_files(found), load_scales(found)
+    inputs, promised = stages.fp8_files(found), load_scales(found).promised
     limit = stages.positions(found.model)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
     options = replace(options, max_seq_len=max_seq_len)
@@ -151,7 +170,7 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     chosen.pop("min_fp8_share")
     if not found.is_current("build-engine", inputs, chosen):
         with stages.stage(found, "build-engine", inputs, chosen, notes) as log:
-            log.outputs += build_engines(found, scales.promised, options, notes)
+            log.outputs += build_engines(found, promised, options, notes)
     engines = load_engines(found)
     check_share(engines, options.min_fp8_share)
     return engines

@@ -68,6 +68,14 @@ Algorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="F
 Interval = Annotated[int, typer.Option("--interval", metavar="N", help="For --method delayed: batches from one scale to the next.")]
 ByWeights = Annotated[WeightMethod, typer.Option("--weight-method", help="How the scales of the weights' output channels are chosen.")]
 KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+AS_IT_IS = "[default: as the run has it]"
+KeptWeightMethod = Annotated[
+    WeightMethod | None, typer.Option("--weight-method", help=f"How the scales of the weights' output channels are chosen. {AS_IT_IS}")
+]
+KeptKvCache = Annotated[KvCache | None, typer.Option("--kv-cache", help=f"Keep keys and values in FP8. {AS_IT_IS}")]
+KeptSkip = Annotated[
+    list[str] | None, typer.Option("--skip", metavar="PATTERN", help=f"Keep modules whose name matches (* and ?) in BF16. Repeatable. {AS_IT_IS}")
+]
 Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Windows to calibrate on. [default: 512, or as many as the text has]")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
@@ -153,6 +161,22 @@ def calibrate(
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)
+
+
+@app.command()
+def scales(
+    run: RunArgument, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin,
+    scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: KeptWeightMethod = None,
+    kv_cache: KeptKvCache = None, skip: KeptSkip = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Choose all scales again from what was measured, and write checkpoint and graphs anew, without running the model."""
+    from . import api
+
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, speak)
 
 
 @app.command()

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from . import __version__
 from .errors import Fp8qError, InputError
-from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions, ScaleOptions
+from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, ExportOptions, KvCache, ScaleOptions, WeightMethod
 from .progress import Reporter
 from .run import Run, StageLog, replacing, sha256_file, write_document
 
@@ -191,21 +192,52 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from .calibrate.statistics import load_statistics
+    from .export.carry import carry_graphs
     from .quantize.checkpoint import quantize_checkpoint
 
     inputs = {name: run.record().stages["measure"].outputs[name] for name in (run.statistics.name, run.statistics_json.name)}
     chosen = asdict(options.clip) | {"weight_method": options.weight_method, "kv_cache": options.kv_cache, "skip": list(options.skip)}
     if run.is_current("quantize", inputs, chosen):
         return
-    scales = choose_scales(load_statistics(run), products, options)
+    scales, exported = choose_scales(load_statistics(run), products, options), has_graphs(run)
     with stage(run, "quantize", inputs, chosen, notes) as log:
         with replacing(run.model) as partial:
             scales = quantize_checkpoint(source, partial, scales, options.weight_method, notes)
+            if exported:
+                carry_graphs(run, partial)
         write_document(run.scales, scales)
         for module, decision in scales.skipped.items():
             if decision.samples is not None:
                 notes.note(f"{module}: stays in BF16: {decision.reason}")
-        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file())]
+        graphs = {run.onnx, run.onnx_fp32}
+        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs)]
+
+
+def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None) -> ScaleOptions:
+    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does not tell.
+
+    Raises InputError when the run was not measured.
+    """
+    run.require(run.statistics, "measure")
+    before = run.record().stages.get("quantize")
+    kept = asdict(ScaleOptions()) | (before.options if before else {})
+    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip}
+    chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
+    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]))
+
+
+def has_graphs(run: Run) -> bool:
+    """Whether the graphs in the run are what this version exported. A checkpoint that they no longer fit took them away (`export.carry`)."""
+    exported = run.record().stages.get("export")
+    if exported is None or exported.version != __version__:
+        return False
+    return all((run.root / name).is_file() and sha256_file(run.root / name) == digest for name, digest in exported.outputs.items())
+
+
+def exported_dtype(run: Run) -> Literal["bf16", "fp16"]:
+    """The type the run's graph computes in; the default where there is none."""
+    before = run.record().stages.get("export")
+    return "fp16" if before and before.options["dtype"] == "fp16" else ExportOptions.dtype
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
@@ -237,8 +269,9 @@ def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
     for name in inputs:
         run.require(run.root / name, "quantize")
     record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    carried = has_graphs(run) and run.record().stages["export"].options == options
     with stage(run, "export", inputs, options, notes) as log:
-        log.outputs += export_model(run, record, scales, dtype, notes)
+        log.outputs += [run.onnx, run.onnx_fp32] if carried else export_model(run, record, scales, dtype, notes)
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
         for path in log.outputs:
