@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import stages
 from .calibrate.histogram import Histogram, magnitudes
-from .calibrate.statistics import load_statistics
+from .calibrate.statistics import Statistics, load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, KvCache, ScaleOptions, ValidateOptions, WeightMethod
 from .progress import SILENT, Reporter
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .export.engine import EngineInfo
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
+    from .validate.findings import AgainstRow, DelayedRow, Finding
     from .validate.plots import Plot
     from .validate.tables import ModuleRow
 
@@ -46,6 +47,7 @@ __all__ = [
     "GateError",
     "Histogram",
     "InputError",
+    "Inspection",
     "RunOptions",
     "ScaleOptions",
     "TritonOptions",
@@ -247,11 +249,38 @@ def report_plots(path: Path) -> "dict[str, Plot]":
     return report_plots(open_run(path))
 
 
-def inspect(path: Path) -> "list[ModuleRow]":
-    """Every matrix product and cache tensor of the run at `path`: its scale and what that does, or why it stays in BF16."""
+@dataclass(frozen=True)
+class Inspection:
+    """What `fp8q inspect` found: every module, what stands out, and what was asked for beside it."""
+
+    modules: "list[ModuleRow]"
+    findings: "list[Finding]"
+    delayed: "list[DelayedRow] | None" = None
+    against: "list[AgainstRow] | None" = None
+
+
+def inspect(path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT) -> Inspection:
+    """Every matrix product and cache tensor of the run at `path` (its scale and what that does, or why it stays in BF16), and what stands out.
+
+    `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this text with the float model,
+    as many windows as were calibrated on, and hold it against the chosen scales.
+    """
+    from .validate.findings import against_rows, delayed_rows, findings, jumps
     from .validate.tables import module_rows
 
-    return module_rows(open_run(path))
+    found = open_run(path)
+    modules, statistics, scales = module_rows(found), load_statistics(found), load_scales(found)
+    under_history = delayed_rows(statistics, delayed) if delayed else None
+    for warning in jumps(under_history or []):
+        progress.note(warning)
+    other = against_rows(statistics, scales, measure_text(found, against, progress)) if against else None
+    return Inspection(modules, findings(statistics, scales), under_history, other)
+
+
+def measure_text(run: Run, text: str, progress: Reporter = SILENT) -> Statistics:
+    """What the float model of `run` does on `text`, in windows as the run was calibrated on. Nothing is written."""
+    needs("calibrate", CALIBRATE_MODULES)
+    return stages.measure_text(run, text, Notes(progress))
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ Stride = Annotated[int | None, typer.Option("--stride", metavar="N", help="Token
 MaxIncrease = Annotated[
     str | None, typer.Option("--max-ppl-increase", metavar="SHARE", help="Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.")
 ]
+Delayed = Annotated[bool, typer.Option("--delayed", help="Also how often the next batch would have saturated under a history of amax.")]
+Against = Annotated[str | None, typer.Option("--against", metavar="TEXT", help="Also measure this text, and show which tensors would saturate on it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on one line, and nothing else, on standard output.")]
 
 
@@ -238,15 +240,17 @@ def report(run: RunArgument, as_json: Json = False) -> None:
 
 
 @app.command()
-def inspect(run: RunArgument, as_json: Json = False) -> None:
-    """Show every module: amax, clip, scale, saturation, underflow, or why it stays in BF16."""
+def inspect(
+    run: RunArgument, delayed: Delayed = False, amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, margin: Margin = Clipping.margin,
+    against: Against = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show every module (its scale and what that does, or why it stays in BF16), and what stands out, ranked."""
     from . import api, views
 
-    rows = api.inspect(run)
-    if as_json:
-        views.emit({"modules": [views.plain(row) for row in rows]})
-    else:
-        views.modules(terminal(), rows)
+    history = Clipping("delayed", margin=margin, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo, interval=interval)
+    speak = terminal()
+    views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), as_json)
 
 
 @app.command()

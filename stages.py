@@ -189,6 +189,26 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
         log.outputs += save_statistics(run, statistics)
 
 
+def measure_text(run: Run, text: str, notes: Notes) -> "Statistics":
+    """The run's float model on other text: windows of the calibration's length, as many at most. Raises InputError where the text fills none."""
+    import torch
+
+    from .calibrate import corpus
+    from .calibrate.measure import measure as run_model
+    from .calibrate.source import load_model, load_tokenizer
+    from .calibrate.statistics import Corpus, StatisticsRecord
+    from .run import read_document
+
+    record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
+    size = record.corpus.seq_len
+    ids = corpus.encode(corpus.load_texts(text, report=notes), load_tokenizer(source), source.text_config.vocab_size)
+    if len(ids) < size:
+        raise InputError(f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated; give more text")
+    windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))
+    measured = Corpus(name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size)
+    return run_model(load_model(source, torch.bfloat16, device()), windows, record.model, measured, notes)
+
+
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from .calibrate.statistics import load_statistics
