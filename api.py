@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import stages
 from .calibrate.histogram import Histogram, magnitudes
-from .calibrate.statistics import load_statistics
+from .calibrate.statistics import Statistics, load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
-from .options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, KvCache, ScaleOptions, ValidateOptions, WeightMethod
 from .progress import SILENT, Reporter
-from .quantize.clip import Clipping, saturation, scale_of, sqnr_db, squared_error, underflow
+from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .export.engine import EngineInfo
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
+    from .validate.findings import AgainstRow, DelayedRow, Finding
     from .validate.plots import Plot
     from .validate.tables import ModuleRow
 
@@ -46,7 +47,9 @@ __all__ = [
     "GateError",
     "Histogram",
     "InputError",
+    "Inspection",
     "RunOptions",
+    "ScaleOptions",
     "TritonOptions",
     "ValidateOptions",
     "build_engine",
@@ -63,6 +66,7 @@ __all__ = [
     "run",
     "saturation",
     "scale_of",
+    "scales",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -132,6 +136,24 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     return found
 
 
+def scales(
+    path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
+    skip: tuple[str, ...] | None = None, progress: Reporter = SILENT,
+) -> Run:  # fmt: skip
+    """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the model is not run.
+
+    What is None stays as the run has it. The source checkpoint is read, for the weights. Raises InputError when it is no longer there, or not the same.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+
+    found, notes = open_run(path), Notes(progress)
+    options = stages.rescaled(found, clip, weight_method, kv_cache, skip)
+    source = stages.source_of(found)
+    stages.quantize(found, source, stages.products_of(source, options.skip), options, notes)
+    stages.export(found, stages.exported_dtype(found), notes)
+    return found
+
+
 def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT) -> "list[EngineInfo]":
     """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on both sides.
 
@@ -142,7 +164,7 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
 
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)
-    inputs, scales = stages.fp8_files(found), load_scales(found)
+    inputs, promised = stages.fp8_files(found), load_scales(found).promised
     limit = stages.positions(found.model)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
     options = replace(options, max_seq_len=max_seq_len)
@@ -150,7 +172,7 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     chosen.pop("min_fp8_share")
     if not found.is_current("build-engine", inputs, chosen):
         with stages.stage(found, "build-engine", inputs, chosen, notes) as log:
-            log.outputs += build_engines(found, scales.promised, options, notes)
+            log.outputs += build_engines(found, promised, options, notes)
     engines = load_engines(found)
     check_share(engines, options.min_fp8_share)
     return engines
@@ -227,11 +249,38 @@ def report_plots(path: Path) -> "dict[str, Plot]":
     return report_plots(open_run(path))
 
 
-def inspect(path: Path) -> "list[ModuleRow]":
-    """Every matrix product and cache tensor of the run at `path`: its scale and what that does, or why it stays in BF16."""
+@dataclass(frozen=True)
+class Inspection:
+    """What `fp8q inspect` found: every module, what stands out, and what was asked for beside it."""
+
+    modules: "list[ModuleRow]"
+    findings: "list[Finding]"
+    delayed: "list[DelayedRow] | None" = None
+    against: "list[AgainstRow] | None" = None
+
+
+def inspect(path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT) -> Inspection:
+    """Every matrix product and cache tensor of the run at `path` (its scale and what that does, or why it stays in BF16), and what stands out.
+
+    `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this text with the float model,
+    as many windows as were calibrated on, and hold it against the chosen scales.
+    """
+    from .validate.findings import against_rows, delayed_rows, findings, jumps
     from .validate.tables import module_rows
 
-    return module_rows(open_run(path))
+    found = open_run(path)
+    modules, statistics, scales = module_rows(found), load_statistics(found), load_scales(found)
+    under_history = delayed_rows(statistics, delayed) if delayed else None
+    for warning in jumps(under_history or []):
+        progress.note(warning)
+    other = against_rows(statistics, scales, measure_text(found, against, progress)) if against else None
+    return Inspection(modules, findings(statistics, scales), under_history, other)
+
+
+def measure_text(run: Run, text: str, progress: Reporter = SILENT) -> Statistics:
+    """What the float model of `run` does on `text`, in windows as the run was calibrated on. Nothing is written."""
+    needs("calibrate", CALIBRATE_MODULES)
+    return stages.measure_text(run, text, Notes(progress))
 
 
 @dataclass(frozen=True)

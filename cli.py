@@ -17,7 +17,20 @@ import typer
 
 from . import __version__
 from .errors import Fp8qError, GateError, InputError
-from .options import CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions, WeightRounding
+from .options import (
+    AmaxAlgorithm,
+    CalibrateOptions,
+    Clipping,
+    EngineOptions,
+    ExportOptions,
+    KvCache,
+    Method,
+    ScaleGrid,
+    ScaleOptions,
+    ValidateOptions,
+    WeightMethod,
+    WeightRounding,
+)
 
 if TYPE_CHECKING:
     from .console import Terminal
@@ -45,12 +58,28 @@ Data = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to write, or to go on with.")]
 EvalData = Annotated[str | None, typer.Option("--eval-data", metavar="TEXT", help="Text to evaluate on; by default the last tenth of --data, held out.")]
-ClipMethod = Annotated[Literal["amax", "mse", "percentile"], typer.Option("--method", help="How activations are clipped; mse chooses the weights' scales too.")]
+ClipMethod = Annotated[Method, typer.Option("--method", help="How the scales of activations and of an FP8 cache are chosen.")]
 Percentile = Annotated[float, typer.Option("--percentile", metavar="P", help="For --method percentile, in percent.")]
 WeightRoundingOption = Annotated[
     WeightRounding, typer.Option("--weight-rounding", help="gptq: let weights make up for each other's rounding errors, by the inputs' second moments.")
 ]
-KvCache = Annotated[Literal["off", "fp8"], typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+Margin = Annotated[int, typer.Option("--margin", metavar="N", help="Multiply these scales by 2^N: more headroom, more underflow.")]
+Grid = Annotated[ScaleGrid, typer.Option("--scale-grid", help="Which numbers these scales may be; rounded up to.")]
+HistoryLength = Annotated[
+    int, typer.Option("--amax-history-len", metavar="N", help="For --method delayed: batches in the history; more than there are means all.")
+]
+Algorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="For --method delayed: the history's largest amax, or its last.")]
+Interval = Annotated[int, typer.Option("--interval", metavar="N", help="For --method delayed: batches from one scale to the next.")]
+ByWeights = Annotated[WeightMethod, typer.Option("--weight-method", help="How the scales of the weights' output channels are chosen.")]
+KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+AS_IT_IS = "[default: as the run has it]"
+KeptWeightMethod = Annotated[
+    WeightMethod | None, typer.Option("--weight-method", help=f"How the scales of the weights' output channels are chosen. {AS_IT_IS}")
+]
+KeptKvCache = Annotated[KvCache | None, typer.Option("--kv-cache", help=f"Keep keys and values in FP8. {AS_IT_IS}")]
+KeptSkip = Annotated[
+    list[str] | None, typer.Option("--skip", metavar="PATTERN", help=f"Keep modules whose name matches (* and ?) in BF16. Repeatable. {AS_IT_IS}")
+]
 Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Windows to calibrate on. [default: 512, or as many as the text has]")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
@@ -75,6 +104,8 @@ Stride = Annotated[int | None, typer.Option("--stride", metavar="N", help="Token
 MaxIncrease = Annotated[
     str | None, typer.Option("--max-ppl-increase", metavar="SHARE", help="Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.")
 ]
+Delayed = Annotated[bool, typer.Option("--delayed", help="Also how often the next batch would have saturated under a history of amax.")]
+Against = Annotated[str | None, typer.Option("--against", metavar="TEXT", help="Also measure this text, and show which tensors would saturate on it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on one line, and nothing else, on standard output.")]
 
 
@@ -100,10 +131,13 @@ def fraction(text: str | None, option: str) -> float | None:
 
 @app.command()
 def run(
-    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
-    percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
-    seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = CalibrateOptions.weight_rounding, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
+    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
     min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
@@ -111,8 +145,9 @@ def run(
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
     from . import api
 
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     calibrate_options = CalibrateOptions(
-        method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream, weight_rounding
+        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
     )
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
@@ -123,20 +158,40 @@ def run(
 
 @app.command()
 def calibrate(
-    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = CalibrateOptions.method,
-    percentile: Percentile = CalibrateOptions.percentile, kv_cache: KvCache = CalibrateOptions.kv_cache, samples: Samples = None,
-    seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = CalibrateOptions.weight_rounding, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
     from . import api
 
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     options = CalibrateOptions(
-        method, percentile, kv_cache, samples, seq_len, batch_size, tuple(skip or ()), revision, trust_remote_code, stream, weight_rounding
+        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
     )
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)
+
+
+@app.command()
+def scales(
+    run: RunArgument, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin,
+    scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: KeptWeightMethod = None,
+    kv_cache: KeptKvCache = None, skip: KeptSkip = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Choose all scales again from what was measured, and write checkpoint and graphs anew, without running the model."""
+    from . import api
+
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
+    speak = terminal()
+    with showing(speak, run, as_json):
+        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, speak)
 
 
 @app.command()
@@ -198,15 +253,17 @@ def report(run: RunArgument, as_json: Json = False) -> None:
 
 
 @app.command()
-def inspect(run: RunArgument, as_json: Json = False) -> None:
-    """Show every module: amax, clip, scale, saturation, underflow, or why it stays in BF16."""
+def inspect(
+    run: RunArgument, delayed: Delayed = False, amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, margin: Margin = Clipping.margin,
+    against: Against = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show every module (its scale and what that does, or why it stays in BF16), and what stands out, ranked."""
     from . import api, views
 
-    rows = api.inspect(run)
-    if as_json:
-        views.emit({"modules": [views.plain(row) for row in rows]})
-    else:
-        views.modules(terminal(), rows)
+    history = Clipping("delayed", margin=margin, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo, interval=interval)
+    speak = terminal()
+    views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), as_json)
 
 
 @app.command()

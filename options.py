@@ -12,34 +12,73 @@ from .errors import InputError
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
 RUNTIMES = ("bf16", "reference", "onnxruntime", "tensorrt")
-Method = Literal["amax", "mse", "percentile"]
+#: Octaves that --margin may move a scale either way: E4M3 spans 18.
+LARGEST_MARGIN = 16
+Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
+ScaleGrid = Literal["bf16", "power-of-two"]
+AmaxAlgorithm = Literal["max", "most_recent"]
+WeightMethod = Literal["amax", "mse"]
+KvCache = Literal["off", "fp8"]
 WeightRounding = Literal["nearest", "gptq"]
 
 
+def at_least_one(options: object, names: tuple[str, ...]) -> None:
+    """Raise InputError for the first of the fields `names` that is below 1; None is a default and passes."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
 @dataclass(frozen=True)
-class CalibrateOptions:
-    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model."""
+class Clipping:
+    """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of scales.
+
+    `percentile` (in percent) belongs to that method alone; the last three, under Transformer Engine's names, to `delayed`.
+    """
 
     method: Method = "amax"
     percentile: float = 99.99
-    kv_cache: Literal["off", "fp8"] = "off"
+    margin: int = 0
+    scale_grid: ScaleGrid = "bf16"
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        if not 0 < self.percentile <= 100:
+            raise InputError(f"--percentile {self.percentile}: must lie in (0, 100]")
+        if abs(self.margin) > LARGEST_MARGIN:
+            raise InputError(f"--margin {self.margin}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 to this power")
+        at_least_one(self, ("amax_history_len", "interval"))
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """What follows from the statistics, without running the model: options of `fp8q scales`, and of `calibrate` too."""
+
+    clip: Clipping = Clipping()
+    weight_method: WeightMethod = "amax"
+    kv_cache: KvCache = "off"
+    skip: tuple[str, ...] = ()
+    weight_rounding: WeightRounding = "nearest"
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(ScaleOptions):
+    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model."""
+
     samples: int | None = None
     seq_len: int | None = None
     batch_size: int = 8
-    skip: tuple[str, ...] = ()
     revision: str | None = None
     trust_remote_code: bool = False
     stream: bool | None = None
-    weight_rounding: WeightRounding = "nearest"
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, whoever gives them."""
-        for name in ("samples", "seq_len", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        if not 0 < self.percentile <= 100:
-            raise InputError(f"--percentile {self.percentile}: must lie in (0, 100]")
+        at_least_one(self, ("samples", "seq_len", "batch_size"))
 
 
 @dataclass(frozen=True)
@@ -79,9 +118,6 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Refuse sizes and shares that mean nothing."""
-        for name in ("max_batch", "max_seq_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        at_least_one(self, ("max_batch", "max_seq_len"))
         if not 0 <= self.min_fp8_share <= 1:
             raise InputError(f"--min-fp8-share {self.min_fp8_share}: must lie in [0, 1]")

@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from . import __version__
 from .errors import Fp8qError, InputError
-from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
+from .options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, ExportOptions, KvCache, ScaleOptions, WeightMethod
 from .progress import Reporter
-from .quantize.clip import Clipping
 from .run import Run, StageLog, library_versions, replacing, sha256_file, write_document
 
 if TYPE_CHECKING:
@@ -74,11 +73,6 @@ def device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def clipping_of(options: CalibrateOptions) -> Clipping:
-    """How activations and caches are clipped."""
-    return Clipping(options.method, options.percentile)
 
 
 def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
@@ -224,9 +218,30 @@ def streamed(source: "Source", asked: bool | None, notes: Notes) -> bool:
     return True
 
 
-def quantize(run: Run, source: "Source", products: "Products", options: CalibrateOptions, notes: Notes) -> None:
+def measure_text(run: Run, text: str, notes: Notes) -> "Statistics":
+    """The run's float model on other text: windows of the calibration's length, as many at most. Raises InputError where the text fills none."""
+    import torch
+
+    from .calibrate import corpus
+    from .calibrate.measure import measure as run_model
+    from .calibrate.source import load_model, load_tokenizer
+    from .calibrate.statistics import Corpus, StatisticsRecord
+    from .run import read_document
+
+    record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
+    size = record.corpus.seq_len
+    ids = corpus.encode(corpus.load_texts(text, report=notes), load_tokenizer(source), source.text_config.vocab_size)
+    if len(ids) < size:
+        raise InputError(f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated; give more text")
+    windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))
+    measured = Corpus(name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size)
+    return run_model(load_model(source, torch.bfloat16, device()), windows, record.model, measured, notes)
+
+
+def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from .calibrate.statistics import load_statistics
+    from .export.carry import carry_graphs
     from .quantize.checkpoint import quantize_checkpoint
     from .quantize.scales import group_of
     from .quantize.weight_rounding import Compensations
@@ -235,33 +250,67 @@ def quantize(run: Run, source: "Source", products: "Products", options: Calibrat
     compensated = options.weight_rounding == "gptq"
     measured = run.record().stages["measure"].outputs
     inputs = {name: digest for name, digest in measured.items() if compensated or not name.startswith("moments/")}
-    chosen = asdict(clipping_of(options)) | {"kv_cache": options.kv_cache, "skip": list(options.skip), "weight_rounding": options.weight_rounding}
+    chosen = asdict(options.clip) | {
+        "weight_method": options.weight_method,
+        "kv_cache": options.kv_cache,
+        "skip": list(options.skip),
+        "weight_rounding": options.weight_rounding,
+    }
     if run.is_current("quantize", inputs, chosen):
         return
-    statistics = load_statistics(run)
-    scales = choose_scales(statistics, products, options)
     for name in inputs:
         run.require(run.root / name, "measure")
+    statistics = load_statistics(run)
+    scales, exported = choose_scales(statistics, products, options), has_graphs(run)
     compensations = Compensations(run.moments, group_of(statistics.record.groups)) if compensated else None
-    rounding = Rounding("mse" if options.method == "mse" else "amax", compensations)
     with stage(run, "quantize", inputs, chosen, notes) as log:
         with replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, rounding, notes)
+            scales = quantize_checkpoint(source, partial, scales, Rounding(options.weight_method, compensations), notes)
+            if exported:
+                carry_graphs(run, partial)
         write_document(run.scales, scales)
         for module, decision in scales.skipped.items():
             if decision.samples is not None:
                 notes.note(f"{module}: stays in BF16: {decision.reason}")
-        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file())]
+        graphs = {run.onnx, run.onnx_fp32}
+        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs)]
 
 
-def choose_scales(statistics: "Statistics", products: "Products", options: CalibrateOptions) -> "Scales":
+def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None) -> ScaleOptions:
+    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does not tell.
+
+    Raises InputError when the run was not measured.
+    """
+    run.require(run.statistics, "measure")
+    before = run.record().stages.get("quantize")
+    kept = asdict(ScaleOptions()) | (before.options if before else {})
+    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip}
+    chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
+    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), chosen["weight_rounding"])
+
+
+def has_graphs(run: Run) -> bool:
+    """Whether the graphs in the run are what this version exported. A checkpoint that they no longer fit took them away (`export.carry`)."""
+    exported = run.record().stages.get("export")
+    if exported is None or exported.version != __version__:
+        return False
+    return all((run.root / name).is_file() and sha256_file(run.root / name) == digest for name, digest in exported.outputs.items())
+
+
+def exported_dtype(run: Run) -> Literal["bf16", "fp16"]:
+    """The type the run's graph computes in; the default where there is none."""
+    before = run.record().stages.get("export")
+    return "fp16" if before and before.options["dtype"] == "fp16" else ExportOptions.dtype
+
+
+def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
     from .quantize.policy import select
     from .quantize.scales import Scales, activation_scales, kv_cache_scales
 
     chosen, skipped = select(products, options.skip)
-    activations, unfit = activation_scales(statistics, chosen, clipping_of(options))
-    cache = kv_cache_scales(statistics, clipping_of(options)) if options.kv_cache == "fp8" else {}
+    activations, unfit = activation_scales(statistics, chosen, options.clip)
+    cache = kv_cache_scales(statistics, options.clip) if options.kv_cache == "fp8" else {}
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
 
 
@@ -283,8 +332,9 @@ def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
     for name in inputs:
         run.require(run.root / name, "quantize")
     record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    carried = has_graphs(run) and run.record().stages["export"].options == options
     with stage(run, "export", inputs, options, notes) as log:
-        log.outputs += export_model(run, record, scales, dtype, notes)
+        log.outputs += [run.onnx, run.onnx_fp32] if carried else export_model(run, record, scales, dtype, notes)
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
         for path in log.outputs:

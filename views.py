@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .run import Run
-from .validate.columns import Table, accuracy_table, engine_table, kept_table, module_table, size_table, stage_table
-from .validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+from .validate.columns import (
+    Table,
+    accuracy_table,
+    against_table,
+    delayed_table,
+    engine_table,
+    finding_table,
+    kept_table,
+    module_table,
+    size_table,
+    stage_table,
+)
+from .validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
 
 if TYPE_CHECKING:
+    from .api import Inspection
     from .console import Terminal
 
 #: What a run holds for people to open, in the order of the stages.
@@ -58,9 +70,16 @@ def plain(row: Any) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, float) and value - value != 0 else value for key, value in asdict(row).items() if value is not None}
 
 
-def modules(speak: "Terminal", rows: Sequence[ModuleRow]) -> None:
-    """Show what `fp8q inspect` found."""
-    for table in (module_table(rows), kept_table(rows)):
+def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
+    """Show what `fp8q inspect` found: what stands out last, where a terminal leaves the eye."""
+    parts: dict[str, Sequence[Any] | None] = {"modules": found.modules, "findings": found.findings, "delayed": found.delayed, "against": found.against}
+    if as_json:
+        emit({name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None})
+        return
+    tables: list[Table[Any]] = [module_table(found.modules), kept_table(found.modules)]
+    tables += [delayed_table(found.delayed)] if found.delayed is not None else []
+    tables += [against_table(found.against)] if found.against is not None else []
+    for table in (*tables, finding_table(found.findings)):
         if table.rows:
             draw(speak, table)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, NameFixPass, RemoveUnusedNodesPass
 
@@ -160,14 +161,21 @@ def widen_initializers(model: ir.Model) -> None:
 def simplify(model: ir.Model) -> None:
     """Fold what is constant, merge what is computed twice, drop what nobody reads.
 
-    Only shapes and small constants are folded: a quantized weight stays a constant in front of its DequantizeLinear, and no weight is read.
+    Only shapes and small constants are folded: a quantized weight stays a constant in front of its DequantizeLinear, and no weight is read. Scales
+    that happen to be equal stay apart, since scales chosen again may differ: to the optimizer each is another number.
     """
     from onnxscript import optimizer
 
+    scales = {name: value.const_value for name, value in model.graph.initializers.items() if name.endswith("_scale")}
+    for number, (name, scale) in enumerate(scales.items(), 1):
+        assert scale is not None, "point_at_weights gave every scale its place"
+        model.graph.initializers[name].const_value = ir.tensor(np.full(scale.shape.numpy(), number, np.float32), name=name)
     optimizer.optimize_ir(model, should_fold=_foldable)
     CommonSubexpressionEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     NameFixPass()(model)
+    for name, value in model.graph.initializers.items():
+        value.const_value = scales.get(name, value.const_value)
 
 
 def _foldable(node: ir.Node) -> bool | None:

@@ -8,6 +8,8 @@ values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 
 
 `exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product with an FP32
 result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call `torch._scaled_mm` on the codes.
+`current` is `fast` with each call's own amax for the input's scale ("just-in-time", Transformer Engine's current scaling): it is no scale that
+could be serialized, and is here to measure what static scales give away.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from torch import nn
 
 from .formats import E4M3
 
-Mode = Literal["exact", "fast"]
+Mode = Literal["exact", "fast", "current"]
 CODE = torch.float8_e4m3fn
 
 
@@ -40,8 +42,15 @@ def code_table(scale: torch.Tensor) -> torch.Tensor:
     return encode(patterns, scale).to(torch.bfloat16)
 
 
+def current_scale(x: torch.Tensor) -> torch.Tensor:
+    """The scale of the amax of `x`, float32 []: `clip.scale_of` where `x` lies. Zeros take the smallest normal number."""
+    quotient = x.abs().amax().float() / E4M3.max
+    rounded_up = ((quotient.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    return rounded_up.clamp_min(torch.finfo(torch.float32).tiny)
+
+
 class FP8Linear(nn.Module):
-    """A linear layer on E4M3 codes: per-output-channel weight scales, one static scale for the input."""
+    """A linear layer on E4M3 codes: per-output-channel weight scales, one scale for the input, static but in mode `current`."""
 
     def __init__(self, codes: torch.Tensor, weight_scale: torch.Tensor, input_scale: torch.Tensor, bias: torch.Tensor | None, mode: Mode):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out] or None."""
@@ -50,32 +59,33 @@ class FP8Linear(nn.Module):
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
         held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
         self.register_buffer("codes", codes.to(held), persistent=False)
-        self.register_buffer("scale", input_scale.float() * weight_scale.float(), persistent=False)
+        self.register_buffer("weight_scale", weight_scale.float(), persistent=False)
         self.register_buffer("input_scale", input_scale.float(), persistent=False)
         self.register_buffer("table", code_table(input_scale.float()), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
 
     codes: torch.Tensor
-    scale: torch.Tensor
+    weight_scale: torch.Tensor
     input_scale: torch.Tensor
     table: torch.Tensor
     bias: torch.Tensor | None
 
-    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
-        """The E4M3 codes of `x` as numbers of the type `codes` are held in."""
-        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE:
+    def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The E4M3 codes of `x` under `scale` as numbers of the type `codes` are held in."""
+        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE and scale is self.input_scale:
             flat = self.table.index_select(0, x.contiguous().view(torch.uint16).flatten().to(torch.int32))
             return flat.view(x.shape).to(self.codes.dtype)
-        return encode(x, self.input_scale).to(self.codes.dtype)
+        return encode(x, scale).to(self.codes.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        codes = self.input_codes(x)
+        scale = current_scale(x) if self.mode == "current" else self.input_scale
+        codes = self.input_codes(x, scale)
         if self.codes.dtype == CODE:
             total: torch.Tensor = scaled_product(codes.flatten(0, -2), self.codes).view(*x.shape[:-1], -1)
         else:
             total = torch.nn.functional.linear(codes, self.codes).float()
-        y = total * self.scale
+        y = total * (scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)
 

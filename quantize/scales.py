@@ -8,17 +8,22 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
-from ..calibrate.histogram import Histogram
+from ..calibrate.histogram import INFINITY, Histogram, magnitudes
 from ..calibrate.statistics import Statistics, TensorStatistics
 from ..errors import InputError
+from ..options import Clipping
 from ..run import Run, Strict, read_document
-from .clip import CLIPPERS, Clipping, saturation, scale_of, sqnr_db, underflow
+from .clip import CLIPPERS, clip_mse, saturation, scale_of, sqnr_db, underflow
+from .delayed import clip_delayed
 from .formats import E4M3, Format
 
 #: Scales below the smallest normal BF16 number are flushed to zero by some hardware.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+#: The scale of BF16's largest number.
+LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 
 
 class WeightScales(Strict):
@@ -44,6 +49,7 @@ class TensorScale(Strict):
     saturation: float
     underflow: float
     sqnr_db: float
+    sqnr_best_db: float | None = Field(default=None, description="at the scale of least squared error")
 
 
 class Skipped(Strict):
@@ -88,10 +94,14 @@ def unfit(histogram: Histogram | None) -> Skipped | None:
     return None
 
 
-def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3) -> TensorScale:
-    """Choose the scale of one tensor and say what it does to the values it was chosen for. The histogram is fit (`unfit` is None)."""
-    clip = CLIPPERS[clipping.method](histogram, format, clipping) or histogram.amax
-    scale = float(scale_of(clip, format))
+def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3, amax_batches: npt.NDArray[np.float32] | None = None) -> TensorScale:
+    """Choose the scale of one tensor and say what it does to the values it was chosen for.
+
+    The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
+    """
+    clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
+    best = float(scale_of(clip_mse(histogram, format, clipping), format))
+    achieved = sqnr_db(histogram, format, scale)
     return TensorScale(
         method=clipping.method,
         amax=histogram.amax,
@@ -99,8 +109,23 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3
         scale=scale,
         saturation=saturation(histogram, format, scale),
         underflow=underflow(histogram, format, scale),
-        sqnr_db=sqnr_db(histogram, format, scale),
+        sqnr_db=achieved,
+        sqnr_best_db=max(achieved, sqnr_db(histogram, format, best)),
     )
+
+
+def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, amax_batches: npt.NDArray[np.float32] | None) -> tuple[float, float]:
+    """The clip and the scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax; a margin goes as far as scales do."""
+    if clipping.method == "delayed":
+        if amax_batches is None:
+            raise InputError("--method delayed: needs the amax of every batch, which a histogram does not hold; choose another method")
+        clip = clip_delayed(amax_batches, clipping)
+    else:
+        clip = CLIPPERS[clipping.method](histogram, format, clipping)
+    if scale_of(clip, format) < SMALLEST_SCALE:
+        clip = histogram.amax
+    scale = float(np.clip(np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin), SMALLEST_SCALE, LARGEST_SCALE))
+    return (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max), scale
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
@@ -129,7 +154,9 @@ def activation_scales(statistics: Statistics, modules: Iterable[str], clipping: 
 def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping) -> TensorScale | Skipped:
     histogram = tensor.histogram if tensor else None
     reason = unfit(histogram)
-    return reason or tensor_scale(histogram, clipping) if histogram is not None else reason or Skipped(reason="never observed", samples=0)
+    if reason is not None or tensor is None:
+        return reason or Skipped(reason="never observed", samples=0)
+    return tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
 
 
 def kv_cache_scales(statistics: Statistics, clipping: Clipping) -> dict[str, TensorScale]:
@@ -143,7 +170,7 @@ def kv_cache_scales(statistics: Statistics, clipping: Clipping) -> dict[str, Ten
             continue
         if reason := unfit(tensor.histogram):
             raise InputError(f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-cache off")
-        scales[name] = tensor_scale(tensor.histogram, clipping)
+        scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
     if not scales:
         raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
     return scales

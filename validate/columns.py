@@ -10,6 +10,7 @@ from html import escape
 from typing import Any, Generic, TypeVar
 
 from ..export.engine import listed
+from .findings import AgainstRow, DelayedRow, Finding
 from .tables import AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 
 Row = TypeVar("Row")
@@ -135,6 +136,7 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow]("saturation", lambda row: row.saturation, share),
         Column[ModuleRow]("underflow", lambda row: row.underflow, share),
         Column[ModuleRow]("input dB", lambda row: row.sqnr_db, decibels),
+        Column[ModuleRow]("best dB", lambda row: row.sqnr_best_db, decibels),
         Column[ModuleRow]("weight dB", lambda row: row.weight_sqnr_db, decibels),
     )
     return Table("Modules in FP8", [row for row in rows if row.reason is None], columns, "None: every module stays in BF16.")
@@ -149,6 +151,41 @@ def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow]("samples", lambda row: row.samples, count),
     )
     return Table("Modules that stay in BF16", [row for row in rows if row.reason is not None], columns, "None: every matrix product runs in FP8.")
+
+
+def finding_table(rows: Sequence[Finding]) -> Table[Finding]:
+    """What stands out, the worst first."""
+    columns = (
+        Column[Finding]("tensor", lambda row: row.tensor, numeric=False),
+        Column[Finding]("what", lambda row: row.what, numeric=False),
+        Column[Finding]("value", lambda row: row.value, magnitude),
+        Column[Finding]("what to do", lambda row: row.remedy, numeric=False),
+    )
+    return Table("What stands out", rows, columns, "Nothing: every number is within its limit.")
+
+
+def delayed_table(rows: Sequence[DelayedRow]) -> Table[DelayedRow]:
+    """How each tensor would fare under delayed scaling."""
+    columns = (
+        Column[DelayedRow]("tensor", lambda row: row.tensor, numeric=False),
+        Column[DelayedRow]("batches with a history", lambda row: row.batches, count),
+        Column[DelayedRow]("saturated", lambda row: row.saturated, share),
+        Column[DelayedRow]("largest jump", lambda row: row.largest_jump, magnitude),
+    )
+    return Table("Under delayed scaling", rows, columns, "Nothing was measured.")
+
+
+def against_table(rows: Sequence[AgainstRow]) -> Table[AgainstRow]:
+    """Other text at the scales chosen before."""
+    columns = (
+        Column[AgainstRow]("tensor", lambda row: row.tensor, numeric=False),
+        Column[AgainstRow]("clip", lambda row: row.clip, magnitude),
+        Column[AgainstRow]("amax there", lambda row: row.amax, magnitude),
+        Column[AgainstRow]("of the clip", lambda row: row.amax_over_clip, share),
+        Column[AgainstRow]("saturation", lambda row: row.saturation, share),
+        Column[AgainstRow]("when calibrating", lambda row: row.calibrated_saturation, share),
+    )
+    return Table("Against other text", rows, columns, "No tensor has a scale.")
 
 
 def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..calibrate.statistics import StatisticsRecord, load_statistics
+from ..calibrate.statistics import StatisticsRecord, TensorStatistics, load_statistics
 from ..export.engine import load_engines
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
 from ..run import Run, read_document
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval
+from .findings import converged_after, outlier_channels
 
 #: Runtimes that compute in the types of the source model, not in FP8.
 FLOAT_RUNTIMES = frozenset({"bf16", "source"})
@@ -36,6 +37,10 @@ class ModuleRow:
     saturation: float | None = None
     underflow: float | None = None
     sqnr_db: float | None = None
+    sqnr_best_db: float | None = None
+    outlier_channels: int | None = None
+    largest_channel: float | None = None
+    converged_after: float | None = None
     weight_sqnr_db: float | None = None
     weight_scale_min: float | None = None
     weight_scale_max: float | None = None
@@ -125,15 +130,19 @@ def module_rows(run: Run) -> list[ModuleRow]:
     """
     scales, statistics = load_scales(run), load_statistics(run)
     first = group_of(statistics.record.groups)
-    samples = {name: tensor.histogram.samples for name, tensor in statistics.tensors.items()}
     tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.weights}
-    rows = [_fp8(module, "product", name, scales.activations[module], samples.get(name), scales.weights[module]) for module, name in tensor_of.items()]
+    rows = [
+        _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module]) for module, name in tensor_of.items()
+    ]
     rows += [ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples) for module, kept in scales.skipped.items()]
-    rows += [_fp8(name, "cache", name, scale, samples.get(name)) for name, scale in scales.kv_cache.items()]
+    rows += [_fp8(name, "cache", name, scale, statistics.tensors.get(name)) for name, scale in scales.kv_cache.items()]
     return rows
 
 
-def _fp8(module: str, kind: Literal["product", "cache"], tensor: str, scale: TensorScale, samples: int | None, weight: WeightScales | None = None) -> ModuleRow:
+def _fp8(
+    module: str, kind: Literal["product", "cache"], tensor: str, scale: TensorScale, measured: TensorStatistics | None, weight: WeightScales | None = None
+) -> ModuleRow:
+    outliers, largest = outlier_channels(measured.amax_channels) if measured else (None, None)
     return ModuleRow(
         module,
         kind,
@@ -144,10 +153,14 @@ def _fp8(module: str, kind: Literal["product", "cache"], tensor: str, scale: Ten
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,
+        sqnr_best_db=scale.sqnr_best_db,
+        outlier_channels=outliers,
+        largest_channel=largest,
+        converged_after=converged_after(measured.amax_batches) if measured else None,
         weight_sqnr_db=weight.sqnr_db if weight else None,
         weight_scale_min=weight.scale_min if weight else None,
         weight_scale_max=weight.scale_max if weight else None,
-        samples=samples,
+        samples=measured.histogram.samples if measured else None,
     )
 
 

@@ -193,7 +193,7 @@ def test_a_missing_runtime_names_its_extra(demo_run: Run, base_install: Any) -> 
 
 
 def test_inspect_lists_every_module_with_its_scale(demo_run: Run) -> None:
-    rows = {row.module: row for row in api.inspect(demo_run.root)}
+    rows = {row.module: row for row in api.inspect(demo_run.root).modules}
     assert len(rows) == PRODUCTS + 1 + 8
     assert rows["lm_head"].reason == "output head: its error would go straight into the logits"
     assert rows["model.layers.0.mlp.down_proj"].scale == load_scales(demo_run).activations["model.layers.0.mlp.down_proj"].scale

@@ -1,0 +1,93 @@
+"""What stands out, on statistics made by hand: every number can be worked out on paper."""
+
+import numpy as np
+import pytest
+
+from fp8q.calibrate.histogram import Histogram
+from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+from fp8q.options import Clipping
+from fp8q.quantize.scales import Scales, activation_scales
+from fp8q.validate.findings import (
+    AgainstRow,
+    DelayedRow,
+    against_rows,
+    converged_after,
+    delayed_rows,
+    findings,
+    jumps,
+    late_growth,
+    outlier_channels,
+)
+
+
+def tensor(values: list[float], batches: list[float], channels: list[float]) -> TensorStatistics:
+    histogram = Histogram.from_dense(np.bincount(np.array(values, np.float32).view(np.uint32) >> 16, minlength=1 << 15))
+    return TensorStatistics(histogram, np.array(batches, np.float32), np.array(channels, np.float32))
+
+
+def statistics(**tensors: TensorStatistics) -> Statistics:
+    identity = ModelIdentity(name="tiny", architecture="LlamaForCausalLM", fingerprint="a" * 64)
+    corpus = Corpus(name="text", fingerprint="b" * 64, windows=4, seq_len=8, batch_size=1)
+    record = StatisticsRecord(model=identity, corpus=corpus, tokens=32, groups={name: [name] for name in tensors})
+    return Statistics(record, {f"{name}.input": found for name, found in tensors.items()})
+
+
+def chosen(measured: Statistics, clipping: Clipping = Clipping()) -> Scales:
+    activations, skipped = activation_scales(measured, measured.record.groups, clipping)
+    assert not skipped
+    return Scales(weights={}, activations=activations, skipped={})
+
+
+CALM = tensor([448, 224, 224, 1], [448, 448, 448, 448], [448, 300, 448])
+RARE = tensor([448, 0.0005, 0.0005, 0.0005], [1, 2, 2, 448], [1, 2, 448])
+
+
+def test_a_tensor_within_every_limit_is_not_mentioned() -> None:
+    measured = statistics(calm=CALM)
+    assert findings(measured, chosen(measured)) == []
+
+
+def test_findings_are_ranked_by_how_far_they_lie_beyond_their_limit() -> None:
+    measured = statistics(calm=CALM, rare=RARE)
+    found = [(finding.tensor, finding.what, finding.value, round(finding.severity, 2)) for finding in findings(measured, chosen(measured))]
+    assert found == [
+        ("rare.input", "amax over that of the first three quarters", 224.0, 203.64),
+        ("rare.input", "share of values that underflow", 0.75, 37.5),
+        ("rare.input", "largest channel over the median", 224.0, 22.4),
+        ("rare.input", "amax over the batch before's", 224.0, 22.4),
+    ]
+
+
+def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
+    measured = statistics(calm=CALM)
+    found = {finding.what: finding for finding in findings(measured, chosen(measured, Clipping(margin=-1)))}
+    saturated = found["share of values that saturate"]
+    assert (saturated.value, saturated.remedy) == (0.25, "clip less: --method amax, or --margin 1")
+    assert found["dB below the best scale"].remedy == "--method mse finds the best scale there is"
+
+
+def test_outlier_channels_are_counted_against_the_median_of_those_that_are_not_zero() -> None:
+    assert outlier_channels(np.array([0, 0, 1, 1, 1, 30, 10], np.float32)) == (1, 30.0)
+    assert outlier_channels(np.zeros(4, np.float32)) == (0, 1.0)
+
+
+def test_convergence_is_where_the_amax_was_first_reached() -> None:
+    assert converged_after(np.array([1, 5, 2, 5], np.float32)) == 0.5
+    assert converged_after(np.array([np.nan, 1, np.nan, 5], np.float32)) == 1.0
+    assert late_growth(np.array([1, 5, 2, 6], np.float32)) == pytest.approx(1.2)
+    assert late_growth(np.array([1, 5], np.float32)) == 1.0
+
+
+def test_delayed_scaling_ranks_those_that_saturate_most_and_warns_of_jumps() -> None:
+    rows = delayed_rows(statistics(calm=CALM, rare=RARE), Clipping("delayed"))
+    assert rows == [DelayedRow("rare.input", 3, 2 / 3, 224.0), DelayedRow("calm.input", 3, 0.0, 1.0)]
+    assert jumps(rows) == ["rare.input: its amax jumps 224-fold from one batch to the next; a scale made from the batches before saturates there"]
+
+
+def test_other_text_is_held_against_the_scales_that_were_chosen() -> None:
+    measured = statistics(calm=CALM, rare=RARE)
+    other = statistics(calm=tensor([448, 1], [448], [448]), rare=tensor([896, 1, 1, 1], [896], [896]))
+    assert against_rows(measured, chosen(measured), other) == [
+        AgainstRow("rare.input", 448.0, 896.0, 2.0, 0.25, 0.0),
+        AgainstRow("calm.input", 448.0, 448.0, 1.0, 0.0, 0.0),
+    ]
