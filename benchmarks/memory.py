@@ -6,7 +6,7 @@ Makes Llama checkpoints of the 8 B shape (width 4,096, intermediate 14,336, 32 h
 them), random BF16, a shard a layer: 5 layers are 4.3 GB, 14 are 8.2 GB. A process of its own runs all of `calibrate` but the ONNX export
 on a few windows; its *anonymous* resident memory (RssAnon of /proc/PID/status) is sampled every 20 ms, since the pages of mapped files can be dropped at
 any time and do not count. The largest layer is a decoder layer (0.44 GB), though the embedding (1.05 GB) is larger: that is the stricter
-limit, and says that the embedding is never copied. Growth is the difference of the two peaks a layer; a layer that stayed would be 0.44 GB.
+limit, and says that the embedding is never copied. Growth is the difference of the two peaks of the stage `measure`, a layer; a layer that stayed would be 0.44 GB.
 The ceiling beside it, what any way of running a layer needs, is that layer alone. Prints one JSON line; exit status 1 when a limit is not met.
 """
 
@@ -156,14 +156,14 @@ def main() -> int:
         calibrate(checkpoint, out, options.windows, options.seq_len)
         return 0
     layer = sum(2 * torch.Size(shape).numel() for shape in layer_shapes().values())
-    limit = FIXED_BYTES + LAYERS_HELD * layer
+    limit, measured = FIXED_BYTES + LAYERS_HELD * layer, commit()
     with tempfile.TemporaryDirectory() as directory:
         found = [measure_checkpoint(Path(directory), layers, options.windows, options.seq_len, limit) for layers in options.layers]
     peaks = [checkpoint["stages"]["measure"]["peak_anonymous_bytes"] for checkpoint in found]  # type: ignore[index]
     growth = (peaks[1] - peaks[0]) / (options.layers[1] - options.layers[0])
     passed = all(checkpoint["passed"] for checkpoint in found) and growth <= GROWTH_SHARE * layer
     result = {
-        "benchmark": "memory", "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "versions": library_versions(), "commit": commit(),
+        "benchmark": "memory", "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "versions": library_versions(), "commit": measured,
         "windows": options.windows, "seq_len": options.seq_len, "layer_bytes": layer, "checkpoints": found,
         "growth_bytes_a_layer": round(growth), "growth_limit_bytes_a_layer": round(GROWTH_SHARE * layer), "passed": passed,
     }  # fmt: skip
