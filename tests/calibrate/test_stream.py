@@ -155,7 +155,7 @@ def test_the_stage_writes_the_same_bytes_and_leaves_nothing_behind(demo_checkpoi
     assert written(run) == written(unstreamed)
     assert names(run) == names(unstreamed) == {".lock", "run.json", "calibration.npz", "statistics.safetensors", "statistics.json"}
     records = [made.record().stages["measure"] for made in (run, unstreamed)]
-    assert records[0].options == records[1].options == {"batch_size": 2}
+    assert records[0].options == records[1].options == {"batch_size": 2, "moments": False}
 
 
 @pytest.mark.parametrize("at", range(6))

@@ -1,0 +1,205 @@
+"""What each way of choosing scales costs: KL(BF16 || FP8 reference) and perplexity, on small trained checkpoints.
+
+    python benchmarks/choosing_scales.py MODEL=CALIBRATION,EVALUATION … [--windows 16] [--context 256]
+
+Each checkpoint is measured once; every row then changes one choice and leaves the rest at the default (amax, margin 0, BF16 grid, weights per channel by amax,
+E4M3). The floor is what no choice of activation scales goes below in a static engine: the cost of the weights alone. Prints a Markdown table (KL relative to
+the default's, and the increase of perplexity) and one JSON line. These models have no large outliers; a row named `outliers` is the first model with some
+made: 4 channels of every input norm 64 times larger, the next matrices' columns as much smaller, so that in exact arithmetic it is the same function.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from fp8q import stages
+from fp8q.calibrate import corpus
+from fp8q.calibrate.measure import measure
+from fp8q.calibrate.source import Source, load_model, load_tokenizer, open_source
+from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.options import Clipping, Method, WeightMethod
+from fp8q.progress import SILENT
+from fp8q.quantize.clip import scale_of
+from fp8q.quantize.formats import E4M3, E5M2, Format
+from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
+from fp8q.quantize.scales import group_of, tensor_scale
+from fp8q.quantize.weights import channel_scales
+from fp8q.run import library_versions
+from fp8q.validate.compare import Forward, compare
+from fp8q.validate.perplexity import Evaluation, cut
+
+OUTLIER, OUTLIER_CHANNELS = 64.0, 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row: how the activations' scales and the weights' are chosen. `bf16_inputs` leaves activations as they are."""
+
+    clip: Clipping = Clipping()
+    weights: WeightMethod = "amax"
+    per_tensor_weights: bool = False
+    format: Format = E4M3
+    mode: Mode = "fast"
+    bf16_inputs: bool = False
+
+
+CHOICES: dict[str, Choice] = {
+    "amax (the default)": Choice(),
+    "percentile 99.9": Choice(Clipping("percentile", 99.9)),
+    "percentile 99.99": Choice(Clipping("percentile", 99.99)),
+    "percentile 99.999": Choice(Clipping("percentile", 99.999)),
+    "mse": Choice(Clipping("mse")),
+    "entropy": Choice(Clipping("entropy")),
+    "delayed, history 1024": Choice(Clipping("delayed")),
+    "delayed, most recent": Choice(Clipping("delayed", amax_compute_algo="most_recent")),
+    "current (just in time)": Choice(mode="current"),
+    "amax, margin -1": Choice(Clipping(margin=-1)),
+    "amax, margin 1": Choice(Clipping(margin=1)),
+    "amax, margin 3": Choice(Clipping(margin=3)),
+    "amax, power of two": Choice(Clipping(scale_grid="power-of-two")),
+    "weights by mse": Choice(weights="mse"),
+    "weights by mse, activations by mse": Choice(Clipping("mse"), weights="mse"),
+    "weights per tensor": Choice(per_tensor_weights=True),
+    "activations in E5M2": Choice(format=E5M2),
+    "activations in BF16 (the floor)": Choice(bf16_inputs=True),
+}
+assert {choice.clip.method for choice in CHOICES.values()} == set(get_args(Method))
+
+
+class Layer(FP8Linear):
+    """A layer of the reference whose inputs may be codes of another format, or BF16."""
+
+    def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The reference's codes; `x` itself where the table is empty."""
+        return x if not len(self.table) else super().input_codes(x, scale)
+
+
+def layer(linear: nn.Linear, codes: torch.Tensor, weight_scale: torch.Tensor, scale: float, choice: Choice) -> Layer:
+    """`linear` as the reference computes it under `choice`."""
+    made = Layer(codes, weight_scale, torch.tensor(1.0 if choice.bf16_inputs else scale), linear.bias, choice.mode)
+    if choice.bf16_inputs:
+        made.table = made.table[:0]
+    elif choice.format is not E4M3:
+        patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().numpy()
+        with np.errstate(all="ignore"):
+            made.table = torch.from_numpy(choice.format.decode(choice.format.encode(patterns / np.float32(scale)))).to(torch.bfloat16)
+    return made
+
+
+def weight_codes(weight: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales [out] of `weight` [out, in]."""
+    if choice.per_tensor_weights:
+        scale = torch.tensor(float(scale_of(weight.abs().max().item(), E4M3))).expand(len(weight))
+    else:
+        found = channel_scales(weight, choice.weights)
+        assert found is not None, "trained weights are not all zero"
+        scale = found
+    return encode(weight, scale[:, None]), scale
+
+
+@contextmanager
+def quantized(model: nn.Module, modules: Mapping[str, Any], statistics: Statistics, choice: Choice) -> Iterator[None]:
+    """`model` with `modules` in FP8 by `choice`."""
+    first, scales = group_of(statistics.record.groups), dict[str, float]()
+    for name in {first[name] for name in modules}:
+        tensor = statistics.tensors[f"{name}.input"]
+        scales[name] = tensor_scale(tensor.histogram, choice.clip, choice.format, tensor.amax_batches).scale
+    layers = {name: layer(linear, *weight_codes(linear.weight.detach(), choice), scales[first[name]], choice) for name, linear in modules.items()}
+    replace_linears(model, layers)
+    try:
+        yield
+    finally:
+        replace_linears(model, dict(modules))
+
+
+def make_outliers(model: Any) -> None:
+    """Scale some channels of each norm up and the columns of the matrices that read them down, by a power of two: the function stays the same."""
+    for block in model.model.layers:
+        for norm, readers in (("input_layernorm", ("q_proj", "k_proj", "v_proj")), ("post_attention_layernorm", ("gate_proj", "up_proj"))):
+            block.get_submodule(norm).weight.data[:OUTLIER_CHANNELS] *= OUTLIER
+            for name, module in block.named_modules():
+                if name.endswith(readers):
+                    module.weight.data[:, :OUTLIER_CHANNELS] /= OUTLIER
+
+
+def evaluate(source: Source, data: str, eval_data: str, windows: int, context: int, outliers: bool) -> dict[str, dict[str, float | None]]:
+    """Choice -> perplexity, its increase and mean KL, on `windows` windows of `eval_data`."""
+    tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
+    vocabulary = source.text_config.vocab_size
+    if outliers:
+        make_outliers(model)
+    ids = corpus.windows(corpus.encode(corpus.load_texts(data), tokenizer), context, 4 * windows)
+    record = Corpus(name=data, fingerprint=stages.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
+    identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
+    statistics = measure(model, ids, identity, record, SILENT)
+    products = stages.products_of(source, ())
+    modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
+    evaluation: Evaluation = cut(corpus.encode(corpus.load_texts(eval_data), tokenizer)[: windows * context], eval_data, context, context)
+
+    def logits(window_ids: np.ndarray) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=torch.from_numpy(window_ids), use_cache=False).logits
+        return found
+
+    def forward(choice: Choice) -> Forward:
+        def run(window_ids: np.ndarray) -> torch.Tensor:
+            with quantized(model, modules, statistics, choice):
+                return logits(window_ids)
+
+        return run
+
+    accuracy, _ = compare(evaluation, {"bf16": logits} | {name: forward(choice) for name, choice in CHOICES.items()}, vocabulary, SILENT)
+    return {
+        name: {"perplexity": found.perplexity, "perplexity_increase": found.perplexity_increase, "kl_mean_nats": found.kl_mean_nats}
+        for name, found in accuracy.runtimes.items()
+    }
+
+
+def markdown(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """A table: one row a choice, one column a model, KL relative to the default's and the increase of perplexity."""
+    default = next(iter(CHOICES))
+    lines = ["| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    for name in CHOICES:
+        cells = [f"{rows[name]['kl_mean_nats'] / rows[default]['kl_mean_nats']:.2f} ({rows[name]['perplexity_increase']:+.2%})" for rows in found.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    absolute = [f"{rows[default]['kl_mean_nats'] * 1e6:.0f}, {rows['bf16']['perplexity']:.2f}" for rows in found.values()]
+    return "\n".join([*lines, "| KL of the default (nats × 10⁶), perplexity of BF16 | " + " | ".join(absolute) + " |"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    start, found = monotonic(), dict[str, dict[str, dict[str, float | None]]]()
+    for number, spec in enumerate(arguments.models):
+        model, _, texts = spec.partition("=")
+        data, _, eval_data = texts.partition(",")
+        source = open_source(model)
+        name = Path(model).resolve().name if Path(model).name != "checkpoint" else Path(model).resolve().parent.name
+        found[name] = evaluate(source, data, eval_data, arguments.windows, arguments.context, outliers=False)
+        if number == 0:
+            found[f"{name}, outliers"] = evaluate(source, data, eval_data, arguments.windows, arguments.context, outliers=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "versions": library_versions()}
+    result = {"windows": arguments.windows, "context": arguments.context, "seconds": round(monotonic() - start, 1), "machine": machine, "models": found}
+    print(markdown(found))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
