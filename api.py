@@ -203,11 +203,22 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
 
 
 def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
-    """Raise GateError when a runtime's perplexity is more than `limit` (a fraction) above BF16's."""
-    for name, runtime in accuracy.runtimes.items():
-        if limit is not None and runtime.perplexity_increase is not None and name != "source" and runtime.perplexity_increase > limit:
+    """Raise GateError when a runtime's perplexity is more than `limit` (a fraction) above BF16's, or is no number.
+
+    Raises InputError when there is nothing to hold against the limit.
+    """
+    if limit is None:
+        return
+    increases = {name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in ("bf16", "source")}
+    if not increases or None in increases.values():
+        raise InputError(
+            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are {', '.join(accuracy.runtimes)}; add what is missing to --runtimes"
+        )
+    for name, increase in increases.items():
+        runtime = accuracy.runtimes[name]
+        if increase is not None and not increase <= limit:
             raise GateError(
-                f"{name}: perplexity {runtime.perplexity:.4f} is {runtime.perplexity_increase:.2%} above BF16's, more than --max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 with --skip"
+                f"{name}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than --max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 with --skip"
             )
 
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from safetensors import SafetensorError
 
 from . import __version__
 from .errors import InputError
@@ -178,37 +180,60 @@ class Run:
         the identity of the source model. A directory that was made for a stage that failed is removed.
         """
         self.record()  # refuses a directory that is no run before anything is written
-        created = not self.root.exists()
         with disk_errors(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+            created = self._create()
+        with self._lock():
+            before = self.record()
+            try:
+                with disk_errors(self.root):
+                    self._clear_partial()
+                    others = {other: done for other, done in before.stages.items() if other != name}
+                    record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
+                    write_document(self.record_file, record)
+                    log, start = StageLog(), time.monotonic()
+                    _reset_peak_memory()
+                    yield log
+                    done = StageRecord(
+                        inputs=dict(inputs),
+                        options=json.loads(json.dumps(dict(options))),
+                        outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
+                        version=__version__,
+                        libraries=library_versions(),
+                        notes=log.notes,
+                        seconds=round(time.monotonic() - start, 3),
+                        peak_memory_bytes=peak_memory_bytes(),
+                    )
+                    write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
+                    _remove(self._work_folder(name))
+            except BaseException:
+                self._give_up(before, name, created)
+                raise
+
+    def _create(self) -> bool:
+        """Make the directory; whether it was not there before."""
         try:
-            with self._lock(), disk_errors(self.root):
-                self._clear_partial()
-                record = self.record()
-                others = {other: done for other, done in record.stages.items() if other != name}
-                record = record.model_copy(update={"model": dict(model or record.model), "stages": others})
-                write_document(self.record_file, record)
-                log, start = StageLog(), time.monotonic()
-                _reset_peak_memory()
-                yield log
-                done = StageRecord(
-                    inputs=dict(inputs),
-                    options=json.loads(json.dumps(dict(options))),
-                    outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
-                    version=__version__,
-                    libraries=library_versions(),
-                    notes=log.notes,
-                    seconds=round(time.monotonic() - start, 3),
-                    peak_memory_bytes=peak_memory_bytes(),
-                )
-                write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
-                _remove(self._work_folder(name))
-        except BaseException:
-            if created:
-                shutil.rmtree(self.root, ignore_errors=True)
-            else:
-                self._clear_partial()
-            raise
+            self.root.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def _give_up(self, before: RunRecord, name: str, created: bool) -> None:
+        """Leave nothing half-written of a stage that failed; what it had made another time still counts, where it has not been touched."""
+        if created:
+            shutil.rmtree(self.root, ignore_errors=True)
+            return
+        self._clear_partial()
+        old = before.stages.get(name)
+        if old and all((self.root / path).is_file() and sha256_file(self.root / path) == digest for path, digest in old.outputs.items()):
+            with suppress(OSError):
+                write_document(self.record_file, before)
+
+    def is_stale(self, stage: str) -> bool:
+        """Whether a file that the finished `stage` read has been made anew since: what it wrote is of another checkpoint then."""
+        stages = self.record().stages
+        outputs = {name: digest for record in stages.values() for name, digest in record.outputs.items()}
+        files = {name: digest for name, digest in stages[stage].inputs.items() if "." in name}
+        return any(outputs.get(name) != digest for name, digest in files.items())
 
     @contextmanager
     def work(self, name: str, key: Mapping[str, object]) -> Iterator[Path]:
@@ -259,16 +284,17 @@ def disk_errors(where: Path) -> Iterator[None]:
     """Turn the operating system's refusals to write into an InputError that names the directory and the remedy."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
         remedies = {
             errno.ENOSPC: "no space left on the disk; free some or name another directory",
             errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
             errno.EACCES: "permission denied; name a directory you may write to",
             errno.EROFS: "the file system is read-only; name a directory you may write to",
         }
-        if error.errno not in remedies:
+        if number not in remedies:
             raise
-        raise InputError(f"{error.filename or where}: {remedies[error.errno]}") from error
+        raise InputError(f"{getattr(error, 'filename', None) or where}: {remedies[number]}") from error
 
 
 @contextmanager

@@ -84,9 +84,12 @@ def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
 
     from .calibrate.observe import matrix_products, output_head, takes_quantizers
     from .calibrate.source import meta_model
+    from .export.support import unsupported
     from .quantize.policy import Products, select
 
     model = meta_model(source)
+    if reason := unsupported(model, source):
+        raise InputError(f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model")
     modules = matrix_products(model)
     if any(isinstance(module, Conv1D) for module in modules.values()):
         raise InputError(
@@ -114,7 +117,9 @@ def source_of(run: Run) -> "Source":
     from .calibrate.source import open_source
 
     model = run.record().model
-    source = open_source(model["path"], trust_remote_code=model.get("trust_remote_code") == "yes")
+    if not Path(model["path"]).is_dir():
+        raise InputError(f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate again")
+    source = open_source(model["path"])
     if source.fingerprint != model["fingerprint"]:
         raise InputError(
             f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
@@ -139,6 +144,10 @@ def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, e
         evaluation = corpus.encode(eval_texts, tokenizer, vocabulary)
     if len(ids) < seq_len:
         raise InputError(f"{data}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
+    if len(evaluation) < seq_len:
+        raise InputError(
+            f"{eval_data or data}: leaves {len(evaluation):,} tokens for evaluation, less than one window of {seq_len:,}; give more text, --eval-data, or a smaller --seq-len"
+        )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, len(ids) // seq_len, f"the windows of {seq_len:,} tokens in {data}", report)
     return Collected(corpus.windows(ids, seq_len, samples), evaluation, (data, eval_data or data), corpus.fingerprint(texts))
 
@@ -159,8 +168,6 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
     if run.is_current("corpus", inputs, options):
         return
     model = {"name": display_name(source), "path": str(source.path.resolve()), "revision": source.revision or "", "fingerprint": source.fingerprint}
-    if source.trust_remote_code:
-        model["trust_remote_code"] = "yes"
     with stage(run, "corpus", inputs, options, notes, model) as log:
         save_tokens(run.calibration, collected.windows)
         save_tokens(run.evaluation, collected.evaluation)

@@ -166,7 +166,7 @@ def attention(
     if not has_fused_kernel(*query.shape[1::2]):
         output = plain_attention(query, key, value, allowed, scale)
     else:
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=True)
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -5,6 +5,7 @@ does not grow with the model, and the run is all that is needed.
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -87,7 +88,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTraine
     buffers: dict[str, ir.TensorProtocol] = {}
     for name, module in model.named_modules():
         for key, buffer in computed_buffers(module).items():
-            buffers[f"{name}.{key}".lstrip(".")] = ir.tensor(buffer.contiguous().numpy(), name=key)
+            buffers[f"{name}.{key}".lstrip(".")] = ir.tensor(buffer.contiguous(), name=key)
             module._buffers[key] = buffer.to("meta")
     return model, buffers
 
@@ -138,4 +139,6 @@ def quiet() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an exception's text, without the colours that torch writes it in."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return next((line.strip() for line in plain.splitlines() if line.strip()), type(error).__name__)

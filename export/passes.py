@@ -46,7 +46,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
         for name, entry in header.items():
-            if name != "__metadata__":
+            if name != "__metadata__" and entry["dtype"] in ELEMENT_TYPES:
                 start, end = entry["data_offsets"]
                 found[name] = Stored(path.name, 8 + length + start, end - start, ELEMENT_TYPES[entry["dtype"]], tuple(entry["shape"]))
     return found
@@ -162,14 +162,15 @@ def simplify(model: ir.Model) -> None:
     """Fold what is constant, merge what is computed twice, drop what nobody reads.
 
     Only shapes and small constants are folded: a quantized weight stays a constant in front of its DequantizeLinear, and no weight is read. Scales
-    that happen to be equal stay apart, since scales chosen again may differ: to the optimizer each is another number.
+    that happen to be equal stay apart, since scales chosen again may differ: to the optimizer each is another number, and none that a
+    model computes with (it would make one constant of a scale and of an exponent 2).
     """
     from onnxscript import optimizer
 
     scales = {name: value.const_value for name, value in model.graph.initializers.items() if name.endswith("_scale")}
     for number, (name, scale) in enumerate(scales.items(), 1):
         assert scale is not None, "point_at_weights gave every scale its place"
-        model.graph.initializers[name].const_value = ir.tensor(np.full(scale.shape.numpy(), number, np.float32), name=name)
+        model.graph.initializers[name].const_value = ir.tensor(np.full(scale.shape.numpy(), 2.0**-100 * (1 + number * 2.0**-20), np.float32), name=name)
     optimizer.optimize_ir(model, should_fold=_foldable)
     CommonSubexpressionEliminationPass()(model)
     RemoveUnusedNodesPass()(model)

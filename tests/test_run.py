@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from fp8q.errors import InputError
 from fp8q.run import Run, replacing, sha256_file
@@ -76,11 +77,12 @@ def test_a_directory_of_other_things_is_no_run_and_is_left_alone(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
-def test_a_stage_that_dies_is_not_done_and_its_partial_files_go(run: Run) -> None:
+def test_a_stage_that_dies_leaves_the_last_good_state_and_no_partial_file(run: Run) -> None:
     with pytest.raises(RuntimeError, match="^power cut$"), run.stage("quantize", {"a": "2"}, {}):
         (run.root / ".scales.json.partial").write_text("half")
         raise RuntimeError("power cut")
-    assert not run.is_current("quantize", {"a": "1"}, {"method": "amax"})
+    assert not run.is_current("quantize", {"a": "2"}, {})
+    assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
     assert not (run.root / ".scales.json.partial").exists()
 
 
@@ -101,13 +103,30 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_stage(run: Run) -> No
 
 def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
     message = rf"^{run.root}: another fp8q process is working here; wait for it, or name another directory$"
-    with run.stage("measure", {}, {}), pytest.raises(InputError, match=message), Run(run.root).stage("quantize", {}, {}):
-        pass
+    with run.stage("measure", {}, {}):
+        half = run.root / ".statistics.safetensors.partial"
+        half.write_text("half")
+        with pytest.raises(InputError, match=message), Run(run.root).stage("quantize", {}, {}):
+            pass
+        assert half.exists()  # it is the other process's
 
 
 def test_a_full_disk_is_told_as_such(run: Run) -> None:
     with pytest.raises(InputError, match=rf"^{run.root}: no space left on the disk; free some or name another directory$"), run.stage("measure", {}, {}):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_in_the_middle_of_safetensors_is_told_as_such(run: Run) -> None:
+    with pytest.raises(InputError, match=r": no space left on the disk; free some or name another directory$"), run.stage("measure", {}, {}):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # what save_file raises on a full tmpfs
+
+
+def test_a_stage_whose_input_was_made_anew_is_stale(run: Run) -> None:
+    with run.stage("export", {"scales.json": sha256_file(run.scales)}, {}):
+        pass
+    assert not run.is_stale("export")
+    write(run, text="other scales", options={"method": "mse"})
+    assert run.is_stale("export")
 
 
 def test_replacing_keeps_the_old_file_when_the_block_fails(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ class FactRow:
 
 
 def wrote(run: Run, path: Path, stage: str) -> bool:
-    """Whether `stage` has finished and `path` is still there."""
-    return stage in run.record().stages and path.is_file()
+    """Whether `stage` has finished on the files that are in the run now, and `path` is still there."""
+    return stage in run.record().stages and path.is_file() and not run.is_stale(stage)
 
 
 def module_rows(run: Run) -> list[ModuleRow]:

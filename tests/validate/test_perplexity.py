@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8q.errors import InputError
+from fp8q.api import check_increase
+from fp8q.errors import GateError, InputError
 from fp8q.progress import SILENT
+from fp8q.validate.accuracy import Accuracy, RuntimeAccuracy
 from fp8q.validate.compare import compare
 from fp8q.validate.perplexity import cut
 
@@ -58,6 +60,21 @@ def test_perplexity_kl_and_agreement_of_two_known_distributions() -> None:
     assert other.top1_agreement == 1.0
     assert np.isnan(nll["other"][:, 0]).all()
     np.testing.assert_allclose(nll["other"][:, 1:], np.log(2), rtol=1e-6)
+
+
+def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> None:
+    protocol = cut(IDS, "text", 4, 4).protocol
+    bf16, broken = (
+        RuntimeAccuracy(perplexity=2.0, nll_nats=0.7),
+        RuntimeAccuracy(perplexity=float("nan"), nll_nats=float("nan"), perplexity_increase=float("nan")),
+    )
+    with pytest.raises(GateError, match="^reference: perplexity nan is nan% above BF16's, more than --max-ppl-increase 1.00%; "):
+        check_increase(Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": broken}), 0.01)
+    with pytest.raises(
+        InputError,
+        match="^--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add what is missing to --runtimes$",
+    ):
+        check_increase(Accuracy(protocol=protocol, runtimes={"reference": bf16}), 0.01)
 
 
 def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
