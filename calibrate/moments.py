@@ -1,6 +1,6 @@
 """The input's second moments Σ x xᵀ over all tokens, which error-compensating rounding of weights needs; measured only when asked for.
 
-One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 26 GB for a model of 8 B parameters, so it is added up in files
+One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 33 GB for a Llama of 8 B parameters, so it is added up in files
 that are mapped into memory, and what stays there is for the operating system to decide. They are `.npy` files without pickles,
 `moments/<first module of the group>.npy`. Unlike the histograms they are sums of rounded products: the same batches in the same order give
 the same bytes on the same machine and number of threads; another order gives other last bits.
