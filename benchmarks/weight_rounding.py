@@ -70,12 +70,12 @@ def with_weights(directory: Path, source: Source, change: Callable[[FP8Linear, t
 def per_tensor(layer: FP8Linear, weight: torch.Tensor) -> None:
     """One amax scale for the whole weight."""
     scale = torch.from_numpy(scale_of([float(weight.abs().max())], E4M3))
-    layer.codes, layer.scale = encode(weight, scale).float(), layer.input_scale * scale
+    layer.codes, layer.weight_scale = encode(weight, scale).float(), scale
 
 
 def lossless(layer: FP8Linear, weight: torch.Tensor) -> None:
     """Weights that are not rounded."""
-    layer.codes, layer.scale = weight, layer.input_scale.clone()
+    layer.codes, layer.weight_scale = weight, torch.ones(1)
 
 
 def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[Evaluation, dict[str, float]]:
