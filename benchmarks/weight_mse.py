@@ -16,11 +16,13 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from fp8q import __version__
+from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import encode
 from fp8q.quantize.weight_mse import mse_scales
 from fp8q.run import library_versions
@@ -47,7 +49,7 @@ def weights() -> list[torch.Tensor]:
     return [matrix(*shape) for shape in SHAPES]
 
 
-def modelopt_model(tensors: list[torch.Tensor]) -> nn.Module:
+def modelopt_model(tensors: list[torch.Tensor]) -> nn.ModuleList:
     """Linear layers with these weights, ModelOpt's per-channel FP8 weight quantizers placed and nothing calibrated."""
     import modelopt.torch.quantization as mtq
 
@@ -56,7 +58,8 @@ def modelopt_model(tensors: list[torch.Tensor]) -> nn.Module:
         layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=torch.bfloat16)
         layer.weight = nn.Parameter(tensor.clone(), requires_grad=False)
         model.append(layer)
-    return mtq.quantize(model, {"quant_cfg": QUANTIZERS, "algorithm": None})
+    mtq.quantize(model, {"quant_cfg": QUANTIZERS, "algorithm": None})  # in place
+    return model
 
 
 def modelopt_search(tensors: list[torch.Tensor]) -> tuple[Seconds, list[torch.Tensor]]:
@@ -66,7 +69,8 @@ def modelopt_search(tensors: list[torch.Tensor]) -> tuple[Seconds, list[torch.Te
     model = modelopt_model(tensors)
     with open(os.devnull, "w") as null, contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
         elapsed = timed(lambda: mtq.calibrate(model, {"method": "mse"}))
-    return elapsed, [layer.weight_quantizer.amax.float().flatten() / 448 for layer in model]
+    quantizers: list[Any] = [layer.weight_quantizer for layer in model]
+    return elapsed, [quantizer.amax.float().flatten() / E4M3.max for quantizer in quantizers]
 
 
 def timed(work: Callable[[], object]) -> Seconds:
