@@ -195,15 +195,11 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
 
     stream = streamed(source, options.stream, notes)
-    if stream and wanted:
-        raise InputError(
-            "--weight-rounding gptq: takes its second moments while the whole model is in memory, and this one is streamed; use --weight-rounding nearest, or --no-stream where it fits"
-        )
     with stage(run, "measure", inputs, chosen, notes) as log:
         if stream:
             key = inputs | chosen | {"fp8q": __version__, "libraries": library_versions(), "threads": torch.get_num_threads(), "device": device()}
-            with run.work("measure", key) as folder:
-                statistics = measure_streamed(source, windows, identity, corpus, notes, folder, device())
+            with run.work("measure", key) as folder, gathering(run, wanted, folder / "moments") as moments:
+                statistics = measure_streamed(source, windows, identity, corpus, notes, folder, device(), moments=moments)
         else:
             with gathering(run, wanted) as moments:
                 statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes, moments=moments)

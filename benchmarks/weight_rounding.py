@@ -21,7 +21,7 @@ import torch
 
 from fp8q import __version__, stages
 from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
-from fp8q.options import CalibrateOptions
+from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.progress import SILENT
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
@@ -37,10 +37,10 @@ from fp8q.validate.runtimes import float_model, vocabulary
 
 LIMIT_RATIO = 0.95
 METHODS: tuple[WeightMethod, ...] = ("amax", "mse")
-ROUNDINGS = ("nearest", "gptq")
+ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
 
 
-def quantized(run: Run, source: Source, method: WeightMethod, rounding: str) -> tuple[Path, float]:
+def quantized(run: Run, source: Source, method: WeightMethod, rounding: WeightRounding) -> tuple[Path, float]:
     """A checkpoint of `run` with this choice for its weights, in a folder of the run, and the seconds it took."""
     from fp8q.calibrate.statistics import load_statistics
     from fp8q.quantize.checkpoint import quantize_checkpoint
@@ -70,12 +70,12 @@ def with_weights(directory: Path, source: Source, change: Callable[[FP8Linear, t
 def per_tensor(layer: FP8Linear, weight: torch.Tensor) -> None:
     """One amax scale for the whole weight."""
     scale = torch.from_numpy(scale_of([float(weight.abs().max())], E4M3))
-    layer.codes, layer.scale = encode(weight, scale).float(), layer.input_scale * scale
+    layer.codes, layer.weight_scale = encode(weight, scale).float(), scale
 
 
 def lossless(layer: FP8Linear, weight: torch.Tensor) -> None:
     """Weights that are not rounded."""
-    layer.codes, layer.scale = weight, layer.input_scale.clone()
+    layer.codes, layer.weight_scale = weight, torch.ones(1)
 
 
 def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[Evaluation, dict[str, float]]:
@@ -84,7 +84,7 @@ def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[E
     notes = stages.Notes(SILENT)
     collected = stages.collect(source, load_tokenizer(source), arguments.data, arguments.eval_data, options, notes)
     stages.write_corpus(run, source, collected, notes)
-    seconds = {}
+    seconds = dict[str, float]()
     for rounding in ROUNDINGS:
         stages.measure(run, source, replace(options, weight_rounding=rounding), notes)
         seconds[rounding] = run.record().stages["measure"].seconds

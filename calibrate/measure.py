@@ -1,7 +1,5 @@
 """Measure a model on windows of tokens: the stage between the corpus and the statistics."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,11 +26,10 @@ def measure(
     """
     modules = observed_products(model)
     groups = probe_groups(model, modules)
-    watch = Watch(model, modules, groups, corpus.batches)
+    watch = Watch(model, modules, groups, corpus.batches, moments)
     parts = cut_batches(windows, corpus, batches)
     tokens = sum(ids.size for ids in parts.values())
-    gathering = nullcontext() if moments is None else moments.observing(modules, groups)
-    with report.track("Calibrating", tokens, "tokens") as advance, gathering:
+    with report.track("Calibrating", tokens, "tokens") as advance:
         for batch, ids in parts.items():
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)

@@ -1,6 +1,6 @@
 """The input's second moments Σ x xᵀ over all tokens, which error-compensating rounding of weights needs; measured only when asked for.
 
-One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 26 GB for a model of 8 B parameters, so it is added up in files
+One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 33 GB for a Llama of 8 B parameters, so it is added up in files
 that are mapped into memory, and what stays there is for the operating system to decide. They are `.npy` files without pickles,
 `moments/<first module of the group>.npy`. Unlike the histograms they are sums of rounded products: the same batches in the same order give
 the same bytes on the same machine and number of threads; another order gives other last bits.
@@ -8,30 +8,32 @@ the same bytes on the same machine and number of threads; another order gives ot
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import nn
 
 from ..run import Run, replacing
-from .observe import Hook, hooked
 
 
 @contextmanager
-def gathering(run: Run, wanted: bool) -> "Iterator[SecondMoments | None]":
-    """Where a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments` holds them when the block ends well, and no older ones."""
+def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
+    """Where a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments` holds them when the block ends well, and no older ones.
+
+    `folder`: where they are added up when a killed stage is to go on from it; it stays, and shares its files with `run.moments`.
+    """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
         yield None
         return
     with replacing(run.moments) as partial:
-        moments = SecondMoments(partial)
+        moments = SecondMoments(folder or partial)
         yield moments
         moments.close()
+        if folder is not None:
+            shutil.copytree(folder, partial, copy_function=os.link)
 
 
 class SecondMoments:
@@ -41,32 +43,25 @@ class SecondMoments:
         """Write into `folder`, which is made."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._sums: dict[str, torch.Tensor] = {}
-
-    @contextmanager
-    def observing(self, modules: Mapping[str, nn.Module], groups: Mapping[str, list[str]]) -> Iterator[None]:
-        """Watch what the first module of each of `groups` receives, while the block runs."""
-
-        def see(name: str) -> Hook:
-            return lambda module, inputs: self.add(name, inputs[0])
-
-        with hooked({first: see(first) for first in groups if first in modules}, modules):
-            yield
+        self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Add the tokens `x` [..., width], any float type, to the moments `name`."""
+        """Add the tokens `x` [..., width], any float type, to the moments `name`; the first ones since `close` begin anew."""
         tokens = x.detach().flatten(0, -2).float()
-        if name not in self._sums:
-            self._sums[name] = torch.from_numpy(new_matrix(moments_file(self.folder, name), tokens.shape[1]))
+        if name not in self._files:
+            self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
+        total = torch.from_numpy(self._files[name])
         if tokens.device.type == "cpu":
-            self._sums[name].addmm_(tokens.T, tokens)
+            total.addmm_(tokens.T, tokens)
         else:
-            self._sums[name].add_((tokens.T @ tokens).cpu())
+            total.add_((tokens.T @ tokens).cpu())
 
     def close(self) -> list[str]:
-        """Let go of the files; returns the names of the moments there are."""
-        names = list(self._sums)
-        self._sums.clear()
+        """Bring what was added up to the disk and let go of it; returns the names."""
+        names = list(self._files)
+        for file in self._files.values():
+            file.flush()
+        self._files.clear()
         return names
 
 
@@ -75,9 +70,9 @@ def moments_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.npy"
 
 
-def new_matrix(path: Path, width: int) -> npt.NDArray[np.float32]:
+def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[np.float32]]":
     """Zeros [width, width] in a new file, mapped; its space is taken at once, for a full disk can only kill whoever writes to a mapped page."""
-    matrix: npt.NDArray[np.float32] = np.lib.format.open_memmap(path, "w+", np.float32, (width, width))
+    matrix: np.memmap[tuple[int, int], np.dtype[np.float32]] = np.lib.format.open_memmap(path, "w+", np.float32, (width, width))
     with open(path, "rb+") as handle:
         os.posix_fallocate(handle.fileno(), 0, path.stat().st_size)
     return matrix

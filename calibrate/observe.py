@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
+from .moments import SecondMoments
 from .statistics import TensorStatistics
 
 #: Fewer values a thread than these are counted sooner than shared out.
@@ -158,9 +159,12 @@ class _ObservedLayer(DynamicLayer):
 class Watch:
     """All observers of one model: `<module>.input` for each group, `<attention>.k` and `.v` for each layer."""
 
-    def __init__(self, model: PreTrainedModel, modules: Mapping[str, nn.Module], groups: Mapping[str, list[str]], batches: int):
-        """Watch `groups` of `modules` and the cache of `model` for `batches` batches."""
+    def __init__(
+        self, model: PreTrainedModel, modules: Mapping[str, nn.Module], groups: Mapping[str, list[str]], batches: int, moments: SecondMoments | None = None
+    ):
+        """Watch `groups` of `modules` and the cache of `model` for `batches` batches; `moments`: where to add up the second moments of the inputs too."""
         self.model, self.modules, self.groups = model, modules, groups
+        self.moments = moments
         self.attention = attention_modules(model)
         names = [f"{first}.input" for first in groups] + [f"{name}.{part}" for name in self.attention.values() for part in "kv"]
         self.observers = {name: Observer(batches) for name in names}
@@ -175,7 +179,12 @@ class Watch:
         """Attach the observers while batch number `batch` runs with the cache that this gives; it stores nothing."""
 
         def see_input(name: str) -> Hook:
-            return lambda module, inputs: self.observers[f"{name}.input"].update(inputs[0], batch)
+            def see(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                self.observers[f"{name}.input"].update(inputs[0], batch)
+                if self.moments is not None:
+                    self.moments.add(name, inputs[0])
+
+            return see
 
         def see_cache(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
             def see(keys: torch.Tensor, values: torch.Tensor) -> None:

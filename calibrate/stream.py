@@ -24,6 +24,7 @@ from ..progress import Reporter
 from .decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from .materialize import Materializer
 from .measure import cut_batches, observed_products, weight_amax
+from .moments import SecondMoments
 from .observe import Watch, noting_groups, output_head
 from .skeleton import skeleton
 from .source import Source, meta_model, quiet
@@ -34,15 +35,15 @@ Batches = Mapping[int, npt.NDArray[np.int64]]
 
 def measure_streamed(
     source: Source, windows: npt.NDArray[np.int64], identity: ModelIdentity, corpus: Corpus, report: Reporter, folder: Path,
-    device: str = "cpu", batches: list[int] | None = None,
+    device: str = "cpu", batches: list[int] | None = None, moments: SecondMoments | None = None,
 ) -> Statistics:  # fmt: skip
     """`measure` of the model in `source` on `device`, one decoder layer in memory at a time.
 
     `folder` is there, and holds the hidden states and the finished steps; what a killed call left there is gone on from, so it must have been of the
-    same arguments. Raises InputError for a model that is no chain of layers, and when the disk has no room for the hidden states.
+    same arguments. `moments`: where to add up the second moments of the inputs too, kept as `folder` is. Raises InputError for a model that is no chain of layers, and when the disk has no room for the hidden states.
     """
     parts = cut_batches(windows, corpus, batches)
-    stream = Stream(source, parts, corpus.batches, folder, device)
+    stream = Stream(source, parts, corpus.batches, folder, device, moments)
     stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
     record = StatisticsRecord(model=identity, corpus=corpus, tokens=sum(ids.size for ids in parts.values()), groups=stream.groups)
@@ -97,14 +98,14 @@ class HiddenStates:
 class Stream:
     """All steps of one measurement. Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there."""
 
-    def __init__(self, source: Source, parts: Batches, batches: int, folder: Path, device: str):
+    def __init__(self, source: Source, parts: Batches, batches: int, folder: Path, device: str, moments: SecondMoments | None = None):
         """Make the model without weights and find room for the hidden states of `parts`, some of `batches` batches.
 
         Raises InputError where there is none, and for a model that is no chain of layers.
         """
         with quiet():
             self.model = skeleton(deepcopy(source.config), torch.bfloat16, source.trust_remote_code)
-        self.source, self.parts, self.batches, self.folder, self.device = source, parts, batches, folder, device
+        self.source, self.parts, self.batches, self.folder, self.device, self.moments = source, parts, batches, folder, device, moments
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device)
         self.layers = find_layers(self.model, source)
@@ -155,7 +156,7 @@ class Stream:
         `done`: a batch of each shape is enough. Raises InputError when what the layers are called with depends on the text.
         """
         calls: dict[tuple[int, ...], list[Call]] = {}
-        watch = Watch(self.model, self.products, self._watched(None), self.batches)
+        watch = Watch(self.model, self.products, self._watched(None), self.batches, None if done else self.moments)
         with self.weights.filled(self.outside, resident=False):
             for batch, ids in self.parts.items():
                 if done and ids.shape in calls:
@@ -168,7 +169,7 @@ class Stream:
                     self.hidden[0].write(batch, hidden)
             if not done:
                 self.hidden[0].flush()
-                save_arrays(self._file(0), watch.statistics(), self._weight_amax(None))
+                self._save(0, watch, self._weight_amax(None))
         return calls
 
     def _layer(self, step: int, calls: Mapping[tuple[int, ...], list[Call]], advance: Callable[[int], None]) -> None:
@@ -176,7 +177,7 @@ class Stream:
         index = step - 1
         before, after = self.hidden[index % 2], self.hidden[step % 2]
         layer = self.layers.of(self.model)[index]
-        watch = Watch(self.model, self.products, self._watched(index), self.batches)
+        watch = Watch(self.model, self.products, self._watched(index), self.batches, self.moments)
         with self.weights.filled([name for name, _ in self.model.named_modules() if self.layers.index(name) == index]), torch.inference_mode():
             for batch, ids in self.parts.items():
                 with watch.observing(batch) as cache:
@@ -184,16 +185,22 @@ class Stream:
                 advance(1)
             amax = self._weight_amax(index)
         after.flush()
-        save_arrays(self._file(step), watch.statistics(), amax)
+        self._save(step, watch, amax)
 
     def _after(self) -> None:
         """The last step, for models that multiply by a matrix after their layers."""
         leaving = self.hidden[self.layers.count % 2]
-        watch = Watch(self.model, self.products, self._watched(None), self.batches)
+        watch = Watch(self.model, self.products, self._watched(None), self.batches, self.moments)
         with self.weights.filled(self.outside, resident=False):
             for batch in self.parts:
                 run_after(self.model, self.layers, self.answer, self._tokens(batch), leaving.read(batch, self.device), watch.observing(batch))
-        save_arrays(self._file(self.layers.count + 1), watch.statistics(), {})
+        self._save(self.layers.count + 1, watch, {})
+
+    def _save(self, step: int, watch: Watch, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """End a step: its moments are complete before its statistics say so."""
+        if self.moments is not None:
+            self.moments.close()
+        save_arrays(self._file(step), watch.statistics(), amax)
 
 
 def _check_space(folder: Path, files: Iterable[Path], size: int) -> None:

@@ -9,8 +9,9 @@ rounded and off by e, the best move of those not rounded yet is -e · U[j, j:] /
 whatever `encode` rounds to: here floating-point codes under scales chosen before, where they use integers. Columns go in blocks, and a block's errors reach the rest
 of the matrix as one product.
 
-U needs no inverse of H: reversed, H has a Cholesky factor whose inverse, reversed, is U; half the work, and the square root of its condition number.
-H is damped by a hundredth of its mean diagonal, as in the paper; so an input that was never anything but zero hangs together with no other, and is rounded to nearest.
+U needs no inverse of H: reversed, H has a Cholesky factor whose inverse, reversed, is U; half the work, and the square root of its condition number. It is computed
+in FP64: one direction can hold most of the energy of a wide input, and FP32 then rounds H away from positive definite, whatever the damping.
+H is damped by a hundredth of its mean diagonal, as in the paper; an input that was never anything but zero is correlated with no other, and is rounded to nearest.
 """
 
 from collections.abc import Mapping
@@ -31,14 +32,14 @@ BLOCK = 128
 
 def compensation(moments: torch.Tensor) -> torch.Tensor:
     """The factor U, upper triangular float32 [in, in], of the inverse of damped `moments` float32 [in, in], sums or means alike."""
-    damped = moments.flip(0, 1)
+    damped = moments.double().flip(0, 1)
     diagonal = damped.diagonal()
     mean = float(diagonal.mean())
     diagonal += DAMPING * mean if mean > 0 else 1.0
     lower = torch.linalg.cholesky(damped)
     identity = torch.eye(len(lower), dtype=lower.dtype)
     inverse: torch.Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return inverse.flip(0, 1).contiguous()
+    return inverse.flip(0, 1).float().contiguous()
 
 
 def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from fp8q.calibrate.moments import SecondMoments, load_moments, moments_file
+from fp8q.calibrate.moments import SecondMoments, gathering, load_moments, moments_file
+from fp8q.run import Run
 
 
 def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:
@@ -21,14 +21,25 @@ def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:
     np.testing.assert_allclose(load_moments(tmp_path, "layer").numpy(), (tokens.T @ tokens).numpy(), rtol=1e-5, atol=1e-4)
 
 
-def test_only_the_first_of_a_group_is_watched_and_only_in_the_block(tmp_path: Path) -> None:
-    modules = {"q": nn.Linear(4, 3), "k": nn.Linear(4, 2), "o": nn.Linear(3, 4)}
-    moments, x = SecondMoments(tmp_path / "moments"), torch.arange(8.0).view(2, 4)
-    with moments.observing(modules, {"q": ["q", "k"], "o": ["o"], "elsewhere": ["elsewhere"]}):
-        modules["q"](x), modules["k"](x)
-    modules["q"](x)
-    assert moments.close() == ["q"]
-    assert load_moments(tmp_path / "moments", "q").tolist() == [[16, 20, 24, 28], [20, 26, 32, 38], [24, 32, 40, 48], [28, 38, 48, 58]]
+def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:
+    moments = SecondMoments(tmp_path)
+    for _ in range(2):
+        moments.add("layer", torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+        assert moments.close() == ["layer"]
+    assert load_moments(tmp_path, "layer").tolist() == [[1, 2], [2, 5]]
+
+
+def test_the_run_s_folder_holds_what_was_added_up_and_nothing_older(tmp_path: Path) -> None:
+    run, work = Run(tmp_path), tmp_path / "work"
+    for name, folder in (("old", None), ("new", work)):
+        with gathering(run, True, folder) as moments:
+            assert moments is not None
+            moments.add(name, torch.ones(1, 2))
+        assert [path.name for path in run.moments.iterdir()] == [f"{name}.npy"]
+    assert [path.name for path in work.iterdir()] == ["new.npy"]
+    with gathering(run, False) as moments:
+        assert moments is None
+    assert not run.moments.exists()
 
 
 def test_a_full_disk_is_an_error_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

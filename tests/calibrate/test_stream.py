@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fp8q.calibrate.decoder import Answer
 from fp8q.calibrate.measure import measure
 from fp8q.calibrate.memory import SHARE, available_bytes, container_bytes, weight_bytes
+from fp8q.calibrate.moments import SecondMoments
 from fp8q.calibrate.source import Source, load_model, open_source
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.stream import HiddenStates, Stream, measure_streamed
@@ -354,3 +355,18 @@ def test_a_containers_limit_is_what_it_leaves_and_its_caches(tmp_path: Path) -> 
     (tmp_path / "memory.max").write_text("max\n")
     assert container_bytes(tmp_path) is None
     assert 0 < (available_bytes("cpu") or 0) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize("name", ["opt with projections before and after its layers", "phi3"])
+def test_second_moments_are_those_of_the_model_in_memory_even_when_killed(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    source = open_source(str(tiny(*ARCHITECTURES[name])))
+    expected, folder = SecondMoments(tmp_path / "expected"), tmp_path / "work"
+    measure(load_model(source, torch.bfloat16), WINDOWS, IDENTITY, CORPUS, SILENT, moments=expected)
+    expected.close()
+    streaming(source, folder, moments=SecondMoments(folder / "moments"))
+    for step in sorted(folder.glob("*.safetensors"))[3:]:  # as if killed in the last layer
+        step.unlink()
+    streaming(source, folder, moments=SecondMoments(folder / "moments"))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
+    assert len(files) >= 3 * 4
+    assert {path.name: path.read_bytes() for path in (folder / "moments").iterdir()} == files

@@ -1,0 +1,113 @@
+"""`--weight-rounding gptq` through the stages of calibration, on the demo."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from fp8q import stages
+from fp8q.calibrate.moments import load_moments
+from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
+from fp8q.errors import InputError
+from fp8q.options import CalibrateOptions
+from fp8q.progress import SILENT
+from fp8q.quantize.linear import encode
+from fp8q.quantize.scales import load_scales
+from fp8q.quantize.weight_rounding import compensated_codes, compensation
+from fp8q.run import Run
+
+if TYPE_CHECKING:
+    from tests.conftest import Texts
+
+NEAREST = CalibrateOptions(samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",))
+GPTQ = replace(NEAREST, weight_rounding="gptq")
+MODULE = "model.layers.0.self_attn.k_proj"
+
+
+def calibrate(run: Run, source: Source, data: Path, options: CalibrateOptions) -> None:
+    """Everything of `fp8q calibrate` but the ONNX graphs."""
+    notes = stages.Notes(SILENT)
+    collected = stages.collect(source, load_tokenizer(source), str(data), None, options, notes)
+    stages.write_corpus(run, source, collected, notes)
+    stages.measure(run, source, options, notes)
+    stages.quantize(run, source, stages.products_of(source, ()), options, notes)
+
+
+@pytest.fixture(scope="module")
+def source(demo_checkpoint: Path) -> Source:
+    return open_source(str(demo_checkpoint))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, demo_texts: "Texts") -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:8_000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def compensated(tmp_path_factory: pytest.TempPathFactory, source: Source, data: Path) -> Run:
+    run = Run(tmp_path_factory.mktemp("gptq") / "run")
+    calibrate(run, source, data, GPTQ)
+    return run
+
+
+def stored(run: Run, name: str) -> torch.Tensor:
+    shard = json.loads((run.model / "model.safetensors.index.json").read_text())["weight_map"][name]
+    with safe_open(run.model / shard, "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(compensated: Run, source: Source) -> None:
+    weight = Weights(source).tensor(f"{MODULE}.weight").to(torch.bfloat16)
+    scale = stored(compensated, f"{MODULE}.weight_scale")
+    codes = stored(compensated, f"{MODULE}.weight")
+    groups = json.loads(compensated.statistics_json.read_text())["groups"]
+    (first,) = (first for first, members in groups.items() if MODULE in members)
+    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(compensated.moments, first)))
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert not torch.equal(codes.view(torch.uint8), encode(weight, scale).view(torch.uint8))
+    assert {scales.rounding for scales in load_scales(compensated).weights.values()} == {"gptq"}
+
+
+def test_moments_are_kept_for_each_group_and_agree_with_the_histograms(compensated: Run) -> None:
+    from fp8q.calibrate.statistics import load_statistics
+
+    statistics = load_statistics(compensated)
+    assert {path.stem for path in compensated.moments.glob("*.npy")} == set(statistics.record.groups)
+    for first in statistics.record.groups:
+        values, counts = statistics.tensors[f"{first}.input"].histogram.finite
+        energy = float((values.astype(np.float64) ** 2 * counts).sum())
+        assert float(load_moments(compensated.moments, first).diagonal().double().sum()) == pytest.approx(energy, rel=1e-4)
+
+
+def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measurement(compensated: Run, source: Source, data: Path, tmp_path: Path) -> None:
+    again = Run(tmp_path / "run")
+    calibrate(again, source, data, GPTQ)
+    first, second = (run.record().stages["quantize"] for run in (compensated, again))
+    assert first.outputs == second.outputs
+    measured = again.record().stages["measure"]
+    calibrate(again, source, data, NEAREST)
+    assert again.record().stages["measure"] == measured
+    assert {scales.rounding for scales in load_scales(again).weights.values()} == {"nearest"}
+    assert not any(name.startswith("moments/") for name in again.record().stages["quantize"].inputs)
+
+
+def test_nothing_of_it_is_measured_unless_asked_for_and_a_change_is_refused(source: Source, data: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    calibrate(run, source, data, NEAREST)
+    assert not run.moments.exists()
+    calibrate(run, source, data, GPTQ)
+    path = min(run.moments.glob("*.npy"))
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(InputError) as caught:
+        calibrate(run, source, data, GPTQ)
+    assert str(caught.value) == (
+        f"{path}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q calibrate` again"
+    )
