@@ -124,7 +124,7 @@ def fraction(text: str | None, option: str) -> float | None:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
+    if not 0 <= value < float("inf") or (value >= 1 and not text.endswith("%")):
         raise InputError(f"{option} {text}: is no share; give one such as 1% or 0.01")
     return value
 

@@ -4,7 +4,7 @@ Nothing heavy is imported here: the command line reads its defaults from these c
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from .errors import InputError
 
@@ -30,6 +30,14 @@ def at_least_one(options: object, names: tuple[str, ...]) -> None:
             raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
+def one_of(options: object, names: tuple[str, ...]) -> None:
+    """Raise InputError for the first of the fields `names` whose value its type does not list: Python checks no Literal."""
+    for name in names:
+        allowed, value = get_args(get_type_hints(type(options))[name]), getattr(options, name)
+        if value not in allowed:
+            raise InputError(f"--{name.replace('_', '-')} {value}: is none of {', '.join(allowed)}")
+
+
 @dataclass(frozen=True)
 class Clipping:
     """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of scales.
@@ -47,6 +55,7 @@ class Clipping:
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
+        one_of(self, ("method", "scale_grid", "amax_compute_algo"))
         if not 0 < self.percentile <= 100:
             raise InputError(f"--percentile {self.percentile}: must lie in (0, 100]")
         if abs(self.margin) > LARGEST_MARGIN:
@@ -77,7 +86,8 @@ class CalibrateOptions(ScaleOptions):
     stream: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing, whoever gives them."""
+        """Refuse what means nothing, whoever gives it."""
+        one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
         at_least_one(self, ("samples", "seq_len", "batch_size"))
 
 

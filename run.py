@@ -49,7 +49,7 @@ DISTRIBUTIONS = [
 
 
 #: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then exports.
-COMMANDS = {"measure": "calibrate", "quantize": "calibrate"}
+COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrate"}
 
 
 class Strict(BaseModel):
@@ -260,7 +260,9 @@ class Run:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        with open(self.root / LOCK, "w") as handle:
+        with disk_errors(self.root):
+            handle = open(self.root / LOCK, "w")  # noqa: SIM115  # its `with` is the next line
+        with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -349,7 +351,7 @@ def read_document(path: Path, kind: type[Document]) -> Document:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
-        raise InputError(f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; delete it and run the stage that writes it again") from None
+        raise InputError(f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; restore it, or calibrate again into a new directory") from None
 
 
 def sha256_file(path: Path) -> str:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from .quantize.scales import Scales
     from .validate.perplexity import Evaluation
 
-#: Names of directories that say nothing of the model in them.
-GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
 Tokens = npt.NDArray[np.int64]
 
 
@@ -101,14 +99,6 @@ def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
     return products
 
 
-def display_name(source: "Source") -> str:
-    """What to call the model in files: a hub name, or the last part of a directory's path that says something."""
-    if not Path(source.name).expanduser().is_dir():
-        return source.name
-    parts = [part for part in source.path.resolve().parts if part not in GENERIC_NAMES]
-    return parts[-1]
-
-
 def source_of(run: Run) -> "Source":
     """The source checkpoint the run was made of, opened again.
 
@@ -164,10 +154,10 @@ def check_weights(run: Run, source: "Source", report: Reporter) -> None:
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
     """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
     inputs = {"text": collected.text, "tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
-    options = {"data": collected.names[0], "eval_data": collected.names[1]}
+    options = {"data": collected.names[0], "eval_data": collected.names[1], "model": str(source.path.resolve())}
     if run.is_current("corpus", inputs, options):
         return
-    model = {"name": display_name(source), "path": str(source.path.resolve()), "revision": source.revision or "", "fingerprint": source.fingerprint}
+    model = {"name": source.title, "path": options["model"], "revision": source.revision or "", "fingerprint": source.fingerprint}
     with stage(run, "corpus", inputs, options, notes, model) as log:
         save_tokens(run.calibration, collected.windows)
         save_tokens(run.evaluation, collected.evaluation)
@@ -190,7 +180,7 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
     if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
         return
     windows = load_tokens(run, run.calibration)
-    identity = ModelIdentity(name=display_name(source), revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
+    identity = ModelIdentity(name=source.title, revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
     name = str(run.record().stages["corpus"].options["data"])
     corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
 

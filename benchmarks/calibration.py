@@ -47,8 +47,8 @@ def build(layers: int) -> LlamaForCausalLM:
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.eval()
+    model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, torch.bfloat16).eval()
     return model
 
 

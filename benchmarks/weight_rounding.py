@@ -129,7 +129,7 @@ def main() -> int:
     source = open_source(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         result = benchmark(Run(Path(folder) / "run"), source, arguments)
-    described = {"benchmark": "weight_rounding", "model": stages.display_name(source), "parameters": parameters(source), "samples": arguments.samples}
+    described = {"benchmark": "weight_rounding", "model": source.title, "parameters": parameters(source), "samples": arguments.samples}
     versions = {"fp8q": __version__} | {name: version for name, version in library_versions().items() if name in ("torch", "transformers")}
     print(json.dumps(described | result | {"threads": torch.get_num_threads(), "machine": platform.machine(), "versions": versions}))
     return 0 if result["passed"] else 1

@@ -37,6 +37,10 @@ PIECE, PIECES_AT_ONCE = 4 << 20, 16
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
 
+#: Names of directories that say nothing of the model in them.
+GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint that has been looked through. `name` as the user gave it; `revision` the commit, of a hub model."""
@@ -49,6 +53,13 @@ class Source:
     architecture: str
     weight_files: tuple[Path, ...]
     fingerprint: str
+
+    @property
+    def title(self) -> str:
+        """What to call the model in files: a hub name, or the last part of a directory's path that says something."""
+        if not Path(self.name).expanduser().is_dir():
+            return self.name
+        return [part for part in self.path.resolve().parts if part not in GENERIC_NAMES][-1]
 
     @property
     def text_config(self) -> "PreTrainedConfig":

@@ -160,7 +160,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales) -> None:
             shutil.copytree(path, directory / path.name)
         else:
             shutil.copyfile(path, directory / path.name)
-    (directory / "README.md").write_text(model_card(source.name, source.architecture, scales), encoding="utf-8")
+    (directory / "README.md").write_text(model_card(source.title, source.architecture, scales), encoding="utf-8")
 
 
 def _companions(path: Path) -> Iterator[Path]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from fp8q import api
+from fp8q.options import KvCache
 from fp8q.quantize.reference import load_reference
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages import load_tokens
@@ -22,13 +24,11 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kv_cache", "dtype"), CASES)
 def test_the_graph_says_what_the_reference_says(
-    name: str, kv_cache: api.KvCache, dtype: str, shared_checkpoint: Callable[[str], Path], shared_data: Callable[[str], Path], tmp_path: Path
+    name: str, kv_cache: KvCache, dtype: Literal["bf16", "fp16"], shared_checkpoint: Callable[[str], Path], shared_data: Callable[[str], Path], tmp_path: Path
 ) -> None:
     options = api.CalibrateOptions(kv_cache=kv_cache, samples=8, seq_len=128)
     data = str(shared_data("python-calibration.txt"))
-    run = api.calibrate(
-        str(shared_checkpoint(name)), data, tmp_path / "run", options=options, export_options=api.ExportOptions("fp16" if dtype == "fp16" else "bf16")
-    )
+    run = api.calibrate(str(shared_checkpoint(name)), data, tmp_path / "run", options=options, export_options=api.ExportOptions(dtype))
     ids = load_tokens(run, run.evaluation)[: 4 * 64].reshape(4, 64)
     reference = load_reference(run.model, "exact", torch.float32)
     with torch.inference_mode():
