@@ -279,7 +279,7 @@ def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_ca
     kept = asdict(ScaleOptions()) | (before.options if before else {})
     asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip}
     chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
-    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), chosen["weight_rounding"])
+    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), kept["weight_rounding"])
 
 
 def has_graphs(run: Run) -> bool:

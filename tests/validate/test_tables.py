@@ -231,7 +231,7 @@ def test_a_table_without_rows_says_what_to_run() -> None:
 def test_modules_in_fp8_and_in_bf16_make_two_tables(calibrated_run: Run) -> None:
     rows = module_rows(calibrated_run)
     fp8, kept = columns.module_table(rows), columns.kept_table(rows)
-    assert [column.title for column in fp8.columns] == ["module", "amax", "clip", "scale", "saturation", "underflow", "input dB", "weight dB"]
+    assert [column.title for column in fp8.columns] == ["module", "amax", "clip", "scale", "saturation", "underflow", "input dB", "best dB", "weight dB"]
     assert [cell.text for cell in fp8.cells()[0]][:6] == ["model.layers.0.q", "448", "448", "1", "0", "50.00 %"]
     assert [[cell.text for cell in row] for row in kept.cells()] == [
         ["lm_head", "output head: its error would go straight into the logits", "", ""],
