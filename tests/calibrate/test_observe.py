@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.measure import measure
 from fp8q.calibrate.observe import Watch, matrix_products, output_head, probe_groups
-from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, save_arrays
 from fp8q.progress import SILENT
 from fp8q.quantize.formats import E4M3
 
@@ -76,11 +76,14 @@ def test_nothing_stays_attached(model: PreTrainedModel, statistics: Statistics) 
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_batches_in_another_order_or_measured_in_two_runs_give_the_same_values(model: PreTrainedModel, statistics: Statistics) -> None:
+def test_batches_in_another_order_or_measured_in_two_runs_give_the_same_bytes(model: PreTrainedModel, statistics: Statistics, tmp_path: Path) -> None:
     backwards = measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[2, 0, 1])
     added = measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[1]).merge(measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[2, 0]))
+    save_arrays(tmp_path / "forwards", statistics.tensors, statistics.weights)
     for other in (backwards, added):
         assert other.record == statistics.record
+        save_arrays(tmp_path / "other", other.tensors, other.weights)
+        assert (tmp_path / "other").read_bytes() == (tmp_path / "forwards").read_bytes()
         for name, tensor in statistics.tensors.items():
             assert other.tensors[name].histogram == tensor.histogram
             np.testing.assert_array_equal(other.tensors[name].amax_batches, tensor.amax_batches)
