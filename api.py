@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import stages
 from .calibrate.histogram import Histogram, magnitudes
 from .calibrate.statistics import Statistics, load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
@@ -23,7 +22,8 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import Notes
+from .stages import choosing, corpora, graphs, measuring, sources
+from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
     from .export.engine import EngineInfo
@@ -117,13 +117,13 @@ def calibrate(
             raise InputError(
                 f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
             )
-        products = stages.products_of(source, options.skip)
-        collected = stages.collect(source, load_tokenizer(source), data, eval_data, options, notes)
-        stages.check_weights(found, source, notes)
-    stages.write_corpus(found, source, collected, notes)
-    stages.measure(found, source, options, notes)
-    stages.quantize(found, source, products, options, notes)
-    stages.export(found, export_options.dtype, notes)
+        products = sources.products_of(source, options.skip)
+        collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+        sources.check_weights(found, source, notes)
+    corpora.write_corpus(found, source, collected, notes)
+    measuring.measure(found, source, options, notes)
+    choosing.quantize(found, source, products, options, notes)
+    graphs.export(found, export_options.dtype, notes)
     return found
 
 
@@ -132,7 +132,7 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     needs("calibrate", CALIBRATE_MODULES)
 
     found = open_run(path)
-    stages.export(found, options.dtype, Notes(progress))
+    graphs.export(found, options.dtype, Notes(progress))
     return found
 
 
@@ -147,10 +147,10 @@ def scales(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    options = stages.rescaled(found, clip, weight_method, kv_cache, skip)
-    source = stages.source_of(found)
-    stages.quantize(found, source, stages.products_of(source, options.skip), options, notes)
-    stages.export(found, stages.exported_dtype(found), notes)
+    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip)
+    source = sources.source_of(found)
+    choosing.quantize(found, source, sources.products_of(source, options.skip), options, notes)
+    graphs.export(found, graphs.exported_dtype(found), notes)
     return found
 
 
@@ -164,14 +164,14 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
 
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)
-    inputs, promised = stages.fp8_files(found), load_scales(found).promised
-    limit = stages.positions(found.model)
+    inputs, promised = graphs.fp8_files(found), load_scales(found).promised
+    limit = corpora.positions(found.model)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
     options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
     chosen.pop("min_fp8_share")
     if not found.is_current("build-engine", inputs, chosen):
-        with stages.stage(found, "build-engine", inputs, chosen, notes) as log:
+        with stage(found, "build-engine", inputs, chosen, notes) as log:
             log.outputs += build_engines(found, promised, options, notes)
     engines = load_engines(found)
     check_share(engines, options.min_fp8_share)
@@ -189,12 +189,12 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
     from .validate.runtimes import forwards, vocabulary
 
     found, notes = open_run(path), Notes(progress)
-    evaluation = stages.evaluation(found, data, options.context, options.stride, notes)
-    inputs = stages.fp8_files(found) | {"tokens": evaluation.protocol.sha256}
+    evaluation = corpora.evaluation(found, data, options.context, options.stride, notes)
+    inputs = graphs.fp8_files(found) | {"tokens": evaluation.protocol.sha256}
     chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
     if not found.is_current("validate", inputs, chosen):
-        with stages.stage(found, "validate", inputs, chosen, notes) as log:
-            made = forwards(options.runtimes, found, lambda: stages.source_of(found), stages.device())
+        with stage(found, "validate", inputs, chosen, notes) as log:
+            made = forwards(options.runtimes, found, lambda: sources.source_of(found), device())
             accuracy, nll = compare(evaluation, made, vocabulary(found.model), notes)
             log.outputs += save_accuracy(found, accuracy, nll)
     accuracy = load_accuracy(found)
@@ -227,9 +227,9 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
     from .serve.repository import write_repository
 
     found, notes = open_run(path), Notes(progress)
-    inputs, chosen = stages.fp8_files(found), asdict(options)
+    inputs, chosen = graphs.fp8_files(found), asdict(options)
     if not found.is_current("triton", inputs, chosen):
-        with stages.stage(found, "triton", inputs, chosen, notes) as log:
+        with stage(found, "triton", inputs, chosen, notes) as log:
             log.outputs += write_repository(found, options, notes)
     return [found.root / name for name in found.record().stages["triton"].outputs]
 
@@ -241,7 +241,7 @@ def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
     found, notes = open_run(path), Notes(progress)
     inputs = {name: digest for stage, record in found.record().stages.items() if stage != "report" for name, digest in record.outputs.items()}
     if not found.is_current("report", inputs, {}):
-        with stages.stage(found, "report", inputs, {}, notes) as log:
+        with stage(found, "report", inputs, {}, notes) as log:
             log.outputs += write_report(found, notes)
     return [found.report_html, found.report_ipynb]
 
@@ -291,7 +291,7 @@ def inspect(path: Path, delayed: Clipping | None = None, against: str | None = N
 def measure_text(run: Run, text: str, progress: Reporter = SILENT) -> Statistics:
     """What the float model of `run` does on `text`, in windows as the run was calibrated on. Nothing is written."""
     needs("calibrate", CALIBRATE_MODULES)
-    return stages.measure_text(run, text, Notes(progress))
+    return measuring.measure_text(run, text, Notes(progress))
 
 
 @dataclass(frozen=True)

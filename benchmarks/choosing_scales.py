@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fp8q import stages
 from fp8q.calibrate import corpus
 from fp8q.calibrate.measure import measure
 from fp8q.calibrate.source import Source, load_model, load_tokenizer, open_source
@@ -35,6 +34,7 @@ from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
 from fp8q.quantize.scales import group_of, tensor_scale
 from fp8q.quantize.weights import channel_scales
 from fp8q.run import library_versions
+from fp8q.stages import corpora, sources
 from fp8q.validate.compare import Forward, compare
 from fp8q.validate.perplexity import Evaluation, cut
 
@@ -139,10 +139,10 @@ def evaluate(source: Source, data: str, eval_data: str, windows: int, context: i
     if outliers:
         make_outliers(model)
     ids = corpus.windows(corpus.encode(corpus.load_texts(data), tokenizer), context, 4 * windows)
-    record = Corpus(name=data, fingerprint=stages.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
+    record = Corpus(name=data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = measure(model, ids, identity, record, SILENT)
-    products = stages.products_of(source, ())
+    products = sources.products_of(source, ())
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(corpus.encode(corpus.load_texts(eval_data), tokenizer)[: windows * context], eval_data, context, context)
 

@@ -84,23 +84,24 @@ def write_checkpoint(path: Path, layers: int) -> int:
 def calibrate(checkpoint: str, out: str, windows: int, seq_len: int) -> None:
     """What the measured process does: `fp8q calibrate --stream` but for the export, naming each stage on standard output when it begins."""
     print("start", flush=True)
-    from fp8q import stages
     from fp8q.api import CalibrateOptions
     from fp8q.calibrate.source import load_tokenizer, open_source
     from fp8q.progress import SILENT
     from fp8q.run import Run
+    from fp8q.stages import choosing, corpora, measuring, sources
+    from fp8q.stages.steps import Notes
 
     options = CalibrateOptions(samples=windows, seq_len=seq_len, batch_size=2, stream=True)
-    run, notes = Run(Path(out)), stages.Notes(SILENT)
+    run, notes = Run(Path(out)), Notes(SILENT)
     source = open_source(checkpoint)
-    products = stages.products_of(source, ())
-    collected = stages.collect(source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes)
-    stages.check_weights(run, source, notes)
-    stages.write_corpus(run, source, collected, notes)
+    products = sources.products_of(source, ())
+    collected = corpora.collect(source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes)
+    sources.check_weights(run, source, notes)
+    corpora.write_corpus(run, source, collected, notes)
     print("measure", flush=True)
-    stages.measure(run, source, options, notes)
+    measuring.measure(run, source, options, notes)
     print("quantize", flush=True)
-    stages.quantize(run, source, products, options, notes)
+    choosing.quantize(run, source, products, options, notes)
 
 
 def sampled(arguments: list[str]) -> dict[str, dict[str, float]]:

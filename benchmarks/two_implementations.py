@@ -31,7 +31,8 @@ from fp8q.quantize.reference import Reference, load_reference
 from fp8q.run import Run
 from fp8q.serve.cache import HostCache
 from fp8q.serve.sessions import OnnxRuntimeSession
-from fp8q.stages import load_tokens, source_of
+from fp8q.stages.corpora import load_tokens
+from fp8q.stages.sources import source_of
 from fp8q.validate.runtimes import float_model, reference
 
 LIMITS = {"logit_difference": 1e-4, "perplexity_difference": 0.001, "perplexity_difference_bf16": 0.005, "kl_share": 0.1}

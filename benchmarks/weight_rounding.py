@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fp8q import __version__, stages
+from fp8q import __version__
 from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
 from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.progress import SILENT
@@ -31,6 +31,8 @@ from fp8q.quantize.scales import group_of
 from fp8q.quantize.weight_rounding import Compensations
 from fp8q.quantize.weights import Rounding, WeightMethod
 from fp8q.run import Run, library_versions
+from fp8q.stages import choosing, corpora, measuring, sources
+from fp8q.stages.steps import Notes
 from fp8q.validate.compare import Forward, compare
 from fp8q.validate.perplexity import Evaluation, cut
 from fp8q.validate.runtimes import float_model, vocabulary
@@ -46,7 +48,7 @@ def quantized(run: Run, source: Source, method: WeightMethod, rounding: WeightRo
     from fp8q.quantize.checkpoint import quantize_checkpoint
 
     statistics, options = load_statistics(run), CalibrateOptions()
-    scales = stages.choose_scales(statistics, stages.products_of(source, ()), options)
+    scales = choosing.choose_scales(statistics, sources.products_of(source, ()), options)
     compensations = Compensations(run.moments, group_of(statistics.record.groups)) if rounding == "gptq" else None
     directory, start = run.root / f"{method}-{rounding}", time.perf_counter()
     quantize_checkpoint(source, directory, scales, Rounding(method, compensations), SILENT)
@@ -81,12 +83,12 @@ def lossless(layer: FP8Linear, weight: torch.Tensor) -> None:
 def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[Evaluation, dict[str, float]]:
     """Calibrate without and with second moments; the evaluation text, cut, and the seconds of both."""
     options = CalibrateOptions(samples=arguments.samples, seq_len=arguments.context)
-    notes = stages.Notes(SILENT)
-    collected = stages.collect(source, load_tokenizer(source), arguments.data, arguments.eval_data, options, notes)
-    stages.write_corpus(run, source, collected, notes)
+    notes = Notes(SILENT)
+    collected = corpora.collect(source, load_tokenizer(source), arguments.data, arguments.eval_data, options, notes)
+    corpora.write_corpus(run, source, collected, notes)
     seconds = dict[str, float]()
     for rounding in ROUNDINGS:
-        stages.measure(run, source, replace(options, weight_rounding=rounding), notes)
+        measuring.measure(run, source, replace(options, weight_rounding=rounding), notes)
         seconds[rounding] = run.record().stages["measure"].seconds
     tokens = collected.evaluation[: arguments.windows * arguments.context]
     return cut(tokens, Path(arguments.eval_data).name, arguments.context, arguments.context), seconds

@@ -30,8 +30,10 @@ from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions
 from fp8q.progress import SILENT
 from fp8q.run import Run
-from fp8q.stages import Notes, save_tokens, streamed
-from fp8q.stages import measure as measure_stage
+from fp8q.stages.corpora import save_tokens
+from fp8q.stages.measuring import measure as measure_stage
+from fp8q.stages.measuring import streamed
+from fp8q.stages.steps import Notes
 
 IDENTITY = ModelIdentity(name="model", architecture="any", fingerprint="0")
 #: The last batch is smaller than the others: a shape of its own.
@@ -223,7 +225,8 @@ from fp8q.calibrate.source import open_source
 from fp8q.options import CalibrateOptions
 from fp8q.progress import SILENT
 from fp8q.run import Run
-from fp8q.stages import Notes, measure
+from fp8q.stages.measuring import measure
+from fp8q.stages.steps import Notes
 measure(Run(Path(sys.argv[1])), open_source(sys.argv[2]), CalibrateOptions(batch_size=2, stream=True), Notes(SILENT))
 """
 

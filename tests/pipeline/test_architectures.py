@@ -12,7 +12,7 @@ from fp8q import api
 from fp8q.options import KvCache
 from fp8q.quantize.reference import load_reference
 from fp8q.serve.sessions import OnnxRuntimeSession
-from fp8q.stages import load_tokens
+from fp8q.stages.corpora import load_tokens
 
 CASES = [
     pytest.param("llama", "off", "fp16", id="llama, tied head, cache in the compute type, graph in FP16"),

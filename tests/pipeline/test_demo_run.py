@@ -25,7 +25,7 @@ from fp8q.quantize.formats import E4M3
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
-from fp8q.stages import load_tokens
+from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy
 from fp8q.validate.accuracy import load_tokens as load_nll
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8q.run import Run
-from fp8q.stages import load_tokens
+from fp8q.stages.corpora import load_tokens
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8q import stages
 from fp8q.calibrate.moments import load_moments
 from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
 from fp8q.errors import InputError
@@ -20,6 +19,8 @@ from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.weight_rounding import compensated_codes, compensation
 from fp8q.run import Run
+from fp8q.stages import choosing, corpora, measuring, sources
+from fp8q.stages.steps import Notes
 
 if TYPE_CHECKING:
     from tests.conftest import Texts
@@ -31,11 +32,11 @@ MODULE = "model.layers.0.self_attn.k_proj"
 
 def calibrate(run: Run, source: Source, data: Path, options: CalibrateOptions) -> None:
     """Everything of `fp8q calibrate` but the ONNX graphs."""
-    notes = stages.Notes(SILENT)
-    collected = stages.collect(source, load_tokenizer(source), str(data), None, options, notes)
-    stages.write_corpus(run, source, collected, notes)
-    stages.measure(run, source, options, notes)
-    stages.quantize(run, source, stages.products_of(source, ()), options, notes)
+    notes = Notes(SILENT)
+    collected = corpora.collect(source, load_tokenizer(source), str(data), None, options, notes)
+    corpora.write_corpus(run, source, collected, notes)
+    measuring.measure(run, source, options, notes)
+    choosing.quantize(run, source, sources.products_of(source, ()), options, notes)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..options import Clipping, KvCache, ScaleOptions, WeightMethod
+from ..run import Run, replacing, write_document
+from .graphs import has_graphs
+from .steps import Notes, stage
+
+if TYPE_CHECKING:
+    from ..calibrate.source import Source
+    from ..calibrate.statistics import Statistics
+    from ..quantize.policy import Products
+    from ..quantize.scales import Scales
+
+
+def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
+    """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
+    from ..calibrate.statistics import load_statistics
+    from ..export.carry import carry_graphs
+    from ..quantize.checkpoint import quantize_checkpoint
+    from ..quantize.scales import group_of
+    from ..quantize.weight_rounding import Compensations
+    from ..quantize.weights import Rounding
+
+    compensated = options.weight_rounding == "gptq"
+    measured = run.record().stages["measure"].outputs
+    inputs = {name: digest for name, digest in measured.items() if compensated or not name.startswith("moments/")}
+    chosen = asdict(options.clip) | {
+        "weight_method": options.weight_method,
+        "kv_cache": options.kv_cache,
+        "skip": list(options.skip),
+        "weight_rounding": options.weight_rounding,
+    }
+    if run.is_current("quantize", inputs, chosen):
+        return
+    for name in inputs:
+        run.require(run.root / name, "measure")
+    statistics = load_statistics(run)
+    scales, exported = choose_scales(statistics, products, options), has_graphs(run)
+    compensations = Compensations(run.moments, group_of(statistics.record.groups)) if compensated else None
+    with stage(run, "quantize", inputs, chosen, notes) as log:
+        with replacing(run.model) as partial:
+            scales = quantize_checkpoint(source, partial, scales, Rounding(options.weight_method, compensations), notes)
+            if exported:
+                carry_graphs(run, partial)
+        write_document(run.scales, scales)
+        for module, decision in scales.skipped.items():
+            if decision.samples is not None:
+                notes.note(f"{module}: stays in BF16: {decision.reason}")
+        graphs = {run.onnx, run.onnx_fp32}
+        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs)]
+
+
+def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None) -> ScaleOptions:
+    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does not tell.
+
+    Raises InputError when the run was not measured.
+    """
+    run.require(run.statistics, "measure")
+    before = run.record().stages.get("quantize")
+    kept = asdict(ScaleOptions()) | (before.options if before else {})
+    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip}
+    chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
+    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), kept["weight_rounding"])
+
+
+def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
+    """Decide every tensor of `products`; the weights' part is filled in when they are written."""
+    from ..quantize.policy import select
+    from ..quantize.scales import Scales, activation_scales, kv_cache_scales
+
+    chosen, skipped = select(products, options.skip)
+    activations, unfit = activation_scales(statistics, chosen, options.clip)
+    cache = kv_cache_scales(statistics, options.clip) if options.kv_cache == "fp8" else {}
+    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

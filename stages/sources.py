@@ -1,0 +1,65 @@
+"""The source checkpoint of a run: its matrix products, told before any work, and the same checkpoint found again later."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from ..progress import Reporter
+from ..run import Run
+
+if TYPE_CHECKING:
+    from ..calibrate.source import Source
+    from ..quantize.policy import Products
+
+
+def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
+    """The matrix products of the source model, told without its weights.
+
+    Raises InputError for a pattern of `skip` that matches nothing, and for products that have no FP8 checkpoint form yet.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    from ..calibrate.observe import matrix_products, output_head, takes_quantizers
+    from ..calibrate.source import meta_model
+    from ..export.support import unsupported
+    from ..quantize.policy import Products, select
+
+    model = meta_model(source)
+    if reason := unsupported(model, source):
+        raise InputError(f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model")
+    modules = matrix_products(model)
+    if any(isinstance(module, Conv1D) for module in modules.values()):
+        raise InputError(
+            f"{source.name}: {source.architecture} keeps its weights in Conv1D modules, which have no FP8 form on the Hugging Face side; this version does not do it"
+        )
+    unknown = {name: type(module).__name__ for name, module in modules.items() if not takes_quantizers(module)}
+    products = Products(tuple(modules), output_head(model), unknown)
+    select(products, skip)
+    return products
+
+
+def source_of(run: Run) -> "Source":
+    """The source checkpoint the run was made of, opened again.
+
+    Raises InputError when it is no longer where it was, or is no longer the same.
+    """
+    from ..calibrate.source import open_source
+
+    model = run.record().model
+    if not Path(model["path"]).is_dir():
+        raise InputError(f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate again")
+    source = open_source(model["path"])
+    if source.fingerprint != model["fingerprint"]:
+        raise InputError(
+            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
+        )
+    return source
+
+
+def check_weights(run: Run, source: "Source", report: Reporter) -> None:
+    """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
+    from ..calibrate.source import check_finite
+
+    measured = run.record().stages.get("measure")
+    if measured is None or measured.inputs["model"] != source.fingerprint:
+        check_finite(source, report)
