@@ -2,13 +2,15 @@
 
 For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8 cache `k_scale` and
 `v_scale` F32 [1] at the attention module. transformers and vLLM load it as it is, and the ONNX graph points at the same bytes. Tensors
-go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16.
+go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16, under the name it bore.
+What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight` [in, out] and `weight_scale` [1, out].
 """
 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +19,7 @@ from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
+from .form import CACHE_SCALES, UNLOADABLE, Form, form_of
 from .scales import Scales, Skipped, TensorScale, WeightScales
 from .weights import Rounding, quantize_weight
 
@@ -41,8 +44,9 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
     `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`.
     Raises InputError when the source stores a module's weight under another name than transformers does.
     """
-    weights = Weights(source)
-    missing = [module for module in scales.activations if f"{module}.weight" not in weights.names()]
+    weights, form = Weights(source), form_of(source, scales)
+    modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
+    missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
         raise InputError(
             f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
@@ -53,9 +57,8 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
     skipped: dict[str, Skipped] = {}
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
-            module = name.removesuffix(".weight")
-            if name.endswith(".weight") and module in scales.activations:
-                decision = _quantized_tensors(module, weights.tensor(name), scales.activations[module], rounding)
+            if module := modules.get(name):
+                decision = _quantized_tensors(module, weights.tensor(name), form.axis(module), scales.activations[module], rounding)
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
@@ -67,29 +70,35 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
-        for name, cache in scales.kv_cache.items():
-            writer.add(f"{name}_scale", torch.tensor([cache.scale], dtype=torch.float32))
+        caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()}
+        for name, scale in caches.items() if form.cache else ():
+            writer.add(name, scale)
         writer.close()
+    if caches and not form.cache:
+        save_file(caches, directory / CACHE_SCALES, metadata={"format": "pt"})
     done = Scales(
         weights={module: summaries[module] for module in scales.activations if module in summaries},
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
         kv_cache=scales.kv_cache,
         skipped=scales.skipped | skipped,
     )
-    _write_companions(source, directory, done)
+    _write_companions(source, directory, done, form)
+    if remark := form.remark(source.architecture, bool(scales.kv_cache)):
+        report.note(remark)
     return done
 
 
 def _quantized_tensors(
-    module: str, weight: torch.Tensor, activation: TensorScale, rounding: Rounding
+    module: str, weight: torch.Tensor, axis: Literal[0, 1], activation: TensorScale, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
     compensation = rounding.compensations.of(module) if rounding.compensations else None
-    quantized = quantize_weight(weight.to(torch.bfloat16), rounding.method, compensation)
+    rows = weight.to(torch.bfloat16).movedim(axis, 0).contiguous()
+    quantized = quantize_weight(rows, rounding.method, compensation)
     if isinstance(quantized, Skipped):
         return quantized
-    return quantized.summary, {
-        f"{module}.weight": quantized.codes,
-        f"{module}.weight_scale": quantized.scale[:, None],
+    return quantized.summary.model_copy(update={"axis": axis}), {
+        f"{module}.weight": quantized.codes.movedim(0, axis),
+        f"{module}.weight_scale": quantized.scale[:, None].movedim(0, axis),
         f"{module}.input_scale": torch.tensor([activation.scale], dtype=torch.float32),
     }
 
@@ -150,17 +159,20 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
     return dict(config.model_dump(mode="json", exclude_none=True))
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales) -> None:
+def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), bool(scales.kv_cache))}
+    fp8_cache = bool(scales.kv_cache) and form.cache
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), fp8_cache) if form.loadable else UNLOADABLE}
+    if fp8_cache and not hasattr(source.text_config, "num_key_value_heads"):
+        config["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in _companions(source.path):
         if path.is_dir():
             shutil.copytree(path, directory / path.name)
         else:
             shutil.copyfile(path, directory / path.name)
-    (directory / "README.md").write_text(model_card(source.title, source.architecture, scales), encoding="utf-8")
+    (directory / "README.md").write_text(model_card(source.title, source.architecture, scales, form), encoding="utf-8")
 
 
 def _companions(path: Path) -> Iterator[Path]:
