@@ -26,6 +26,7 @@ from ..quantize.scales import Scales
 from ..run import Run, replacing
 from . import operators, passes
 from .graph import Graph, GraphPlan, prepare
+from .heads import split_by_heads
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]
@@ -77,6 +78,7 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
     stored = {name: tensor.shape for name, tensor in passes.stored_tensors(directory).items()}
     passes.point_at_weights(onnx_model, directory, tied_names(model) | renamed_in(config, type(model), stored), buffers)
     passes.simplify(onnx_model)
+    split_by_heads(onnx_model)
     passes.widen_initializers(onnx_model)
     passes.strip(onnx_model)
     return onnx_model
