@@ -117,7 +117,7 @@ def calibrate(
             raise InputError(
                 f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
             )
-        products = sources.products_of(source, options.skip)
+        products = sources.products_of(source, options.skip, options.only)
         collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
         sources.check_weights(found, source, notes)
     corpora.write_corpus(found, source, collected, notes)
@@ -138,7 +138,7 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
 
 def scales(
     path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
-    skip: tuple[str, ...] | None = None, progress: Reporter = SILENT,
+    skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the model is not run.
 
@@ -147,9 +147,9 @@ def scales(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip)
+    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip, only)
     source = sources.source_of(found)
-    choosing.quantize(found, source, sources.products_of(source, options.skip), options, notes)
+    choosing.quantize(found, source, sources.products_of(source, options.skip, options.only), options, notes)
     graphs.export(found, graphs.exported_dtype(found), notes)
     return found
 

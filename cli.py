@@ -84,6 +84,10 @@ Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Win
 SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
 Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep modules whose name matches (* and ?) in BF16. Repeatable.")]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Quantize only modules whose name matches (* and ?). Repeatable.")]
+KeptOnly = Annotated[
+    list[str] | None, typer.Option("--only", metavar="PATTERN", help=f"Quantize only modules whose name matches (* and ?). Repeatable. {AS_IT_IS}")
+]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint.")]
 Stream = Annotated[
@@ -135,8 +139,8 @@ def run(
     percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
     amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
     interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
-    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
+    revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
     min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
@@ -147,7 +151,7 @@ def run(
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     calibrate_options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
+        clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
     )
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
@@ -162,8 +166,8 @@ def calibrate(
     percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
     amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
     interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
-    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
+    revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
@@ -171,7 +175,7 @@ def calibrate(
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
+        clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
     )
     speak = terminal()
     with showing(speak, out, as_json):
@@ -183,7 +187,7 @@ def scales(
     run: RunArgument, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin,
     scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
     amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: KeptWeightMethod = None,
-    kv_cache: KeptKvCache = None, skip: KeptSkip = None, as_json: Json = False,
+    kv_cache: KeptKvCache = None, skip: KeptSkip = None, only: KeptOnly = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Choose all scales again from what was measured, and write checkpoint and graphs anew, without running the model."""
     from . import api
@@ -191,7 +195,7 @@ def scales(
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     speak = terminal()
     with showing(speak, run, as_json):
-        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, speak)
+        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, tuple(only) if only else None, speak)
 
 
 @app.command()
