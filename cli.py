@@ -71,12 +71,14 @@ HistoryLength = Annotated[
 Algorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="For --method delayed: the history's largest amax, or its last.")]
 Interval = Annotated[int, typer.Option("--interval", metavar="N", help="For --method delayed: batches from one scale to the next.")]
 ByWeights = Annotated[WeightMethod, typer.Option("--weight-method", help="How the scales of the weights' output channels are chosen.")]
-KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="What of the cache is kept in FP8: nothing, the values, or keys and values.")]
 AS_IT_IS = "[default: as the run has it]"
 KeptWeightMethod = Annotated[
     WeightMethod | None, typer.Option("--weight-method", help=f"How the scales of the weights' output channels are chosen. {AS_IT_IS}")
 ]
-KeptKvCache = Annotated[KvCache | None, typer.Option("--kv-cache", help=f"Keep keys and values in FP8. {AS_IT_IS}")]
+KeptKvCache = Annotated[
+    KvCache | None, typer.Option("--kv-cache", help=f"What of the cache is kept in FP8: nothing, the values, or keys and values. {AS_IT_IS}")
+]
 KeptSkip = Annotated[
     list[str] | None, typer.Option("--skip", metavar="PATTERN", help=f"Keep modules whose name matches (* and ?) in BF16. Repeatable. {AS_IT_IS}")
 ]

@@ -18,7 +18,7 @@ Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
-KvCache = Literal["off", "fp8"]
+KvCache = Literal["off", "v", "fp8"]
 WeightRounding = Literal["nearest", "gptq"]
 
 

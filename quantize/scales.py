@@ -14,12 +14,14 @@ from pydantic import Field
 from ..calibrate.histogram import INFINITY, Histogram, magnitudes
 from ..calibrate.statistics import Statistics, TensorStatistics
 from ..errors import InputError
-from ..options import Clipping
+from ..options import Clipping, KvCache
 from ..run import Run, Strict, read_document
 from .clip import CLIPPERS, clip_mse, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
 from .formats import E4M3, Format
 
+#: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
+CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
 #: Scales below the smallest normal BF16 number are flushed to zero by some hardware.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 #: The scale of BF16's largest number.
@@ -74,6 +76,11 @@ class Scales(Strict):
     def promised(self) -> list[str]:
         """The modules whose product runs on FP8 codes on both sides."""
         return list(self.weights)
+
+    @property
+    def cache_parts(self) -> str:
+        """Which parts of the cache are codes: `kv`, `v` alone, or none."""
+        return "".join(sorted({name[-1] for name in self.kv_cache}))
 
 
 def load_scales(run: Run) -> Scales:
@@ -159,14 +166,16 @@ def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping) -> Ten
     return tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
 
 
-def kv_cache_scales(statistics: Statistics, clipping: Clipping) -> dict[str, TensorScale]:
-    """Scales of every key and value cache.
+def kv_cache_scales(statistics: Statistics, clipping: Clipping, parts: str = "kv") -> dict[str, TensorScale]:
+    """Scales of every key (`k` in `parts`) and value (`v`) cache; none for no parts.
 
     Raises InputError naming the first tensor that has none: a cache in two types serves nobody.
     """
     scales: dict[str, TensorScale] = {}
+    if not parts:
+        return scales
     for name, tensor in statistics.tensors.items():
-        if not name.endswith((".k", ".v")):
+        if not name.endswith(tuple(f".{part}" for part in parts)):
             continue
         if reason := unfit(tensor.histogram):
             raise InputError(f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-cache off")

@@ -20,6 +20,8 @@ from .findings import converged_after, outlier_channels
 
 #: Runtimes that compute in the types of the source model, not in FP8.
 FLOAT_RUNTIMES = frozenset({"bf16", "source"})
+#: What the cache is, by the parts of it that are codes.
+CACHES = {"": "not quantized", "v": "values in E4M3, a scale per layer; keys not quantized", "kv": "E4M3, K and V a scale each per layer"}
 #: What safetensors calls the type of the codes.
 CODE_DTYPE = "F8_E4M3"
 
@@ -246,7 +248,7 @@ def fact_rows(run: Run) -> list[FactRow]:
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, by {' and '.join(sorted(weights))}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, by {' and '.join(sorted(clips))}",
-        "KV cache": f"{scales.format.upper()}, K and V a scale each per layer" if scales.kv_cache else "not quantized",
+        "KV cache": CACHES[scales.cache_parts],
         "libraries": ", ".join(f"{name} {version}" for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()),
     }
     return [FactRow(what, value) for what, value in facts.items()]
