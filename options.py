@@ -68,7 +68,7 @@ class ScaleOptions:
     """What follows from the statistics, without running the model: options of `fp8q scales`, and of `calibrate` too."""
 
     clip: Clipping = Clipping()
-    weight_method: WeightMethod = "amax"
+    weight_method: WeightMethod = "mse"
     kv_cache: KvCache = "off"
     skip: tuple[str, ...] = ()
     weight_rounding: WeightRounding = "nearest"

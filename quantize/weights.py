@@ -20,8 +20,8 @@ from .weight_mse import mse_scales
 from .weight_rounding import Compensations, compensated_codes
 
 WeightMethod = Literal["amax", "mse"]
-#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes.
-BLOCK_VALUES = 1 << 22
+#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger blocks leave larger holes in the heap.
+BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
