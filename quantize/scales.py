@@ -44,7 +44,7 @@ class WeightScales(Strict):
 class TensorScale(Strict):
     """One activation's or cache tensor's per-tensor scale; shares are fractions."""
 
-    method: str
+    method: str = Field(description="what chose the clip; where that gave nothing a scale can be made of: `amax (percentile gave 0)`")
     amax: float
     clip: float
     scale: float
@@ -106,11 +106,11 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3
 
     The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
     """
-    clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
+    method, clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
     best = float(scale_of(clip_mse(histogram, format, clipping), format))
     achieved = sqnr_db(histogram, format, scale)
     return TensorScale(
-        method=clipping.method,
+        method=method,
         amax=histogram.amax,
         clip=clip,
         scale=scale,
@@ -121,8 +121,9 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3
     )
 
 
-def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, amax_batches: npt.NDArray[np.float32] | None) -> tuple[float, float]:
-    """The clip and the scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax; a margin goes as far as scales do."""
+def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, amax_batches: npt.NDArray[np.float32] | None) -> tuple[str, float, float]:
+    """The method, clip and scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin goes as far as scales do."""
+    method: str = clipping.method
     if clipping.method == "delayed":
         if amax_batches is None:
             raise InputError("--method delayed: needs the amax of every batch, which a histogram does not hold; choose another method")
@@ -130,9 +131,9 @@ def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, am
     else:
         clip = CLIPPERS[clipping.method](histogram, format, clipping)
     if scale_of(clip, format) < SMALLEST_SCALE:
-        clip = histogram.amax
+        method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
     scale = float(np.clip(np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin), SMALLEST_SCALE, LARGEST_SCALE))
-    return (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max), scale
+    return method, (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max), scale
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
