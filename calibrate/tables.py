@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 #: Row groups of one parquet file that are read in part, where not all of it is read.
 GROUPS = 64
-#: Rows of a parquet file that are held together.
+#: Rows of a parquet file that are held together, and bytes that are read of it at once: left to itself, Arrow reads the column of a whole row group.
 BATCH = 64
+BUFFER = 1 << 20
 
 
 def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     """The documents of a parquet file. Raises InputError."""
     from pyarrow import parquet
 
-    with unreadable(spec, "write or copy it again"), parquet.ParquetFile(path, memory_map=True) as file:
+    with unreadable(spec, "write or copy it again"), parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
         column = choose_column(spec, {field.name: _kind(field) for field in file.schema_arrow}, reading)
         sizes = [_column_bytes(file, group, column) for group in range(file.num_row_groups)]
         groups, every = list(range(len(sizes))), 1

@@ -85,7 +85,7 @@ def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tu
         return [(f"line {number:,}", line) for number, line in enumerate(lines, 1)]
     pieces = list(line_pieces(path, reading.limit))
     report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
-    return [(f"the line at byte {piece.offset:,}", _decode(path, piece)) for piece in pieces]
+    return [(f"the line at byte {piece.offset:,}", _decode(path, piece).removesuffix("\n")) for piece in pieces]
 
 
 def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..progress import Reporter
-from ..run import Run
+from ..run import Run, read_document
 from .corpora import Text, load_tokens, read
 
 if TYPE_CHECKING:
@@ -55,8 +55,15 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
     The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to compare have none. Short windows
     that were cut apart from each other share only short runs with the text they were cut from, so runs are a quarter of a window at most.
     """
+    from ..calibrate.corpus import fingerprint
     from ..calibrate.overlap import RUN, SAME, WORTH_A_NOTE, shares
+    from ..calibrate.statistics import StatisticsRecord
 
+    sources = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus.sources or []
+    if fingerprint(text.documents.texts) in {source.fingerprint for source in sources}:
+        raise InputError(
+            f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, or leave --data out to evaluate on what was held out"
+        )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
     of_run, of_text = shares(decoded, text.documents.texts, max(min(RUN, windows.shape[1] // 4), 1))
