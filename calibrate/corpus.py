@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from ..progress import Reporter
+from ..progress import SILENT, Reporter
 from .overlap import check_disjoint
 from .rows import Documents, Reading
 from .texts import load_documents, load_texts
@@ -39,16 +39,20 @@ def fingerprint(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None = None, special_tokens: bool = True) -> Tokens:
+def encode(
+    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None = None, special_tokens: bool = True, report: Reporter = SILENT
+) -> Tokens:
     """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives a text.
 
     `special_tokens` False: it gives none, for texts that hold theirs (rendered chats). Raises InputError when an id is not below `vocabulary`, the
     number of rows of the model's embedding.
     """
     pieces = [np.zeros(0, np.int64)]
-    for batch, special in _batches(texts):
-        encoded = tokenizer(batch, add_special_tokens=special_tokens and special, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        pieces += [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+    with report.track("Tokenizing", sum(map(len, texts)), "characters") as advance:
+        for batch, special in _batches(texts):
+            encoded = tokenizer(batch, add_special_tokens=special_tokens and special, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+            pieces += [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+            advance(sum(map(len, batch)))
     ids = np.concatenate(pieces)
     if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(int(ids.max()))

@@ -86,7 +86,7 @@ def read(spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, readi
     from ..calibrate import corpus
 
     documents = corpus.load_documents(spec, reading, report)
-    return Text(spec, documents, corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat))
+    return Text(spec, documents, corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report))
 
 
 def hold_out(parts: "list[Part]", texts: list[Text], seq_len: int, report: Reporter) -> tuple[list[Tokens], Tokens]:

@@ -155,7 +155,7 @@ def test_chats_need_the_option_and_the_option_needs_chats(made: Corpora) -> None
     )
     collected = made.collect([chats, code], chat_template=True)
     assert [source.chat for source in collected.sources] == [True, False]
-    text = load_tokenizer(made.source).decode(made.collect(chats, chat_template=True).windows[0].tolist())
+    text = str(load_tokenizer(made.source).decode(made.collect(chats, chat_template=True).windows[0].tolist()))
     assert text.startswith("<|user|>Number 30000?\n<|assistant|>")
 
 
