@@ -186,6 +186,16 @@ def test_other_text_is_read_as_the_run_read_its_own(run: Run, made: Corpora) -> 
     assert chats.documents.texts[0].startswith("<|user|>Number 30000?")
 
 
+def test_chats_are_held_against_the_scales_in_as_many_windows_as_they_fill(run: Run, made: Corpora, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in (made.root / "chats.jsonl").read_text(encoding="utf-8").splitlines()[:2]), encoding="utf-8")
+    for path, most in ((few, 7), (made.root / "chats.jsonl", 8)):
+        measured = measuring.measure_text(run, str(path), Notes(made)).record
+        assert (measured.corpus.name, measured.corpus.seq_len, measured.tokens) == (str(path), 64, 64 * measured.corpus.windows)
+        assert 1 < measured.corpus.windows <= most
+    assert measured.corpus.windows == 8  # as many as the run was calibrated on
+
+
 def test_what_was_calibrated_on_is_no_evaluation_text(run: Run, made: Corpora, tmp_path: Path) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(InputError) as refused:
