@@ -67,7 +67,7 @@ def _parquet_rows(file: "parquet.ParquetFile", groups: list[int], every: int, na
         first.append(first[-1] + file.metadata.row_group(group).num_rows)
     for group in groups:
         number = first[group]
-        for batch in file.iter_batches(BATCH, row_groups=[group], columns=[name]):
+        for batch in file.iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False):
             for index in range(-number % every, batch.num_rows, every):
                 yield f"row {number + index + 1:,}", {name: batch.column(0)[index].as_py()}
             number += batch.num_rows

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import datasets
 import pyarrow as pa
@@ -17,6 +17,9 @@ from fp8q.calibrate.corpus import encode
 from fp8q.calibrate.rows import Reading
 from fp8q.calibrate.texts import load_documents
 from fp8q.errors import InputError
+
+if TYPE_CHECKING:
+    from tests.calibrate.conftest import Hub
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -72,6 +75,11 @@ def test_every_table_of_chats_gives_the_same_documents(tmp_path: Path, reading: 
     for name in ("a.jsonl", "a.parquet", "saved", "b.jsonl"):
         found = load_documents(str(tmp_path / name), reading)
         assert (found.texts, found.chat) == (RENDERED, True), name
+
+
+def test_chats_on_the_hub_are_rendered_too(hub: "Hub", reading: Reading) -> None:
+    hub.add("datasets/acme/chats", {"train.jsonl": "".join(json.dumps({"id": "x", "messages": chat}) + "\n" for chat in CHATS).encode()})
+    assert load_documents("acme/chats", reading).texts == RENDERED
 
 
 def test_chats_in_sharegpts_form_are_renamed(tmp_path: Path, reading: Reading) -> None:
