@@ -22,7 +22,7 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import choosing, corpora, graphs, measuring, sources
+from .stages import choosing, corpora, graphs, measuring, other_text, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
@@ -98,13 +98,13 @@ def open_run(path: Path) -> Run:
 
 
 def calibrate(
-    model: str, data: str, out: Path, eval_data: str | None = None, options: CalibrateOptions = CalibrateOptions(),
+    model: str, data: str | Sequence[str], out: Path, eval_data: str | None = None, options: CalibrateOptions = CalibrateOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
     """Measure `model` on `data`, choose scales, write the FP8 checkpoint and its ONNX graphs into the run directory `out`.
 
-    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets` directory, or a hub data set.
-    Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
+    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets` directory, or a hub data set; several of
+    these, each `TEXT` or `TEXT=WEIGHT`, make one corpus in which each has its share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
     """
     needs("calibrate", CALIBRATE_MODULES)
     from .calibrate.source import load_tokenizer, open_source
@@ -165,7 +165,7 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)
     inputs, promised = graphs.fp8_files(found), load_scales(found).promised
-    limit = corpora.positions(found.model)
+    limit = other_text.positions(found)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
     options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
@@ -189,7 +189,7 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
     from .validate.runtimes import forwards, vocabulary
 
     found, notes = open_run(path), Notes(progress)
-    evaluation = corpora.evaluation(found, data, options.context, options.stride, notes)
+    evaluation = other_text.evaluation(found, data, options.context, options.stride, notes)
     inputs = graphs.fp8_files(found) | {"tokens": evaluation.protocol.sha256}
     chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
     if not found.is_current("validate", inputs, chosen):
@@ -305,7 +305,9 @@ class RunOptions:
     triton: TritonOptions = TritonOptions()
 
 
-def run(model: str, data: str, out: Path, eval_data: str | None = None, options: RunOptions = RunOptions(), progress: Reporter = SILENT) -> Run:
+def run(
+    model: str, data: str | Sequence[str], out: Path, eval_data: str | None = None, options: RunOptions = RunOptions(), progress: Reporter = SILENT
+) -> Run:  # fmt: skip
     """All stages, one after the other: the arguments are those of `calibrate`. A gate that is not met is raised when all is written."""
     found = calibrate(model, data, out, eval_data, options.calibrate, options.export, progress)
     gates: list[GateError] = []

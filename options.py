@@ -76,7 +76,10 @@ class ScaleOptions:
 
 @dataclass(frozen=True)
 class CalibrateOptions(ScaleOptions):
-    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model."""
+    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
+
+    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text.
+    """
 
     samples: int | None = None
     seq_len: int | None = None
@@ -84,11 +87,15 @@ class CalibrateOptions(ScaleOptions):
     revision: str | None = None
     trust_remote_code: bool = False
     stream: bool | None = None
+    chat_template: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whoever gives it."""
         one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
         at_least_one(self, ("samples", "seq_len", "batch_size"))
+        if self.seed is not None and self.seed < 0:
+            raise InputError(f"--seed {self.seed}: must be at least 0")
 
 
 @dataclass(frozen=True)

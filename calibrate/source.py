@@ -69,7 +69,7 @@ class Source:
     @property
     def max_positions(self) -> int | None:
         """How many positions the model can tell apart; None where nothing limits them."""
-        return max_positions(self.config)
+        return max_positions(self.text_config.to_dict())
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:

@@ -35,6 +35,17 @@ class ModelIdentity(Strict):
     fingerprint: str = Field(description="SHA-256 over config.json and the weights")
 
 
+class TextSource(Strict):
+    """One of the texts that the windows were cut from."""
+
+    name: str
+    weight: float
+    windows: int
+    tokens: int = Field(description="tokens of it that there were to calibrate on")
+    fingerprint: str = Field(description="SHA-256 over its documents, as they were read (chats: as they were rendered)")
+    chat: bool = Field(description="whether these are chats, rendered by the tokenizer's template")
+
+
 class Corpus(Strict):
     """Which tokens were measured."""
 
@@ -43,6 +54,7 @@ class Corpus(Strict):
     windows: int
     seq_len: int
     batch_size: int
+    sources: list[TextSource] | None = Field(default=None, description="the texts the windows were cut from, in the order they were given")
 
     @property
     def batches(self) -> int:

@@ -7,6 +7,7 @@ from ..errors import InputError
 from ..options import CalibrateOptions
 from ..run import Run, library_versions, sha256_file
 from .corpora import digest, load_tokens
+from .other_text import read_other
 from .sources import source_of
 from .steps import Notes, device, stage
 
@@ -32,8 +33,11 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes)
         return
     windows = load_tokens(run, run.calibration)
     identity = ModelIdentity(name=source.title, revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
-    name = str(run.record().stages["corpus"].options["data"])
-    corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
+    read = run.record().stages["corpus"].options
+    texts = {"name": str(read["data"]), "sources": read.get("sources")}
+    corpus = Corpus.model_validate(
+        texts | {"fingerprint": digest(windows), "windows": len(windows), "seq_len": windows.shape[1], "batch_size": options.batch_size}
+    )
 
     stream = streamed(source, options.stream, notes)
     with stage(run, "measure", inputs, chosen, notes) as log:
@@ -74,7 +78,7 @@ def measure_text(run: Run, text: str, notes: Notes) -> "Statistics":
 
     record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
     size = record.corpus.seq_len
-    ids = corpus.encode(corpus.load_texts(text, report=notes), load_tokenizer(source), source.text_config.vocab_size)
+    ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
     if len(ids) < size:
         raise InputError(f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated; give more text")
     windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))

@@ -240,10 +240,11 @@ def fact_rows(run: Run) -> list[FactRow]:
     model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
     weights = {weight.method for weight in scales.weights.values()}
     clips = {scale.method for scale in scales.activations.values()}
+    texts = corpus.sources or []
     facts = {
         "model": f"{model.name}{f', revision {model.revision}' if model.revision else ''} ({model.architecture})",
         "model's SHA-256": model.fingerprint,
-        "calibration text": corpus.name,
+        "calibration text": corpus.name if len(texts) < 2 else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
         "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, by {' and '.join(sorted(weights))}",
