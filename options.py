@@ -76,7 +76,10 @@ class ScaleOptions:
 
 @dataclass(frozen=True)
 class CalibrateOptions(ScaleOptions):
-    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model."""
+    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model.
+
+    `batches`: measure those from the first up to the second alone, to be merged with others, and choose nothing.
+    """
 
     samples: int | None = None
     seq_len: int | None = None
@@ -84,11 +87,14 @@ class CalibrateOptions(ScaleOptions):
     revision: str | None = None
     trust_remote_code: bool = False
     stream: bool | None = None
+    batches: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whoever gives it."""
         one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
         at_least_one(self, ("samples", "seq_len", "batch_size"))
+        if self.batches is not None and not 0 <= self.batches[0] < self.batches[1]:
+            raise InputError(f"--batches {self.batches[0]}:{self.batches[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8")
 
 
 @dataclass(frozen=True)

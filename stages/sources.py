@@ -8,6 +8,7 @@ from ..progress import Reporter
 from ..run import Run
 
 if TYPE_CHECKING:
+    from ..calibrate.ranks import World
     from ..calibrate.source import Source
     from ..quantize.policy import Products
 
@@ -43,17 +44,32 @@ def source_of(run: Run) -> "Source":
 
     Raises InputError when it is no longer where it was, or is no longer the same.
     """
-    from ..calibrate.source import open_source
-
     model = run.record().model
     if not Path(model["path"]).is_dir():
         raise InputError(f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate again")
-    source = open_source(model["path"])
-    if source.fingerprint != model["fingerprint"]:
+    return open_again(model["path"], model["fingerprint"], run.root)
+
+
+def open_again(model: str, fingerprint: str, root: Path) -> "Source":
+    """The checkpoint `model`. Raises InputError when its fingerprint is not that of the model that the run at `root` was made of."""
+    from ..calibrate.source import open_source
+
+    source = open_source(model)
+    if source.fingerprint != fingerprint:
         raise InputError(
-            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
+            f"{model}: is no longer the model that {root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
         )
     return source
+
+
+def check_same(source: "Source", world: "World") -> None:
+    """Raise InputError, on rank 0, when a machine holds another model. One rank of each has read its weights."""
+    for member, theirs in zip(world.members, world.gathered({"fingerprint": source.fingerprint})):
+        found = theirs["fingerprint"]
+        if world.rank == 0 and found not in ("", source.fingerprint):
+            raise InputError(
+                f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not {source.fingerprint[:12]}); give all machines the same files"
+            )
 
 
 def check_weights(run: Run, source: "Source", report: Reporter) -> None:
