@@ -23,7 +23,7 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import choosing, corpora, graphs, measuring, sources
+from .stages import choosing, corpora, graphs, measuring, merging, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ __all__ = [
     "load_scales",
     "load_statistics",
     "magnitudes",
+    "merge",
     "open_run",
     "report",
     "report_plots",
@@ -150,6 +151,35 @@ def _measured(found: Run, model: str, data: str, eval_data: str | None, options:
     corpora.write_corpus(found, source, collected, notes)
     measuring.measure(found, source, options, notes, world)
     return source, products
+
+
+def merge(
+    runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
+    export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
+) -> Run:  # fmt: skip
+    """Add what `runs` measured, choose scales, and write FP8 checkpoint and graphs into the run directory `out`; the model is not run.
+
+    The source checkpoint is read, for the weights: from `model`, or where one of the runs says it is. Raises InputError for runs that cannot be added:
+    of different models, tokenizers, or sizes of windows or batches, or with a batch in common.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+
+    found, notes = Run(Path(out)), Notes(progress)
+    before = found.record().model
+    with notes.held():
+        if options.weight_rounding != "nearest":
+            raise InputError(f"--weight-rounding {options.weight_rounding}: its second moments are not added; calibrate in one run, or leave it out")
+        merged = merging.add(runs, out)
+        source = merging.source_of_all(merged, model)
+        check_model(found, before, source)
+        products = sources.products_of(source, options.skip)
+        merging.check_held_out(merged, source, notes)
+        if left := merging.missing(merged):
+            notes.note(f"{len(left)} batches were measured by none of the runs: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}")
+    merging.write(found, source, merged, notes)
+    choosing.quantize(found, source, products, options, notes)
+    graphs.export(found, export_options.dtype, notes)
+    return found
 
 
 def check_model(found: Run, before: Mapping[str, str], source: "Source") -> None:

@@ -57,6 +57,8 @@ TOGETHER = ("calibrate", "run")
 # Arguments and options that several commands share, each worded once.
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN…", help="The run directories to add, two or more; they stay as they are.")]
+SourceModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the model is here. [default: where the runs say it was]")]
 Data = Annotated[
     str, typer.Option("--data", metavar="TEXT", help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set.")
 ]
@@ -228,6 +230,22 @@ def scales(
     speak = terminal()
     with showing(speak, run, as_json):
         api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, speak)
+
+
+@app.command()
+def merge(
+    runs: RunsArgument, out: Out, model: SourceModel = None, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile,
+    margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method,
+    kv_cache: KvCacheOption = ScaleOptions.kv_cache, skip: Skip = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Add what several runs of one model measured, choose scales, and write checkpoint and graphs, without running the model."""
+    from . import api
+
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
+    speak = terminal()
+    with showing(speak, out, as_json):
+        api.merge(runs, out, model, ScaleOptions(clip, weight_method, kv_cache, tuple(skip or ())), ExportOptions(dtype), speak)
 
 
 @app.command()
