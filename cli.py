@@ -153,7 +153,9 @@ def of_one_process(context: typer.Context) -> None:
     """Refuse several ranks where only one can work."""
     here = place()
     if here.ranks > 1 and context.invoked_subcommand not in TOGETHER:
-        raise InputError(f"fp8q {context.invoked_subcommand}: is the work of one process, and {here.ranks} ranks were started; run it without torchrun")
+        raise InputError(
+            f"fp8q {context.invoked_subcommand}: is the work of one process, and {here.ranks} ranks were started; run it without torchrun, or unset RANK"
+        )
 
 
 @app.command()

@@ -139,6 +139,8 @@ class Heartbeat:
 
 def line_of(error: BaseException) -> str:
     """An exception as one line of a message."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     text = str(error) if isinstance(error, Fp8qError) else f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return " ".join(text.split())[:LONGEST_MESSAGE]
 

@@ -25,9 +25,9 @@ from fp8q.options import CalibrateOptions
 from fp8q.run import Run, write_document
 from fp8q.stages.measuring import check_batches
 
-#: Five batches, the last of one window: two ranks share them three to two. The number of threads is that of these tests.
-OPTIONS = CalibrateOptions(samples=9, seq_len=64, batch_size=2, batches=(0, 5))
-ARGUMENTS = ["--samples", "9", "--seq-len", "64", "--batch-size", "2", "--batches", "0:5"]
+#: 21 batches, the last of one window: two ranks share them 11 to 10. The number of threads is that of these tests.
+OPTIONS = CalibrateOptions(samples=41, seq_len=128, batch_size=2, batches=(0, 21))
+ARGUMENTS = ["--samples", "41", "--seq-len", "128", "--batch-size", "2", "--batches", "0:21"]
 HOST = socket.gethostname()
 
 
@@ -82,30 +82,41 @@ def test_two_ranks_of_torchrun_write_the_bytes_of_one_process_and_one_of_them_sp
     assert {path.name for path in run.root.iterdir()} == {path.name for path in alone.root.iterdir()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_is_killed_fails_the_other_with_its_name_and_both_go_on_from_there(
-    dead: int, alone: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
-) -> None:
-    run = Run(tmp_path / "run")
-    arguments = ["-m", "fp8q", *command(run.root, demo_checkpoint, demo_texts), "--stream"]
+def killed(dead: int, run: Run, arguments: list[str]) -> None:
+    """Start two ranks, kill one of them once it has hidden states to go on from, and hold the other to the line it ends with."""
     ranks = start(2, *arguments)
     folder = run.root / ".measure.work" / ("rank-1" if dead else "")
     while not (folder / "00000.safetensors").exists():
         assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
         time.sleep(0.001)
     ranks[dead].send_signal(signal.SIGKILL)
-    killed = time.monotonic()
+    since = time.monotonic()
     out, err = ranks[1 - dead].communicate(timeout=60)
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - since < 30
     assert (ranks[1 - dead].returncode, out) == (BackendError.exit_code, "")
     assert err.splitlines()[-1] == (
         f"fp8q: rank {dead} (process {ranks[dead].pid} on {HOST}) died without a word (killed, out of memory, or its machine is gone); "
         "what started it has its exit code; the same command goes on from what is finished"
     )
     ranks[dead].communicate()
+
+
+@pytest.mark.slow
+def test_the_first_rank_killed_fails_the_other_with_its_name(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    killed(0, run, ["-m", "fp8q", *command(run.root, demo_checkpoint, demo_texts), "--stream"])
     assert not run.statistics.exists()
 
+
+@pytest.mark.slow
+def test_another_rank_killed_fails_the_first_with_its_name_and_both_go_on_from_there(
+    alone: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    arguments = ["-m", "fp8q", *command(run.root, demo_checkpoint, demo_texts), "--stream"]
+    killed(1, run, arguments)
+    assert not run.statistics.exists()
+    assert (run.root / ".measure.work" / "rank-1" / "00000.safetensors").is_file()
     again = start(2, *arguments)
     said = [rank.communicate(timeout=120) for rank in again]
     assert [rank.returncode for rank in again] == [0, 0], said
@@ -185,6 +196,13 @@ def test_what_cannot_be_shared_out_is_refused_with_the_numbers(options: dict[str
     with pytest.raises(InputError) as refused:
         check_batches(CalibrateOptions(batch_size=2, **options), 9, World(Place(0, ranks)))
     assert str(refused.value).startswith(message)
+
+
+def test_a_command_for_one_process_is_refused_to_several() -> None:
+    (first, *_) = ranks = start(2, "-m", "fp8q", "inspect", "run")
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert first.returncode == 2
+    assert said == [("", "fp8q: fp8q inspect: is the work of one process, and 2 ranks were started; run it without torchrun, or unset RANK\n")] * 2
 
 
 def test_batches_are_shared_out_once_each() -> None:
