@@ -170,7 +170,7 @@ def merge(
         if options.weight_rounding != "nearest":
             raise InputError(f"--weight-rounding {options.weight_rounding}: its second moments are not added; calibrate in one run, or leave it out")
         merged = merging.add(runs, out)
-        source = merging.source_of_all(merged, model)
+        source = merging.source_of_all(merged, model, notes)
         check_model(found, before, source)
         products = sources.products_of(source, options.skip)
         merging.check_held_out(merged, source, notes)

@@ -57,7 +57,7 @@ TOGETHER = ("calibrate", "run")
 # Arguments and options that several commands share, each worded once.
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN…", help="The run directories to add, two or more; they stay as they are.")]
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN", help="The run directories to add, two or more; they stay as they are.")]
 SourceModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the model is here. [default: where the runs say it was]")]
 Data = Annotated[
     str, typer.Option("--data", metavar="TEXT", help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set.")

@@ -56,13 +56,12 @@ class Heartbeat:
     def __init__(self, rank: int, names: Sequence[str], group: Any):
         """Beat for `rank`, in a gloo process `group` of its own; `names`: what to call each rank."""
         self.rank, self.names, self.group = rank, names, group
-        self.own, self.failure, self.ended = Beat(), None, False
+        self.own, self.ended = Beat(), False
+        self.failure: Failure | None = None
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="fp8q-heartbeat", daemon=True)
         self._handler = signal.signal(signal.SIGTERM, self._stopped) if threading.current_thread() is threading.main_thread() else None
         self._thread.start()
-
-    failure: Failure | None
 
     def end(self, error: BaseException | None) -> None:
         """Tell the others that this rank is done, or what made it fail, and wait until all are. Raises RankError when it was another that failed."""

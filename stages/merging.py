@@ -17,7 +17,6 @@ from ..errors import InputError
 from ..progress import Reporter
 from ..run import Run, sha256_file
 from .corpora import Tokens, digest, load_tokens, save_tokens
-from .sources import open_again
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
@@ -83,13 +82,21 @@ def _distinct(runs: list[Run], out: Path) -> list[Run]:
     return runs
 
 
-def source_of_all(merged: Merged, model: str | None) -> "Source":
-    """The source checkpoint that the runs were made of: `model`, or where one of them says it is. Raises InputError when it is not there, or another."""
+def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
+    """The source checkpoint that the runs were made of: `model`, or where one of them says it is. Raises InputError when it is not there, or is another."""
+    from ..calibrate.source import open_source
+
     found = [run.record().model for run in merged.runs]
-    here = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
-    if model is None and here is None:
+    there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
+    if model is None and there is None:
         raise InputError(f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with --model")
-    return open_again(model or str(here), found[0]["fingerprint"], merged.runs[0].root)
+    source = open_source(model or str(there), report=report)
+    if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
+        raise InputError(
+            f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint {source.fingerprint[:12]}, not {wanted[:12]}); "
+            "say with --model where that one is"
+        )
+    return source
 
 
 def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:

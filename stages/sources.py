@@ -44,20 +44,15 @@ def source_of(run: Run) -> "Source":
 
     Raises InputError when it is no longer where it was, or is no longer the same.
     """
+    from ..calibrate.source import open_source
+
     model = run.record().model
     if not Path(model["path"]).is_dir():
         raise InputError(f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate again")
-    return open_again(model["path"], model["fingerprint"], run.root)
-
-
-def open_again(model: str, fingerprint: str, root: Path) -> "Source":
-    """The checkpoint `model`. Raises InputError when its fingerprint is not that of the model that the run at `root` was made of."""
-    from ..calibrate.source import open_source
-
-    source = open_source(model)
-    if source.fingerprint != fingerprint:
+    source = open_source(model["path"])
+    if source.fingerprint != model["fingerprint"]:
         raise InputError(
-            f"{model}: is no longer the model that {root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
+            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
         )
     return source
 

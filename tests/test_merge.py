@@ -116,6 +116,24 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(part: Measu
     )
 
 
+def test_a_model_that_is_elsewhere_is_said_with_an_option_and_must_be_the_same(part: Measure, demo_checkpoint: Path, tmp_path: Path) -> None:
+    moved = []
+    for number, run in enumerate((part(0, 2), part(2, 5))):
+        moved.append(Run(Path(shutil.copytree(run.root, tmp_path / f"moved-{number}"))))
+        moved[-1].record_file.write_text(run.record_file.read_text().replace(str(demo_checkpoint), "/elsewhere"))
+    first = moved[0].root
+    runs = [run.root for run in moved]
+    with pytest.raises(api.InputError, match=rf"^/elsewhere: the model that {first} was made of is not there; say where it is with --model$"):
+        api.merge(runs, tmp_path / "out")
+    other = Path(shutil.copytree(demo_checkpoint, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(api.InputError, match=rf"^--model {other}: is not the model that {first} was made of \(fingerprint \w{{12}}, not \w{{12}}\); "):
+        api.merge(runs, tmp_path / "out", str(other))
+    assert merging.source_of_all(merging.add(runs, tmp_path / "out"), str(demo_checkpoint), SILENT).path == demo_checkpoint
+    assert not (tmp_path / "out").exists()
+
+
 def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_values(part: Measure, tmp_path: Path) -> None:
     one = part(0, 2)
     other = Run(Path(shutil.copytree(part(2, 5).root, tmp_path / "other")))
