@@ -78,7 +78,8 @@ class ScaleOptions:
 class CalibrateOptions(ScaleOptions):
     """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
 
-    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text.
+    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text; `batches`: measure those from the first up to the second alone, to be merged
+    with others, and choose nothing.
     """
 
     samples: int | None = None
@@ -89,6 +90,7 @@ class CalibrateOptions(ScaleOptions):
     stream: bool | None = None
     chat_template: bool = False
     seed: int | None = None
+    batches: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whoever gives it."""
@@ -96,6 +98,8 @@ class CalibrateOptions(ScaleOptions):
         at_least_one(self, ("samples", "seq_len", "batch_size"))
         if self.seed is not None and self.seed < 0:
             raise InputError(f"--seed {self.seed}: must be at least 0")
+        if self.batches is not None and not 0 <= self.batches[0] < self.batches[1]:
+            raise InputError(f"--batches {self.batches[0]}:{self.batches[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8")
 
 
 @dataclass(frozen=True)
