@@ -59,8 +59,8 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
     from ..calibrate.overlap import RUN, SAME, WORTH_A_NOTE, shares
     from ..calibrate.statistics import StatisticsRecord
 
-    sources = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus.sources or []
-    if fingerprint(text.documents.texts) in {source.fingerprint for source in sources}:
+    corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
+    if fingerprint(text.documents.texts) in {source.fingerprint for part in corpus.parts for source in part.sources or []}:
         raise InputError(
             f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, or leave --data out to evaluate on what was held out"
         )
