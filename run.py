@@ -256,11 +256,11 @@ class Run:
             yield folder
         except (InputError, OSError):
             with suppress(OSError):  # a rank may still be writing there
-                _remove(folder)
+                _remove(folder) if not rank else self.leave_work(name, rank)
             raise
 
     def leave_work(self, name: str, rank: int) -> None:
-        """Remove the folder of a rank above 0 when the stage is done, and, where it was alone on its machine, the directories around it."""
+        """Remove the folder of a rank above 0, and, where it was alone on its machine, the directories around it."""
         shutil.rmtree(self._work_folder(name, rank), ignore_errors=True)
         with suppress(OSError):
             self._work_folder(name).rmdir()

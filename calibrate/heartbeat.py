@@ -50,6 +50,15 @@ class RankError(Fp8qError):
         self.exit_code, self.told = failure.code, failure.message is not None
 
 
+class Stopped(BaseException):
+    """Ends what the main thread is doing, wherever that is: no `except Exception` of what it calls may take it for its own. `error`: what to raise for it."""
+
+    def __init__(self, error: Fp8qError):
+        """Carry `error`."""
+        super().__init__(str(error))
+        self.error = error
+
+
 class Heartbeat:
     """The beats of one rank. Invariant: all ranks end in the same round, with the same verdict, but for those that are gone."""
 
@@ -89,8 +98,11 @@ class Heartbeat:
     def _stopped(self, number: int, frame: object) -> None:
         """SIGTERM: from our own thread, from torchrun because another rank died, or from whoever wants the memory back."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.explain(3 * INTERVAL_S)
-        raise Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there")
+        try:
+            self.explain(3 * INTERVAL_S)
+        except RankError as error:
+            raise Stopped(error) from None
+        raise Stopped(Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there"))
 
     def _beat(self) -> None:
         verdict = Beat()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..errors import BackendError, Fp8qError, InputError
 from ..run import library_versions
-from .heartbeat import Heartbeat, RankError, line_of, name_of
+from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of
 from .histogram import Histogram
 from .place import Place, place
 from .statistics import Statistics, TensorStatistics, replace_record
@@ -168,11 +168,13 @@ def joined() -> Iterator[World]:
         if here.rank == 0:
             _check_alike(world.members)
         yield world
+        world.heartbeat.end(None)
+    except Stopped as stop:
+        _give_up(world.heartbeat, stop.error)
+        raise stop.error from None
     except BaseException as error:
-        _tell_launcher(error)
-        world.heartbeat.end(error)
+        _give_up(world.heartbeat, error)
         raise
-    world.heartbeat.end(None)
     dist.destroy_process_group()
 
 
@@ -219,9 +221,10 @@ def _bytes(document: Mapping[str, Any]) -> "torch.Tensor":
     return torch.frombuffer(bytearray(json.dumps(dict(document)).encode()), dtype=torch.uint8)
 
 
-def _tell_launcher(error: BaseException) -> None:
-    """Leave what this rank failed of where torchrun looks for it, so that its report has it: in a line, without a traceback."""
+def _give_up(heartbeat: Heartbeat, error: BaseException) -> None:
+    """Tell the other ranks, and torchrun, for its report, what this rank failed of: in a line, without a traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, RankError):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(Fp8qError(line_of(error)))
+    heartbeat.end(error)

@@ -143,7 +143,10 @@ try:
         print([member["rank"] for member in world.gathered({"rank": world.rank})], total.record.tokens)
         if world.rank == 1:
             raise InputError("the disk\\nis full")
-        time.sleep(60)
+        try:
+            time.sleep(60)
+        except Exception:
+            print("what ends a rank was taken for an error of what it does")
 except (InputError, RankError) as error:
     print(type(error).__name__, error.exit_code, error)
 """
@@ -172,6 +175,21 @@ def test_what_ranks_add_is_what_merging_adds_and_a_failure_reaches_all_with_its_
     total = reduce(Statistics.merge, parts)
     save_arrays(tmp_path / "merged.safetensors", total.tensors, total.weights)
     assert {(tmp_path / f"added-{rank}.safetensors").read_bytes() for rank in range(3)} == {(tmp_path / "merged.safetensors").read_bytes()}
+
+
+def test_a_rank_with_a_directory_of_its_own_leaves_nothing_in_it(tmp_path: Path) -> None:
+    """On a machine that does not share the run, where the disk is full, and where all went well."""
+    run = Run(tmp_path / "other-machine" / "run")
+    with pytest.raises(InputError), run.work("measure", {}, rank=3):
+        raise InputError("no room")
+    assert not run.root.exists()
+    with run.work("measure", {}, rank=3) as folder:
+        assert folder == run.root / ".measure.work" / "rank-3"
+    run.leave_work("measure", 3)
+    assert not run.root.exists()
+    with run.work("measure", {}, rank=2), run.work("measure", {}, rank=3):
+        run.leave_work("measure", 3)
+    assert [path.name for path in (run.root / ".measure.work").iterdir()] == ["rank-2"]
 
 
 def test_a_place_is_told_by_the_variables_of_torchrun() -> None:
