@@ -70,7 +70,7 @@ class Source:
     @property
     def max_positions(self) -> int | None:
         """How many positions the model can tell apart; None where nothing limits them."""
-        return max_positions(self.config)
+        return max_positions(self.text_config.to_dict())
 
     def stored(self, name: str) -> str:
         """The name under which the files hold the tensor that the model calls `name`."""
@@ -83,9 +83,10 @@ class Source:
         return _combined({path.name: sha256_file(path) for path in (files[:1] if files[0].name == "tokenizer.json" else files)})
 
 
-def open_source(model: str, revision: str | None = None, trust_remote_code: bool = False, report: Reporter = SILENT) -> Source:
+def open_source(model: str, revision: str | None = None, trust_remote_code: bool = False, report: Reporter = SILENT, fingerprinted: bool = True) -> Source:
     """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub names.
 
+    `fingerprinted` False leaves the fingerprint empty, and the weights unread.
     Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
     """
     path, commit = _locate(model, revision, trust_remote_code, report)
@@ -99,8 +100,8 @@ def open_source(model: str, revision: str | None = None, trust_remote_code: bool
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="")
     skeleton = meta_model(source)
     refuse_experts(skeleton, model, architecture)
-    renamed = _check_names(source, skeleton)
-    return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report)), renamed=renamed)
+    source = replace(source, renamed=_check_names(source, skeleton))
+    return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report))) if fingerprinted else source
 
 
 def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:

@@ -1,6 +1,6 @@
 """The model card of the FP8 checkpoint: what it is, how it was made, and how to load it."""
 
-from .form import CACHE_SCALES, Form
+from .form import CACHE_FILE, Form
 from .scales import Scales
 
 CARD = """\
@@ -17,40 +17,53 @@ norms and {skipped} stay in BF16.
 {loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
 """
+#: What the cache is, by the parts of it that are codes.
+CACHES = {
+    "": "the KV cache in the compute type",
+    "v": "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type",
+    "kv": "E4M3 keys and values with one scale each per layer",
+}
+#: What other loaders make of it.
+HOSTED = {
+    "": "The layout is the one vLLM documents: `vllm serve path/to/this/directory`.",
+    "v": "The layout is the one vLLM documents, but compressed-tensors has no form for such a cache: config.json names no scheme for it, the scales are in\n"
+    "`kv_cache.safetensors`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines keep it as said.",
+    "kv": "The layout is the one vLLM documents: `vllm serve path/to/this/directory --kv-cache-dtype fp8`.",
+}
 
 
 LOADABLE = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 
-vLLM loads it as it is: `vllm serve path/to/this/directory`{vllm}."""
+{hosted}"""
 
 UNLOADABLE = """\
 **transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which compressed-tensors has no FP8 form. `from_pretrained`
 stops with an error about `quant_method`. fp8q's reference and ONNX run it."""
 
-CACHE_BESIDE = f"""
-
-transformers and vLLM have no place for the scales of this architecture's cache, and keep it in the compute type: the scales are in `{CACHE_SCALES}`, for fp8q and ONNX."""
+#: In place of `HOSTED` where the architecture's cache has no place for scales.
+CACHE_BESIDE = f"""\
+The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention: config.json names no scheme for the cache, the scales are in
+`{CACHE_FILE}`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines keep it as said."""
 
 
 def model_card(name: str, architecture: str, scales: Scales, form: Form) -> str:
     """The README.md of `model/`, Markdown."""
     kept = ", ".join(f"`{module}` ({decision.reason})" for module, decision in scales.skipped.items()) or "nothing else"
-    cache = "E4M3 keys and values with one scale each per layer" if scales.kv_cache else "the KV cache in the compute type"
     return CARD.format(
         name=name,
         architecture=architecture,
-        cache=cache,
+        cache=CACHES[scales.cache_parts],
         quantized=len(scales.weights),
         skipped=kept,
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
-        loading=_loading(architecture, bool(scales.kv_cache), form),
+        loading=_loading(architecture, scales.cache_parts, form),
     )
 
 
-def _loading(architecture: str, fp8_cache: bool, form: Form) -> str:
+def _loading(architecture: str, cache_parts: str, form: Form) -> str:
     """How to load the checkpoint, or that it cannot be."""
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)
-    return LOADABLE.format(vllm=" --kv-cache-dtype fp8" if fp8_cache and form.cache else "") + (CACHE_BESIDE if fp8_cache and not form.cache else "")
+    return LOADABLE.format(hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts])

@@ -1,9 +1,11 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
 For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8 cache `k_scale` and
-`v_scale` F32 [1] at the attention module. transformers and vLLM load it as it is, and the ONNX graph points at the same bytes. Tensors
-go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16, under the name it bore.
-What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight` [in, out] and `weight_scale` [1, out].
+`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX graph points at the same bytes.
+Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16, under the name it bore.
+
+What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight` [in, out] and `weight_scale` [1, out], and the scales
+of a cache that compressed-tensors has no words or no place for lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over.
 """
 
 import json
@@ -19,7 +21,7 @@ from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
-from .form import CACHE_SCALES, UNLOADABLE, Form, form_of
+from .form import CACHE_FILE, UNLOADABLE, Form, form_of
 from .scales import Scales, Skipped, TensorScale, WeightScales
 from .weights import Rounding, quantize_weight
 
@@ -71,11 +73,12 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
         caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()}
-        for name, scale in caches.items() if form.cache else ():
-            writer.add(name, scale)
+        if form.cache:
+            for name, tensor in caches.items():
+                writer.add(name, tensor)
+        elif caches:
+            save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
         writer.close()
-    if caches and not form.cache:
-        save_file(caches, directory / CACHE_SCALES, metadata={"format": "pt"})
     done = Scales(
         weights={module: summaries[module] for module in scales.activations if module in summaries},
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
@@ -83,7 +86,7 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
         skipped=scales.skipped | skipped,
     )
     _write_companions(source, directory, done, form)
-    if remark := form.remark(source.architecture, bool(scales.kv_cache)):
+    if remark := form.remark(source.architecture, scales.cache_parts):
         report.note(remark)
     return done
 
@@ -162,9 +165,8 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
 def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    fp8_cache = bool(scales.kv_cache) and form.cache
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), fp8_cache) if form.loadable else UNLOADABLE}
-    if fp8_cache and not hasattr(source.text_config, "num_key_value_heads"):
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE}
+    if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         config["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in _companions(source.path):

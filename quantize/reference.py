@@ -18,17 +18,17 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from ..calibrate.names import renamed_in
 from ..calibrate.observe import attention_modules, output_axis
 from ..calibrate.skeleton import skeleton
-from .form import CACHE_SCALES
+from .form import CACHE_FILE
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
 
 
 def stored_tensors(directory: Path) -> Mapping[str, str]:
-    """Tensor name -> file name of the checkpoint in `directory`: its index, and the cache's scales where those lie beside it."""
+    """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside it."""
     index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
-    if (directory / CACHE_SCALES).is_file():
-        with safe_open(directory / CACHE_SCALES, "np") as beside:
-            index |= dict.fromkeys(beside.keys(), CACHE_SCALES)
+    if (directory / CACHE_FILE).is_file():
+        with safe_open(directory / CACHE_FILE, "np") as opened:
+            index |= dict.fromkeys(opened.keys(), CACHE_FILE)
     return index
 
 
@@ -41,7 +41,7 @@ def stored_scales(directory: Path, modules: Iterable[str]) -> dict[str, npt.NDAr
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and the scales of its cache (`<module>.k`, `<module>.v`; empty where the cache is not FP8)."""
+    """The model and the scales of its cache (`<module>.k`, `<module>.v`, as far as these are codes)."""
 
     model: PreTrainedModel
     cache_scales: dict[str, float]
