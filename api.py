@@ -22,7 +22,7 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import choosing, corpora, graphs, measuring, sources
+from .stages import choosing, corpora, graphs, linting, measuring, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "calibrate",
     "export",
     "inspect",
+    "lint",
     "load_scales",
     "load_statistics",
     "magnitudes",
@@ -134,6 +135,14 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     found = open_run(path)
     graphs.export(found, options.dtype, Notes(progress))
     return found
+
+
+def lint(path: Path, run: Path | None = None) -> linting.Linted:
+    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is returned, and nothing is raised for it.
+
+    The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph that lies elsewhere. Needs no torch.
+    """
+    return linting.lint(Path(path), open_run(run) if run else None)
 
 
 def scales(

@@ -53,6 +53,10 @@ INTERRUPTED = 130
 # Arguments and options that several commands share, each worded once.
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
+OnnxArgument = Annotated[Path, typer.Argument(metavar="PATH", help="An ONNX file; its external data stay where they are, unread.")]
+OfRun = Annotated[
+    Path | None, typer.Option("--run", metavar="RUN", help="Hold it against what this run promises. [default: the run whose model/ the file lies in, if any]")
+]
 Data = Annotated[
     str, typer.Option("--data", metavar="TEXT", help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set.")
 ]
@@ -202,6 +206,17 @@ def export(run: RunArgument, dtype: Dtype = ExportOptions.dtype, as_json: Json =
     speak = terminal()
     with showing(speak, run, as_json):
         api.export(run, ExportOptions(dtype), speak)
+
+
+@app.command()
+def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
+    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine. docs/lint.md explains the rules."""
+    from . import api, views
+    from .stages.linting import check_findings
+
+    found = api.lint(path, run)
+    views.linted(found, as_json)
+    check_findings(found)
 
 
 @app.command("build-engine")

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,10 @@ from .validate.tables import accuracy_rows, engine_rows, module_rows, size_rows,
 if TYPE_CHECKING:
     from .api import Inspection
     from .console import Terminal
+    from .stages.linting import Linted
 
+#: Findings of one rule that are shown; the rest are counted.
+LISTED = 8
 #: What a run holds for people to open, in the order of the stages.
 FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
 
@@ -82,6 +86,21 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     for table in (*tables, finding_table(found.findings)):
         if table.rows:
             draw(speak, table)
+
+
+def linted(found: "Linted", as_json: bool) -> None:
+    """Show what `fp8q lint` found: a line each, of one rule the first few, or all of it as one JSON object."""
+    if as_json:
+        emit({"findings": [{key: value for key, value in asdict(finding).items() if key != "name"} for finding in found.findings]})
+        return
+    against = f"held against {found.promised_by}" if found.promised_by else "nothing promised of it"
+    lines = [f"{found.path}: opset {found.opset}, {found.products} products, {found.fp8_products} on FP8 codes on both sides; {against}"]
+    for rule, group in groupby(found.findings, lambda finding: finding.rule):
+        shown = list(group)
+        lines += [f"{finding.severity:<8}{finding}" for finding in shown[:LISTED]]
+        lines += [f"{'':<8}{rule}: {len(shown) - LISTED} more (--json has all)"] if len(shown) > LISTED else []
+    lines += ["no findings"] if not found.findings else []
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def draw(speak: "Terminal", table: Table[Any]) -> None:

@@ -3,13 +3,9 @@
 It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it proves the file too.
 """
 
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -19,19 +15,7 @@ from ..calibrate.observe import attention_modules
 from ..calibrate.skeleton import skeleton
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
-
-
-def stored_tensors(directory: Path) -> Mapping[str, str]:
-    """Tensor name -> shard file name of the checkpoint in `directory`, from its index."""
-    index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
-    return index
-
-
-def stored_scales(directory: Path, modules: Iterable[str]) -> dict[str, npt.NDArray[np.float32]]:
-    """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each."""
-    where = stored_tensors(directory)
-    shards = {file: safe_open(directory / file, "np") for file in set(where.values())}
-    return {module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1) for module in modules}
+from .stored import stored_tensors
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def test_external_data_cut_short_are_found_before_the_build(run: tuple[Run, Any]
     with pytest.raises(InputError) as refused:
         build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     assert str(refused.value) == (
-        f"{written.path}: F403 external-bounds: model.norm.weight: its data end at byte {size + 100} of model.safetensors, which has {size}; copy the whole of model/ again"
+        f"{written.path}: F403 external-bounds: model.norm.weight: its data end at byte {size + 100} of model.safetensors, which has {size}; copy the graph's whole directory again"
     )
 
 
