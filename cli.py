@@ -101,6 +101,8 @@ Target = Annotated[
 MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", help="Most sequences in a batch.")]
 MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", metavar="N", help="Most positions of a sequence. [default: 2048, or the model's positions]")]
 MinFp8Share = Annotated[float, typer.Option("--min-fp8-share", metavar="SHARE", help="Fail (exit 3) when fewer of the promised products run in FP8.")]
+BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target. Repeatable. [default: all]")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Read this engine instead of the run's own, such as one that trtexec built.")]
 EvaluationText = Annotated[str | None, typer.Option("--data", metavar="TEXT", help="Text to evaluate on; by default what was held out.")]
 Runtimes = Annotated[str, typer.Option("--runtimes", metavar="LIST", help="Of bf16, reference, onnxruntime, tensorrt; separated by commas.")]
 Context = Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens in an evaluation window. [default: the calibration window]")]
@@ -231,6 +233,20 @@ def build_engine(
     speak = terminal()
     with showing(speak, run, as_json):
         api.build_engine(run, options, speak)
+
+
+@app.command()
+def engine(
+    run: RunArgument, target: BuiltTarget = None, plan: PlanFile = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False
+) -> None:
+    """Show what the engines run: every matrix product, its types and the kernels around it, attention, and what stayed wide and why."""
+    from . import api, views
+    from .stages.engines import check_views
+
+    min_fp8_share = EngineOptions(min_fp8_share=min_fp8_share).min_fp8_share
+    found = api.engine(run, target or (), plan)
+    views.engines(terminal(), found, as_json)
+    check_views(found, min_fp8_share)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """What the commands show when they are done: the run's tables, or the run as one JSON object."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from .validate.tables import accuracy_rows, engine_rows, module_rows, size_rows,
 if TYPE_CHECKING:
     from .api import Inspection
     from .console import Terminal
+    from .stages.engines import EngineView
     from .stages.linting import Linted
 
 #: Findings of one rule that are shown; the rest are counted.
@@ -101,6 +103,45 @@ def linted(found: "Linted", as_json: bool) -> None:
         lines += [f"{'':<8}{rule}: {len(shown) - LISTED} more (--json has all)"] if len(shown) > LISTED else []
     lines += ["no findings"] if not found.findings else []
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
+    """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and wide products."""
+    if as_json:
+        emit({"engines": [asdict(view) for view in found]})
+        return
+    for view in found:
+        codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
+        told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
+        head = f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised products on FP8 codes on both sides ({told}){codes}"
+        columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
+        products = [
+            (row.module or row.node, row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
+            for row in view.products
+        ]
+        speak.table(head, columns, alike(products))
+        attention = [(row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}") for row in view.attention]
+        if attention:
+            speak.table(f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention))
+        wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
+        if view.narrow:
+            reason = "the weights' scales are per tensor, or narrower than FP32"
+            speak.table(f"{view.target}: FP8 products that answer in less than FP32: {reason}", ("product",), alike([(module,) for module in view.narrow]))
+        if wide:
+            speak.table(f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide))
+
+
+def kernels(names: Sequence[str]) -> str:
+    """Names of kernels or modules in a cell: modules by their last part, the compiler's own prefix left out."""
+    return " ".join(name.removeprefix("__myl_") if name.startswith("_") else name.rpartition(".")[2] for name in names)
+
+
+def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose first column differs in a layer's number alone, as one, with their count."""
+    counts: dict[tuple[str, ...], list[str]] = {}
+    for first, *rest in rows:
+        counts.setdefault((re.sub(r"\.\d+\.|_\d+$", lambda number: number[0].replace(number[0].strip("._"), "*"), first), *rest), []).append(first)
+    return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
 
 
 def draw(speak: "Terminal", table: Table[Any]) -> None:
