@@ -100,6 +100,17 @@ Target = Annotated[
 ]
 MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", help="Most sequences in a batch.")]
 MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", metavar="N", help="Most positions of a sequence. [default: 2048, or the model's positions]")]
+MaxPrompt = Annotated[int | None, typer.Option("--max-prompt", metavar="N", help="Most tokens a step takes in. [default: --max-seq-len]")]
+OptBatch = Annotated[
+    int | None, typer.Option("--opt-batch", metavar="N", help="Batch that kernels are chosen for. [default: 1 for prompts, --max-batch for decoding]")
+]
+OptSeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--opt-seq-len", metavar="N", help="Length that kernels are chosen for. [default: a quarter of --max-seq-len for prompts, all of it for decoding]"
+    ),
+]
+Workspace = Annotated[int | None, typer.Option("--workspace", metavar="MIB", help="Most memory for intermediate results. [default: the runtime's own limit]")]
 MinFp8Share = Annotated[float, typer.Option("--min-fp8-share", metavar="SHARE", help="Fail (exit 3) when fewer of the promised products run in FP8.")]
 BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target. Repeatable. [default: all]")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Read this engine instead of the run's own, such as one that trtexec built.")]
@@ -144,8 +155,8 @@ def run(
     samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
-    target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
-    min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
+    target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None,
+    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
@@ -155,7 +166,7 @@ def run(
     calibrate_options = CalibrateOptions(
         clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
     )
-    engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
+    engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
     with showing(speak, out, as_json):
@@ -224,12 +235,13 @@ def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
 @app.command("build-engine")
 def build_engine(
     run: RunArgument, runtime: RuntimeOption = EngineOptions.runtime, target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch,
-    max_seq_len: MaxSeqLen = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False,
+    max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None, opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None,
+    workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Build a TensorRT engine for each target, and prove which products run in FP8."""
     from . import api
 
-    options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
+    options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
     speak = terminal()
     with showing(speak, run, as_json):
         api.build_engine(run, options, speak)

@@ -126,7 +126,8 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
         wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
         if view.narrow:
             reason = "the weights' scales are per tensor, or narrower than FP32"
-            speak.table(f"{view.target}: FP8 products that answer in less than FP32: {reason}", ("product",), alike([(module,) for module in view.narrow]))
+            narrow = [(module, reason) for module in view.narrow]
+            speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
         if wide:
             speak.table(f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide))
 

@@ -121,6 +121,6 @@ def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mappi
 def _cause(graph: Indexed, product: GraphProduct | None) -> str:
     """What the graph says of a promised product that runs wide."""
     if product is None:
-        return "; the graph has no such product either"
+        return "; model.onnx has no such product either"
     reason = why_wide(graph, product)
-    return f"; in the graph {reason}" if reason else "; the graph has Q/DQ on both sides, so the builder chose this"
+    return f"; in model.onnx {reason}" if reason else "; model.onnx has Q/DQ on both sides, so the engine is of another graph, or the builder chose this"
