@@ -55,7 +55,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoin
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
 OnnxArgument = Annotated[Path, typer.Argument(metavar="PATH", help="An ONNX file; its external data stay where they are, unread.")]
 OfRun = Annotated[
-    Path | None, typer.Option("--run", metavar="RUN", help="Hold it against what this run promises. [default: the run whose model/ the file lies in, if any]")
+    Path | None, typer.Option("--run", metavar="RUN", help="Hold it against what this run promises; by default the run in whose model/ the file lies, if any.")
 ]
 Data = Annotated[
     str, typer.Option("--data", metavar="TEXT", help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set.")
@@ -100,19 +100,19 @@ Target = Annotated[
 ]
 MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", help="Most sequences in a batch.")]
 MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", metavar="N", help="Most positions of a sequence. [default: 2048, or the model's positions]")]
-MaxPrompt = Annotated[int | None, typer.Option("--max-prompt", metavar="N", help="Most tokens a step takes in. [default: --max-seq-len]")]
+MaxPrompt = Annotated[int | None, typer.Option("--max-prompt", metavar="N", help="Most tokens that one step takes in; by default --max-seq-len.")]
 OptBatch = Annotated[
-    int | None, typer.Option("--opt-batch", metavar="N", help="Batch that kernels are chosen for. [default: 1 for prompts, --max-batch for decoding]")
+    int | None, typer.Option("--opt-batch", metavar="N", help="Batch that kernels are chosen for; by default 1 for prompts, --max-batch for decoding.")
 ]
 OptSeqLen = Annotated[
     int | None,
     typer.Option(
-        "--opt-seq-len", metavar="N", help="Length that kernels are chosen for. [default: a quarter of --max-seq-len for prompts, all of it for decoding]"
+        "--opt-seq-len", metavar="N", help="Length that kernels are chosen for; by default a quarter of --max-seq-len for prompts, all of it for decoding."
     ),
 ]
-Workspace = Annotated[int | None, typer.Option("--workspace", metavar="MIB", help="Most memory for intermediate results. [default: the runtime's own limit]")]
+Workspace = Annotated[int | None, typer.Option("--workspace", metavar="MIB", help="Most memory for intermediate results; by default the runtime's own limit.")]
 MinFp8Share = Annotated[float, typer.Option("--min-fp8-share", metavar="SHARE", help="Fail (exit 3) when fewer of the promised products run in FP8.")]
-BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target. Repeatable. [default: all]")]
+BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target; by default all. Repeatable.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Read this engine instead of the run's own, such as one that trtexec built.")]
 EvaluationText = Annotated[str | None, typer.Option("--data", metavar="TEXT", help="Text to evaluate on; by default what was held out.")]
 Runtimes = Annotated[str, typer.Option("--runtimes", metavar="LIST", help="Of bf16, reference, onnxruntime, tensorrt; separated by commas.")]

@@ -61,11 +61,17 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
         kernels = plan.kernels.get(index, ())
         for product in plan.profiles.get(index, ()):
             before = _holding(kernels, _quantizes(product))
-            for node in product.nodes:
-                others = tuple(names.module_of(other) or other for other in product.nodes if other != node)
+            computed = _products_of(product)
+            for node in computed:
+                others = tuple(names.module_of(other) or other for other in computed if other != node)
                 after = tuple(name for name in _holding(kernels, {node}) if name not in before)
                 rows.append(ProductRow(profile, names.module_of(node), node, product.operands, product.result, others, before, after))
     return rows
+
+
+def _products_of(product: Product) -> tuple[str, ...]:
+    """The nodes that are products of linear layers; all of them where none is. TensorRT's inspector lists what went into a product beside it."""
+    return tuple(node for node in product.nodes if node == names.matmul(names.module_of(node) or "")) or product.nodes
 
 
 def _quantizes(product: Product) -> set[str]:
