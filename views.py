@@ -119,7 +119,9 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
             (row.module or row.node, row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
             for row in view.products
         ]
-        speak.table(head, columns, alike(products))
+        speak.out.print(head, markup=False, soft_wrap=True)
+        if products:
+            speak.table(f"{view.target}: products", columns, alike(products))
         attention = [(row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}") for row in view.attention]
         if attention:
             speak.table(f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention))

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InputError
 from . import names
-from .indexed import Indexed, stored_at
+from .indexed import Indexed, bytes_of, stored_at
 from .rules_products import weight_of
 
 Codes = npt.NDArray[np.uint8]
@@ -23,25 +24,37 @@ TELLING = 4
 
 
 def modules_held(plan: Codes, graph: Indexed, modules: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """For each module its weight's codes, as the graph points at them, are looked for in a plan (uint8 [bytes], a mapping of the file): whether all are there."""
+    """For each module its weight's codes, as the graph points at them, are looked for in a plan (uint8 [bytes], a mapping of the file): whether all are there.
+
+    A weight whose codes might lie anywhere (nearly all of them the same) is passed over.
+    """
     products, near = {product.node.name: product for product in graph.products}, len(plan) // 2
     for module in modules:
         product = products.get(names.matmul(module))
         side = weight_of(graph, product) if product is not None else None
-        place = None
-        if side is not None and side.dequantize is not None:
-            place = find(plan, stored_codes(graph, side.dequantize.input[0]), near)
+        codes = stored_codes(graph, side.dequantize.input[0]) if side is not None and side.dequantize is not None else None
+        if codes is not None and _anchor(codes) is None and _anchor(codes.T) is None:
+            continue
+        place = find(plan, codes, near) if codes is not None else None
         near = near if place is None else place
         yield module, place is not None
 
 
 def stored_codes(graph: Indexed, tensor: str) -> Codes:
-    """The codes of a weight, uint8 [rows, columns], mapped from its file; empty where they do not lie in one."""
+    """The codes of a weight, uint8 [rows, columns], mapped from its file; empty where they do not lie in one. Raises InputError for a file cut short or gone."""
     found = graph.initializers[tensor]
     where = stored_at(found)
     if where is None or len(found.dims) != 2:
         return np.zeros((0, 0), np.uint8)
-    return np.memmap(graph.directory / where.location, np.uint8, "r", where.offset, tuple(found.dims))
+    path = graph.directory / where.location
+    if not path.is_file() or path.stat().st_size < where.offset + bytes_of(found):
+        what = (
+            "is missing"
+            if not path.is_file()
+            else f"is cut short: the codes of {tensor} end at byte {where.offset + bytes_of(found)}, and it has {path.stat().st_size}"
+        )
+        raise InputError(f"{path}: {what}; copy the whole of model/ again")
+    return np.memmap(path, np.uint8, "r", where.offset, tuple(found.dims))
 
 
 def find(plan: Codes, codes: Codes, near: int = 0) -> int | None:
@@ -56,8 +69,7 @@ def find(plan: Codes, codes: Codes, near: int = 0) -> int | None:
 
 
 def _rows_at(plan: Codes, rows: Codes, start: int, end: int) -> int | None:
-    anchor = next((i for i in range(len(rows) - 1) if all(len(np.unique(rows[j])) >= TELLING for j in (i, i + 1))), None)
-    if anchor is None:
+    if (anchor := _anchor(rows)) is None:
         return None
     size, (first, second) = rows.shape[1], (rows[i].tobytes() for i in (anchor, anchor + 1))
     for match in re.finditer(re.escape(first), plan[start:end].data):
@@ -70,3 +82,8 @@ def _rows_at(plan: Codes, rows: Codes, start: int, end: int) -> int | None:
             if np.array_equal(view, rows):
                 return begin
     return None
+
+
+def _anchor(rows: Codes) -> int | None:
+    """The first of two neighbouring rows that are unlike anything else."""
+    return next((i for i in range(len(rows) - 1) if all(len(np.unique(rows[j])) >= TELLING for j in (i, i + 1))), None)

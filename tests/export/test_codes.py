@@ -1,11 +1,17 @@
 """Whether a matrix lies in a file of bytes: as it is, turned, beside others, padded; and not when one code is another."""
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 
-from fp8q.export.codes import find
+from fp8q.export.codes import find, modules_held
+from fp8q.export.indexed import load_graph
 
 Codes = npt.NDArray[np.uint8]
 
@@ -48,6 +54,26 @@ def test_one_other_code_anywhere_and_it_is_another_matrix(row: int, column: int,
     changed = codes.copy()
     changed[row, column] ^= by
     assert find(around(changed.T.copy() if turned else changed), codes) is None
+
+
+def test_a_weight_whose_codes_might_lie_anywhere_is_passed_over(decoder: Callable[..., Any]) -> None:
+    written = decoder()
+    plan, graph = np.zeros(1000, np.uint8), load_graph(written.path)
+    assert dict(modules_held(plan, graph, written.modules)) == dict.fromkeys(written.modules, False)
+    file = written.path.with_name("model.safetensors")
+    data = bytearray(file.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start, end = (8 + int.from_bytes(data[:8], "little") + offset for offset in header[f"{written.modules[0]}.weight"]["data_offsets"])
+    data[start:end] = bytes(end - start)
+    file.write_bytes(data)
+    assert dict(modules_held(plan, graph, written.modules)) == dict.fromkeys(written.modules[1:], False)
+
+
+@pytest.mark.parametrize("target", ["sm89", "sm120"])
+@pytest.mark.parametrize("options", [{}, {"hidden": 172}, {"hidden": 65}, {"transposed": False}, {"per_channel": False}], ids=str)
+def test_the_codes_of_a_graph_are_in_its_engine_however_they_are_stored(engine_of: Callable[..., Any], target: str, options: dict[str, Any]) -> None:
+    written, plan = engine_of(target, **options)
+    assert dict(modules_held(np.frombuffer(plan, np.uint8), load_graph(written.path), written.modules)) == dict.fromkeys(written.modules, True)
 
 
 def test_a_matrix_cut_off_at_the_end_is_not_there() -> None:

@@ -313,6 +313,19 @@ def test_targets_and_plans_that_do_not_fit(fp8q: Fp8q, demo_run: Run, tmp_path: 
         assert (result.code, result.out, result.err) == (2, "", f"fp8q: {message}\n")
 
 
+def test_a_checkpoint_cut_short_or_gone_is_one_line(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    (shard,) = run.model.glob("*.safetensors")
+    os.truncate(shard, 2_000_000)
+    result = fp8q("engine", run.root)
+    assert (result.code, result.out) == (2, "")
+    assert re.fullmatch(
+        rf"fp8q: {shard}: is cut short: the codes of model\.\S+\.weight end at byte \d+, and it has 2000000; copy the whole of model/ again\n", result.err
+    )
+    shard.unlink()
+    assert fp8q("engine", run.root).err == f"fp8q: {shard}: is missing; copy the whole of model/ again\n"
+
+
 def test_a_run_without_engines_says_what_to_run(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     record = json.loads(run.record_file.read_text())
