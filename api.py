@@ -6,13 +6,14 @@ does nothing that a finished stage of the same inputs, options and version has d
     from fp8q.api import calibrate, build_engine, validate
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .calibrate.histogram import Histogram, magnitudes
+from .calibrate.place import place
 from .calibrate.statistics import Statistics, load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, KvCache, ScaleOptions, ValidateOptions, WeightMethod
@@ -22,11 +23,14 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import choosing, corpora, engines, graphs, linting, measuring, sources
+from .stages import choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
+    from .calibrate.ranks import World
+    from .calibrate.source import Source
     from .export.engine import EngineInfo
+    from .quantize.policy import Products
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
     from .validate.findings import AgainstRow, DelayedRow, Finding
@@ -61,6 +65,7 @@ __all__ = [
     "load_scales",
     "load_statistics",
     "magnitudes",
+    "merge",
     "open_run",
     "report",
     "report_plots",
@@ -100,33 +105,93 @@ def open_run(path: Path) -> Run:
 
 
 def calibrate(
-    model: str, data: str, out: Path, eval_data: str | None = None, options: CalibrateOptions = CalibrateOptions(),
+    model: str, data: str | Sequence[str], out: Path, eval_data: str | None = None, options: CalibrateOptions = CalibrateOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
     """Measure `model` on `data`, choose scales, write the FP8 checkpoint and its ONNX graphs into the run directory `out`.
 
-    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets` directory, or a hub data set.
-    Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
+    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets` directory, or a hub data set; several of
+    these, each `TEXT` or `TEXT=WEIGHT`, make one corpus in which each has its share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
+    In each of several processes that torchrun started, all measure and the first alone does the rest.
     """
     needs("calibrate", CALIBRATE_MODULES)
+    from .calibrate.ranks import joined
+    from .calibrate.source import open_source
+
+    found, notes = Run(Path(out)), Notes(progress)
+    with joined() as world:
+        if world.rank:
+            source = open_source(model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0)
+            sources.check_same(source, world)
+            measuring.take_part(found, source, world, notes)
+        else:
+            source, products = _measured(found, model, data, eval_data, options, notes, world)
+    if world.rank:
+        found.leave_work("measure", world.rank)
+    elif options.batches:
+        first, end = options.batches
+        progress.note(f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the other batches and goes on")
+    else:
+        choosing.quantize(found, source, products, options, notes)
+        graphs.export(found, export_options.dtype, notes)
+    return found
+
+
+def _measured(
+    found: Run, model: str, data: str | Sequence[str], eval_data: str | None, options: CalibrateOptions, notes: Notes, world: "World"
+) -> "tuple[Source, Products]":
+    """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the corpus, measure."""
     from .calibrate.source import load_tokenizer, open_source
+
+    before = found.record().model
+    with notes.held():
+        source = open_source(model, options.revision, options.trust_remote_code, notes)
+        sources.check_same(source, world)
+        check_model(found, before, source)
+        products = sources.products_of(source, options.skip)
+        collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+        measuring.check_batches(options, len(collected.windows), world)
+        sources.check_weights(found, source, notes)
+    corpora.write_corpus(found, source, collected, notes)
+    measuring.measure(found, source, options, notes, world)
+    return source, products
+
+
+def merge(
+    runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
+    export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
+) -> Run:  # fmt: skip
+    """Add what `runs` measured, choose scales, and write FP8 checkpoint and graphs into the run directory `out`; the model is not run.
+
+    The source checkpoint is read, for the weights: from `model`, or where one of the runs says it is. Raises InputError for runs that cannot be added:
+    of different models, tokenizers, or sizes of windows or batches, or with a batch in common.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = Run(Path(out)), Notes(progress)
     before = found.record().model
     with notes.held():
-        source = open_source(model, options.revision, options.trust_remote_code, notes)
-        if before and before["fingerprint"] != source.fingerprint:
-            raise InputError(
-                f"{out}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
-            )
+        if options.weight_rounding != "nearest":
+            raise InputError(f"--weight-rounding {options.weight_rounding}: its second moments are not added; calibrate in one run, or leave it out")
+        merged = merging.add(runs, out)
+        source = merging.source_of_all(merged, model, notes)
+        check_model(found, before, source)
         products = sources.products_of(source, options.skip)
-        collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
-        sources.check_weights(found, source, notes)
-    corpora.write_corpus(found, source, collected, notes)
-    measuring.measure(found, source, options, notes)
+        merging.check_held_out(merged, source, notes)
+        if left := merging.missing(merged):
+            notes.note(f"{len(left)} batches were measured by none of the runs: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}")
+    merging.write(found, source, merged, notes)
     choosing.quantize(found, source, products, options, notes)
     graphs.export(found, export_options.dtype, notes)
     return found
+
+
+def check_model(found: Run, before: Mapping[str, str], source: "Source") -> None:
+    """Raise InputError when the directory of `found` holds a run of another model than `source`, by its record `before`."""
+    if before and before["fingerprint"] != source.fingerprint:
+        raise InputError(
+            f"{found.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
+        )
 
 
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
@@ -175,7 +240,7 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)
     inputs, promised = graphs.fp8_files(found), load_scales(found).promised
-    limit = corpora.positions(found.model)
+    limit = other_text.positions(found)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
     options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
@@ -207,7 +272,7 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
     from .validate.runtimes import forwards, vocabulary
 
     found, notes = open_run(path), Notes(progress)
-    evaluation = corpora.evaluation(found, data, options.context, options.stride, notes)
+    evaluation = other_text.evaluation(found, data, options.context, options.stride, notes)
     inputs = graphs.fp8_files(found) | {"tokens": evaluation.protocol.sha256}
     chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
     if not found.is_current("validate", inputs, chosen):
@@ -323,9 +388,13 @@ class RunOptions:
     triton: TritonOptions = TritonOptions()
 
 
-def run(model: str, data: str, out: Path, eval_data: str | None = None, options: RunOptions = RunOptions(), progress: Reporter = SILENT) -> Run:
+def run(
+    model: str, data: str | Sequence[str], out: Path, eval_data: str | None = None, options: RunOptions = RunOptions(), progress: Reporter = SILENT
+) -> Run:  # fmt: skip
     """All stages, one after the other: the arguments are those of `calibrate`. A gate that is not met is raised when all is written."""
     found = calibrate(model, data, out, eval_data, options.calibrate, options.export, progress)
+    if place().rank:
+        return found  # the first rank alone does what follows
     gates: list[GateError] = []
     for step in (
         lambda: build_engine(out, options.engine, progress),

@@ -5,6 +5,7 @@ Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or lib
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from . import __version__
+from .calibrate.place import place
 from .errors import Fp8qError, GateError, InputError
 from .options import (
     AmaxAlgorithm,
@@ -49,6 +51,8 @@ app = typer.Typer(
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 #: What typer returns for Ctrl-C.
 INTERRUPTED = 130
+#: The commands that several processes can run together.
+TOGETHER = ("calibrate", "run")
 
 # Arguments and options that several commands share, each worded once.
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
@@ -57,9 +61,18 @@ OnnxArgument = Annotated[Path, typer.Argument(metavar="PATH", help="An ONNX file
 OfRun = Annotated[
     Path | None, typer.Option("--run", metavar="RUN", help="Hold it against what this run promises; by default the run in whose model/ the file lies, if any.")
 ]
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN", help="The run directories to add, two or more; they stay as they are.")]
+SourceModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the model is here. [default: where the runs say it was]")]
 Data = Annotated[
-    str, typer.Option("--data", metavar="TEXT", help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set.")
+    list[str],
+    typer.Option(
+        "--data",
+        metavar="TEXT[=WEIGHT]",
+        help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set. Repeatable: each text gives its weight's share of the windows.",
+    ),
 ]
+ChatTemplate = Annotated[bool, typer.Option("--chat-template", help="Render rows of `messages` (role, content) by the tokenizer's own chat template.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draw the windows with this seed. [default: evenly over the text]")]
 Out = Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to write, or to go on with.")]
 EvalData = Annotated[str | None, typer.Option("--eval-data", metavar="TEXT", help="Text to evaluate on; by default the last tenth of --data, held out.")]
 ClipMethod = Annotated[Method, typer.Option("--method", help="How the scales of activations and of an FP8 cache are chosen.")]
@@ -75,12 +88,14 @@ HistoryLength = Annotated[
 Algorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="For --method delayed: the history's largest amax, or its last.")]
 Interval = Annotated[int, typer.Option("--interval", metavar="N", help="For --method delayed: batches from one scale to the next.")]
 ByWeights = Annotated[WeightMethod, typer.Option("--weight-method", help="How the scales of the weights' output channels are chosen.")]
-KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="Keep keys and values in FP8.")]
+KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="What of the cache is kept in FP8: nothing, the values, or keys and values.")]
 AS_IT_IS = "[default: as the run has it]"
 KeptWeightMethod = Annotated[
     WeightMethod | None, typer.Option("--weight-method", help=f"How the scales of the weights' output channels are chosen. {AS_IT_IS}")
 ]
-KeptKvCache = Annotated[KvCache | None, typer.Option("--kv-cache", help=f"Keep keys and values in FP8. {AS_IT_IS}")]
+KeptKvCache = Annotated[
+    KvCache | None, typer.Option("--kv-cache", help=f"What of the cache is kept in FP8: nothing, the values, or keys and values. {AS_IT_IS}")
+]
 KeptSkip = Annotated[
     list[str] | None, typer.Option("--skip", metavar="PATTERN", help=f"Keep modules whose name matches (* and ?) in BF16. Repeatable. {AS_IT_IS}")
 ]
@@ -92,6 +107,9 @@ Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint.")]
 Stream = Annotated[
     bool | None, typer.Option("--stream/--no-stream", help="Calibrate one decoder layer at a time. [default: when memory does not hold the model]")
+]
+Batches = Annotated[
+    str | None, typer.Option("--batches", metavar="A:B", help="Measure batches A up to B alone (B itself not), for `fp8q merge`; choose no scales.")
 ]
 Dtype = Annotated[Literal["bf16", "fp16"], typer.Option("--dtype", help="What the graph computes in outside its FP8 products.")]
 RuntimeOption = Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], typer.Option("--runtime", help="What builds the engine.")]
@@ -127,10 +145,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on one
 
 
 def terminal() -> "Terminal":
-    """The reporter that draws on this terminal."""
+    """The reporter that draws on this terminal; of several ranks the first alone speaks."""
     from .console import Terminal
 
-    return Terminal()
+    return Terminal(quiet=place().rank > 0)
 
 
 def fraction(text: str | None, option: str) -> float | None:
@@ -146,6 +164,26 @@ def fraction(text: str | None, option: str) -> float | None:
     return value
 
 
+def interval_of(text: str | None) -> tuple[int, int] | None:
+    """The two numbers of A:B."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found:
+        raise InputError(f"--batches {text}: is no interval; give the first batch and the one after the last, as in 0:8")
+    return int(found[1]), int(found[2])
+
+
+@app.callback()
+def of_one_process(context: typer.Context) -> None:
+    """Refuse several ranks where only one can work."""
+    here = place()
+    if here.ranks > 1 and context.invoked_subcommand not in TOGETHER:
+        raise InputError(
+            f"fp8q {context.invoked_subcommand}: is the work of one process, and {here.ranks} ranks were started; run it without torchrun, or unset RANK"
+        )
+
+
 @app.command()
 def run(
     model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
@@ -154,9 +192,10 @@ def run(
     interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
     samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
-    dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
+    chat_template: ChatTemplate = False, seed: Seed = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None,
-    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
+    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share,
+    runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
@@ -164,8 +203,9 @@ def run(
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     calibrate_options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
-    )
+        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
+        chat_template, seed,
+    )  # fmt: skip
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
@@ -181,15 +221,16 @@ def calibrate(
     interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
     samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
-    dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+    chat_template: ChatTemplate = False, seed: Seed = None, batches: Batches = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
     from . import api
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream
-    )
+        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
+        chat_template, seed, interval_of(batches),
+    )  # fmt: skip
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)
@@ -209,6 +250,22 @@ def scales(
     speak = terminal()
     with showing(speak, run, as_json):
         api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, speak)
+
+
+@app.command()
+def merge(
+    runs: RunsArgument, out: Out, model: SourceModel = None, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile,
+    margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method,
+    kv_cache: KvCacheOption = ScaleOptions.kv_cache, skip: Skip = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Add what several runs of one model measured, choose scales, and write checkpoint and graphs, without running the model."""
+    from . import api
+
+    clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
+    speak = terminal()
+    with showing(speak, out, as_json):
+        api.merge(runs, out, model, ScaleOptions(clip, weight_method, kv_cache, tuple(skip or ())), ExportOptions(dtype), speak)
 
 
 @app.command()
@@ -329,9 +386,12 @@ def listed(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def showing(speak: "Terminal", path: Path, as_json: bool) -> Iterator[None]:
-    """Show what the run at `path` holds when the block ends well, or with a gate that was not met."""
+    """Show what the run at `path` holds when the block ends well, or with a gate that was not met; of several ranks the first does."""
     from . import views
 
+    if place().rank:
+        yield
+        return
     try:
         yield
     except GateError:
@@ -349,7 +409,8 @@ def main() -> None:
     except UsageError as error:
         code = complain(f"{error.format_message()} See `fp8q --help`, or --help after a command.", InputError.exit_code)  # type: ignore[attr-defined]
     except Fp8qError as error:
-        code = complain(str(error), error.exit_code)
+        said = place().rank and getattr(error, "told", False)  # by the rank that failed
+        code = error.exit_code if said else complain(str(error), error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
@@ -357,6 +418,9 @@ def main() -> None:
         if os.environ.get("FP8Q_DEBUG"):
             traceback.print_exc()
         code = complain(f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)", 1)
+    if code and place().ranks > 1:  # threads of torch may still wait for a rank that is gone, and Python would wait for them
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code or 0)
 
 

@@ -19,10 +19,10 @@ WORTH_A_LINE_S = 1.0
 class Terminal:
     """A reporter that draws on standard error, and prints tables on standard output."""
 
-    def __init__(self) -> None:
-        """Find out what the terminal can do."""
-        self.out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-        self.err = Console(stderr=True, highlight=False)
+    def __init__(self, quiet: bool = False) -> None:
+        """Find out what the terminal can do; `quiet`: say nothing on it."""
+        self.out = Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        self.err = Console(stderr=True, highlight=False, quiet=quiet)
 
     def note(self, line: str) -> None:
         """Print one line, unwrapped."""

@@ -18,7 +18,7 @@ Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
-KvCache = Literal["off", "fp8"]
+KvCache = Literal["off", "v", "fp8"]
 WeightRounding = Literal["nearest", "gptq"]
 
 
@@ -68,7 +68,7 @@ class ScaleOptions:
     """What follows from the statistics, without running the model: options of `fp8q scales`, and of `calibrate` too."""
 
     clip: Clipping = Clipping()
-    weight_method: WeightMethod = "amax"
+    weight_method: WeightMethod = "mse"
     kv_cache: KvCache = "off"
     skip: tuple[str, ...] = ()
     weight_rounding: WeightRounding = "nearest"
@@ -76,7 +76,11 @@ class ScaleOptions:
 
 @dataclass(frozen=True)
 class CalibrateOptions(ScaleOptions):
-    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold; for `stream`: when memory does not hold the model."""
+    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
+
+    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text; `batches`: measure those from the first up to the second alone, to be merged
+    with others, and choose nothing.
+    """
 
     samples: int | None = None
     seq_len: int | None = None
@@ -84,11 +88,18 @@ class CalibrateOptions(ScaleOptions):
     revision: str | None = None
     trust_remote_code: bool = False
     stream: bool | None = None
+    chat_template: bool = False
+    seed: int | None = None
+    batches: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whoever gives it."""
         one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
         at_least_one(self, ("samples", "seq_len", "batch_size"))
+        if self.seed is not None and self.seed < 0:
+            raise InputError(f"--seed {self.seed}: must be at least 0")
+        if self.batches is not None and not 0 <= self.batches[0] < self.batches[1]:
+            raise InputError(f"--batches {self.batches[0]}:{self.batches[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class StageRecord(Strict):
     notes: list[str]
     seconds: float
     peak_memory_bytes: int
+    machine: dict[str, JsonValue] = Field(default_factory=dict, description="what it was computed on, where that decides its last bits")
 
 
 class RunRecord(Strict):
@@ -88,6 +89,7 @@ class StageLog:
 
     outputs: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    machine: dict[str, JsonValue] = field(default_factory=dict)
 
 
 class _Path:
@@ -202,6 +204,7 @@ class Run:
                         notes=log.notes,
                         seconds=round(time.monotonic() - start, 3),
                         peak_memory_bytes=peak_memory_bytes(),
+                        machine=log.machine,
                     )
                     write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
                     _remove(self._work_folder(name))
@@ -236,13 +239,13 @@ class Run:
         return any(outputs.get(name) != digest for name, digest in files.items())
 
     @contextmanager
-    def work(self, name: str, key: Mapping[str, object]) -> Iterator[Path]:
+    def work(self, name: str, key: Mapping[str, object], rank: int = 0) -> Iterator[Path]:
         """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the stage is done.
 
         `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk is to blame for
-        leaves nothing behind.
+        leaves nothing behind. `rank`: of several processes that run the stage, each has a folder of its own, inside that of rank 0.
         """
-        folder = self._work_folder(name)
+        folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
         if not written.is_file() or written.read_text(encoding="utf-8") != wanted:
             _remove(folder)
@@ -252,11 +255,20 @@ class Run:
         try:
             yield folder
         except (InputError, OSError):
-            _remove(folder)
+            with suppress(OSError):  # a rank may still be writing there
+                _remove(folder) if not rank else self.leave_work(name, rank)
             raise
 
-    def _work_folder(self, name: str) -> Path:
-        return self.root / f".{name}{WORK}"
+    def leave_work(self, name: str, rank: int) -> None:
+        """Remove the folder of a rank above 0, and, where it was alone on its machine, the directories around it."""
+        shutil.rmtree(self._work_folder(name, rank), ignore_errors=True)
+        with suppress(OSError):
+            self._work_folder(name).rmdir()
+            self.root.rmdir()
+
+    def _work_folder(self, name: str, rank: int = 0) -> Path:
+        folder = self.root / f".{name}{WORK}"
+        return folder / f"rank-{rank}" if rank else folder
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -278,7 +290,7 @@ LOCK = ".lock"
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PARTIAL))
+    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith((PARTIAL, WORK)))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from .validate.columns import (
     size_table,
     stage_table,
 )
-from .validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+from .validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
 
 if TYPE_CHECKING:
     from .api import Inspection
@@ -45,10 +45,16 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
     for table in (accuracy_table(accuracy_rows(run)), engine_table(engine_rows(run)), size_table(size_rows(run)), stage_table(stage_rows(run))):
         if table.rows:
             draw(speak, table)
-    kept = kept_table(module_rows(run))
+    kept = kept_table(modules(run))
     if kept.rows:
         draw(speak, kept)
-    speak.table("Files", ("path",), [(str(file),) for file in files(run)])
+    if found := files(run):
+        speak.table("Files", ("path",), [(str(file),) for file in found])
+
+
+def modules(run: Run) -> list[ModuleRow]:
+    """Every module, where scales were chosen: not for some of the batches alone."""
+    return module_rows(run) if run.scales.is_file() else []
 
 
 def files(run: Run) -> list[Path]:
@@ -58,7 +64,7 @@ def files(run: Run) -> list[Path]:
 
 def document(run: Run) -> dict[str, Any]:
     """The run as one JSON object: paths, numbers of modules, and the rows of every table."""
-    rows = module_rows(run)
+    rows = modules(run)
     return {
         "run": str(run.root),
         "quantized": sum(row.kind == "product" and row.reason is None for row in rows),

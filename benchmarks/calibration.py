@@ -1,23 +1,24 @@
 """What watching costs: `fp8q calibrate`'s pass over the plain BF16 forward pass of the decoder.
 
-    python benchmarks/calibration.py [--rounds 5] [--layers 4]
+    python benchmarks/calibration.py [--rounds 5] [--layers 4] [--llmcompressor PYTHON]
 
 A Llama of width 2048 (intermediate 5632, 32 heads, 4 KV heads, vocabulary 4096 so that the head would hide nothing), random weights, windows of 512 tokens. The
 ceiling is the decoder alone, without the output head. In each round every contender runs a short and a long series of batches in turn, and
-the difference of the two counts: start-up and what is done once drop out. The peer is ModelOpt's `max` calibration, on the decoder too. Prints one JSON
+the difference of the two counts: start-up and what is done once drop out. The peers are ModelOpt's `max` calibration, on the decoder too, and, where the Python
+of an environment that has it is given, llm-compressor's FP8 calibration (`peer_llmcompressor.py`, held against the plain pass in that environment). Prints one JSON
 line: `ratio` is the median over rounds of ours to the ceiling, `limit_ratio` the target.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from decoder import BATCH, LONG, SHORT, WINDOW, Series, build, marginal, plain, tokens
+from transformers import LlamaForCausalLM
 
 from fp8q.calibrate.measure import measure
 from fp8q.calibrate.statistics import Corpus, ModelIdentity
@@ -25,42 +26,6 @@ from fp8q.progress import SILENT
 from fp8q.run import library_versions
 
 LIMIT_RATIO = 1.15
-WINDOW, BATCH, VOCABULARY = 512, 4, 4096
-SHORT, LONG = 1, 3
-Series = Callable[[int], None]
-
-
-def tokens(batches: int) -> np.ndarray:
-    """`batches` batches of random windows, int64 [batches × BATCH, WINDOW]."""
-    return np.random.default_rng(0).integers(0, VOCABULARY, (batches * BATCH, WINDOW))
-
-
-def build(layers: int) -> LlamaForCausalLM:
-    """The model to run, with random weights."""
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    torch.nn.Module.to(model, torch.bfloat16).eval()
-    return model
-
-
-def plain(model: LlamaForCausalLM) -> Series:
-    """The ceiling: the decoder and nothing else."""
-
-    def series(batches: int) -> None:
-        with torch.inference_mode():
-            for ids in np.split(tokens(batches), batches):
-                model.model(input_ids=torch.from_numpy(ids), use_cache=False)
-
-    return series
 
 
 def ours(model: LlamaForCausalLM) -> Series:
@@ -94,14 +59,12 @@ def modelopt(model: LlamaForCausalLM) -> Series:
     return series
 
 
-def marginal(series: Series) -> float:
-    """Seconds of a long series less those of a short one."""
-    seconds = []
-    for batches in (SHORT, LONG):
-        start = time.perf_counter()
-        series(batches)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1] - seconds[0]
+def peer(python: str, layers: int) -> dict[str, object]:
+    """What llm-compressor makes of the same decoder, in its own environment."""
+    script = Path(__file__).with_name("peer_llmcompressor.py")
+    printed = subprocess.run([python, str(script), "--layers", str(layers)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, object] = json.loads(printed.splitlines()[-1])
+    return found
 
 
 def main() -> int:
@@ -109,6 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment with llm-compressor")
     arguments = parser.parse_args()
     model = build(arguments.layers)
     contenders = {"plain": plain(model), "fp8q": ours(model), "modelopt": modelopt(build(arguments.layers))}
@@ -122,6 +86,7 @@ def main() -> int:
         "limit_ratio": LIMIT_RATIO,
         "passed": ratios["fp8q"] <= LIMIT_RATIO,
         "modelopt_ratio": ratios["modelopt"],
+        "llmcompressor": peer(arguments.llmcompressor, arguments.layers) if arguments.llmcompressor else None,
         "plain_tokens_per_second": per_second,
         "rounds": arguments.rounds,
         "threads": torch.get_num_threads(),

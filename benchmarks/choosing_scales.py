@@ -2,7 +2,7 @@
 
     python benchmarks/choosing_scales.py MODEL=CALIBRATION,EVALUATION … [--windows 16] [--context 256]
 
-Each checkpoint is measured once; every row then changes one choice and leaves the rest at the default (amax, margin 0, BF16 grid, weights per channel by amax,
+Each checkpoint is measured once; every row then changes one choice and leaves the rest at the default (activations by amax, margin 0, BF16 grid, weights per channel by mse,
 E4M3). The floor is what no choice of activation scales goes below in a static engine: the cost of the weights alone. Prints a Markdown table (KL relative to
 the default's, and the increase of perplexity) and one JSON line. These models have no large outliers; a row named `outliers` is the first model with some
 made: 4 channels of every input norm 64 times larger, the next matrices' columns as much smaller, so that in exact arithmetic it is the same function.
@@ -26,7 +26,7 @@ from fp8q.calibrate import corpus
 from fp8q.calibrate.measure import measure
 from fp8q.calibrate.source import Source, load_model, load_tokenizer, open_source
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.options import Clipping, Method, WeightMethod
+from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
 from fp8q.progress import SILENT
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3, E5M2, Format
@@ -46,7 +46,7 @@ class Choice:
     """One row: how the activations' scales and the weights' are chosen. `bf16_inputs` leaves activations as they are."""
 
     clip: Clipping = Clipping()
-    weights: WeightMethod = "amax"
+    weights: WeightMethod = ScaleOptions.weight_method
     per_tensor_weights: bool = False
     format: Format = E4M3
     mode: Mode = "fast"
@@ -54,12 +54,12 @@ class Choice:
 
 
 CHOICES: dict[str, Choice] = {
-    "amax (the default)": Choice(),
+    "activations by amax, weights by mse (the default)": Choice(),
     "percentile 99.9": Choice(Clipping("percentile", 99.9)),
     "percentile 99.99": Choice(Clipping("percentile", 99.99)),
     "percentile 99.999": Choice(Clipping("percentile", 99.999)),
-    "mse": Choice(Clipping("mse")),
-    "entropy": Choice(Clipping("entropy")),
+    "activations by mse": Choice(Clipping("mse")),
+    "activations by entropy": Choice(Clipping("entropy")),
     "delayed, history 1024": Choice(Clipping("delayed")),
     "delayed, most recent": Choice(Clipping("delayed", amax_compute_algo="most_recent")),
     "current (just in time)": Choice(mode="current"),
@@ -67,9 +67,9 @@ CHOICES: dict[str, Choice] = {
     "amax, margin 1": Choice(Clipping(margin=1)),
     "amax, margin 3": Choice(Clipping(margin=3)),
     "amax, power of two": Choice(Clipping(scale_grid="power-of-two")),
-    "weights by mse": Choice(weights="mse"),
-    "weights by mse, activations by mse": Choice(Clipping("mse"), weights="mse"),
-    "weights per tensor": Choice(per_tensor_weights=True),
+    "weights by amax": Choice(weights="amax"),
+    "weights by amax, activations by mse": Choice(Clipping("mse"), weights="amax"),
+    "weights per tensor, by amax": Choice(per_tensor_weights=True),
     "activations in E5M2": Choice(format=E5M2),
     "activations in BF16 (the floor)": Choice(bf16_inputs=True),
 }

@@ -6,6 +6,7 @@ by name: an encoder would run without its mask, a mixture of experts needs every
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,12 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
             raise InputError(f"{name}: {architecture} is a mixture of experts ({module_name}), which fp8q does not do for now; give a dense model")
 
 
-def max_positions(config: "PreTrainedConfig") -> int | None:
-    """How many positions a model can tell apart; None where nothing limits them (ALiBi) or the configuration does not say.
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions the model of that config.json can tell apart; None where nothing limits them (ALiBi) or the configuration does not say.
 
     A sliding window is no limit: it bounds what a position sees, not how many there are.
     """
-    text = config.get_text_config()
-    found = (getattr(text, key, None) for key in POSITIONS)
+    found = (config.get(key) for key in POSITIONS)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 

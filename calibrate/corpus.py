@@ -2,28 +2,31 @@
 
 Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut every `seq_len` tokens, so
 there is no padding to keep out of the statistics. Where there are more windows than asked for, they are taken evenly over the whole text: corpora
-are sorted by source and topic, and their first megabyte speaks for neither.
+are sorted by source and topic, and their first megabyte speaks for neither. A seed draws them instead, from Philox's raw output, which NumPy keeps
+the same in every version.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from ..progress import Reporter
+from ..progress import SILENT, Reporter
 from .overlap import check_disjoint
-from .texts import Reading, load_texts
+from .rows import Documents, Reading
+from .texts import load_documents, load_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Reading", "check_disjoint", "encode", "fingerprint", "hold_out", "load_texts", "lower_default", "windows"]
+__all__ = ["Documents", "Reading", "check_disjoint", "encode", "fingerprint", "hold_out", "load_documents", "load_texts", "lower_default", "windows"]
 
-#: Documents tokenized together, in parallel.
+#: Documents tokenized together, in parallel, and characters: the tokenizer takes some 450 bytes for each while it works.
 DOCUMENTS = 1024
+CHARACTERS = 2_000_000
 Tokens = npt.NDArray[np.int64]
 
 
@@ -36,15 +39,20 @@ def fingerprint(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None = None) -> Tokens:
+def encode(
+    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None = None, special_tokens: bool = True, report: Reporter = SILENT
+) -> Tokens:
     """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives a text.
 
-    Raises InputError when an id is not below `vocabulary`, the number of rows of the model's embedding.
+    `special_tokens` False: it gives none, for texts that hold theirs (rendered chats). Raises InputError when an id is not below `vocabulary`, the
+    number of rows of the model's embedding.
     """
     pieces = [np.zeros(0, np.int64)]
-    for start in range(0, len(texts), DOCUMENTS):
-        encoded = tokenizer(list(texts[start : start + DOCUMENTS]), return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
-        pieces += [np.asarray(ids, np.int64) for ids in encoded]
+    with report.track("Tokenizing", sum(map(len, texts)), "characters") as advance:
+        for batch, special in _batches(texts):
+            encoded = tokenizer(batch, add_special_tokens=special_tokens and special, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+            pieces += [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+            advance(sum(map(len, batch)))
     ids = np.concatenate(pieces)
     if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(int(ids.max()))
@@ -54,14 +62,45 @@ def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabular
     return ids
 
 
+def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
+    """What is tokenized together, in order, and whether with special tokens: a document longer than `CHARACTERS` goes in parts, which have them at its beginning alone."""
+    batch, characters = list[str](), 0
+    for text in texts:
+        first, *parts = _parts(text)
+        if batch and (len(batch) == DOCUMENTS or characters + len(first) > CHARACTERS):
+            yield batch, True
+            batch, characters = [], 0
+        batch.append(first)
+        characters += len(first)
+        if parts:
+            yield batch, True
+            yield from (([part], False) for part in parts)
+            batch, characters = [], 0
+    if batch:
+        yield batch, True
+
+
+def _parts(text: str) -> list[str]:
+    """`text` in parts of at most `CHARACTERS`, cut after lines that something other than white space follows, where no tokenizer joins what is on both sides."""
+    parts, start = list[str](), 0
+    while len(text) - start > CHARACTERS:
+        end = start + CHARACTERS
+        line = text.rfind("\n", start, end)
+        while line > start and text[line + 1].isspace():
+            line = text.rfind("\n", start, line)
+        parts.append(text[start : line + 1 if line > start else end])
+        start += len(parts[-1])
+    return [*parts, text[start:]]
+
+
 def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
     """Split tokens into those to calibrate on and the last `fraction` of them, to evaluate on."""
     kept = len(ids) - int(len(ids) * fraction)
     return ids[:kept], ids[kept:]
 
 
-def windows(ids: Tokens, seq_len: int, count: int) -> Tokens:
-    """Cut `ids` into windows of `seq_len` tokens and take `count` of them, evenly spread, int64 [count, seq_len].
+def windows(ids: Tokens, seq_len: int, count: int, seed: Sequence[int] | None = None) -> Tokens:
+    """Cut `ids` into windows of `seq_len` tokens and take `count` of them, int64 [count, seq_len]: evenly spread, or those that `seed` draws, in its order.
 
     Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`, or none.
     """
@@ -70,7 +109,10 @@ def windows(ids: Tokens, seq_len: int, count: int) -> Tokens:
         raise InputError(f"the text has {len(ids):,} tokens, and one window needs {seq_len:,}; give more text, or a smaller --seq-len")
     if count > available:
         raise InputError(f"--samples {count:,}: the text has {available:,} windows of {seq_len:,} tokens; give more text, or a smaller --samples or --seq-len")
-    chosen = np.arange(count) * available // count
+    if seed is None:
+        chosen = np.arange(count) * available // count
+    else:
+        chosen = np.argsort(np.random.Philox(np.random.SeedSequence(list(seed))).random_raw(available), kind="stable")[:count]
     return ids[: available * seq_len].reshape(available, seq_len)[chosen]
 
 

@@ -39,10 +39,10 @@ def check_disjoint(calibration: Sequence[str], evaluation: Sequence[str], data: 
         report.note(f"--eval-data {eval_data}: {share:.1%} of {what} is in {where}")
 
 
-def shares(first: Sequence[str], second: Sequence[str]) -> tuple[float, float]:
-    """Share of the distinct runs of the first text that the second holds, and the other way round. Texts of fewer units are compared in shorter runs."""
+def shares(first: Sequence[str], second: Sequence[str], run: int = RUN) -> tuple[float, float]:
+    """Share of the distinct runs of `run` units of the first text that the second holds, and the other way round. Texts of fewer units are compared in shorter runs."""
     units = _units(first), _units(second)
-    length = min(RUN, *map(len, units))
+    length = min(run, *map(len, units))
     if not length:
         return 0.0, 0.0
     of_first, of_second = (np.unique(_runs(hashes, length)) for hashes in units)

@@ -69,7 +69,7 @@ class Source:
     @property
     def max_positions(self) -> int | None:
         """How many positions the model can tell apart; None where nothing limits them."""
-        return max_positions(self.config)
+        return max_positions(self.text_config.to_dict())
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -78,9 +78,10 @@ class Source:
         return _combined({path.name: sha256_file(path) for path in (files[:1] if files[0].name == "tokenizer.json" else files)})
 
 
-def open_source(model: str, revision: str | None = None, trust_remote_code: bool = False, report: Reporter = SILENT) -> Source:
+def open_source(model: str, revision: str | None = None, trust_remote_code: bool = False, report: Reporter = SILENT, fingerprinted: bool = True) -> Source:
     """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub names.
 
+    `fingerprinted` False leaves the fingerprint empty, and the weights unread.
     Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
     """
     path, commit = _locate(model, revision, trust_remote_code, report)
@@ -95,7 +96,7 @@ def open_source(model: str, revision: str | None = None, trust_remote_code: bool
     skeleton = meta_model(source)
     refuse_experts(skeleton, model, architecture)
     _check_names(source, skeleton)
-    return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report)))
+    return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report))) if fingerprinted else source
 
 
 def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:

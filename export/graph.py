@@ -25,10 +25,10 @@ ATTENTION = "fp8q"
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: whether keys and values are codes."""
+    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the cache that are codes, of `kv`."""
 
     groups: Mapping[str, list[str]]
-    fp8_cache: bool
+    cache: str
     dtype: torch.dtype
 
 
@@ -198,5 +198,5 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     replace_linears(model, layers)
     for name in attention_modules(model).values():
         module = model.get_submodule(name)
-        module.fp8q_k, module.fp8q_v = (QuantizedCache(plan) if plan.fp8_cache else PlainCache() for _ in range(2))
+        module.fp8q_k, module.fp8q_v = (QuantizedCache(plan) if part in plan.cache else PlainCache() for part in "kv")
     return Graph(model.eval())

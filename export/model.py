@@ -40,7 +40,7 @@ def export_model(run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtyp
     groups = promised_groups(record.groups, scales)
     with report.track("Exporting to ONNX", len(plans), "graphs") as advance:
         for path, name in plans.items():
-            model = trace(run.model, GraphPlan(groups, bool(scales.kv_cache), DTYPES[name]))
+            model = trace(run.model, GraphPlan(groups, scales.cache_parts, DTYPES[name]))
             with replacing(path) as partial:
                 ir.save(model, partial)
             advance(1)
@@ -110,13 +110,13 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    stored = CODE if plan.fp8_cache else plan.dtype
+    stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     layers = range(len(graph.attention))
-    past = [tuple(empty(batch, heads, capacity, size, dtype=stored) for _ in "kv") for _ in layers]
+    past = [tuple(empty(batch, heads, capacity, size, dtype=stored[part]) for part in "kv") for _ in layers]
     dynamic = torch.export.Dim.DYNAMIC
     matrix = {0: dynamic, 1: dynamic}
     shapes: dict[str, object] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), matrix)

@@ -17,20 +17,27 @@ norms and {skipped} stay in BF16.
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 
-vLLM loads it as it is: `vllm serve path/to/this/directory`{vllm}. `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
+{hosted} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
 """
+#: What the cache is, by the parts of it that are codes.
+CACHES = {
+    "": "the KV cache in the compute type",
+    "v": "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type",
+    "kv": "E4M3 keys and values with one scale each per layer",
+}
+#: What other loaders make of it.
+HOSTED = {
+    "": "The layout is the one vLLM documents: `vllm serve path/to/this/directory`.",
+    "v": "The layout is the one vLLM documents, but compressed-tensors has no form for such a cache: config.json names no scheme for it, the scales are in\n"
+    "`kv_cache.safetensors`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines keep it as said.",
+    "kv": "The layout is the one vLLM documents: `vllm serve path/to/this/directory --kv-cache-dtype fp8`.",
+}
 
 
 def model_card(name: str, architecture: str, scales: Scales) -> str:
     """The README.md of `model/`, Markdown."""
     kept = ", ".join(f"`{module}` ({decision.reason})" for module, decision in scales.skipped.items()) or "nothing else"
-    cache = "E4M3 keys and values with one scale each per layer" if scales.kv_cache else "the KV cache in the compute type"
     return CARD.format(
-        name=name,
-        architecture=architecture,
-        cache=cache,
-        quantized=len(scales.weights),
-        skipped=kept,
-        vllm=" --kv-cache-dtype fp8" if scales.kv_cache else "",
+        name=name, architecture=architecture, cache=CACHES[scales.cache_parts], quantized=len(scales.weights), skipped=kept, hosted=HOSTED[scales.cache_parts]
     )

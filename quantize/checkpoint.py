@@ -1,8 +1,11 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
 For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8 cache `k_scale` and
-`v_scale` F32 [1] at the attention module. transformers and vLLM load it as it is, and the ONNX graph points at the same bytes. Tensors
-go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16.
+`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX graph points at the same bytes.
+Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16.
+
+compressed-tensors has no words for a cache of which only the values are codes: config.json then names no scheme, and the scales lie in `CACHE_FILE`, which
+the index does not name, so that loaders of the Hugging Face layout pass it over; fp8q's reference and graph read it.
 """
 
 import json
@@ -18,6 +21,7 @@ from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
 from .scales import Scales, Skipped, TensorScale, WeightScales
+from .stored import CACHE_FILE
 from .weights import Rounding, quantize_weight
 
 SHARD_BYTES = 512 << 20
@@ -67,8 +71,12 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
-        for name, cache in scales.kv_cache.items():
-            writer.add(f"{name}_scale", torch.tensor([cache.scale], dtype=torch.float32))
+        caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()}
+        if has_cache_scheme(scales):
+            for name, tensor in caches.items():
+                writer.add(name, tensor)
+        elif caches:
+            save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
         writer.close()
     done = Scales(
         weights={module: summaries[module] for module in scales.activations if module in summaries},
@@ -132,6 +140,11 @@ class ShardWriter:
         self.pending = {}
 
 
+def has_cache_scheme(scales: Scales) -> bool:
+    """Whether compressed-tensors can say what the cache is: keys and values both codes."""
+    return scales.cache_parts == "kv"
+
+
 def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, object]:
     """The `quantization_config` of config.json, made by compressed-tensors' own schema."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
@@ -153,7 +166,7 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
 def _write_companions(source: Source, directory: Path, scales: Scales) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), bool(scales.kv_cache))}
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), has_cache_scheme(scales))}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in _companions(source.path):
         if path.is_dir():

@@ -20,7 +20,7 @@ from .stored import stored_tensors
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and the scales of its cache (`<module>.k`, `<module>.v`; empty where the cache is not FP8)."""
+    """The model and the scales of its cache (`<module>.k`, `<module>.v`, as far as these are codes)."""
 
     model: PreTrainedModel
     cache_scales: dict[str, float]

@@ -14,12 +14,14 @@ from pydantic import Field
 from ..calibrate.histogram import INFINITY, Histogram, magnitudes
 from ..calibrate.statistics import Statistics, TensorStatistics
 from ..errors import InputError
-from ..options import Clipping
+from ..options import Clipping, KvCache
 from ..run import Run, Strict, read_document
 from .clip import CLIPPERS, clip_mse, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
 from .formats import E4M3, Format
 
+#: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
+CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
 #: Scales below the smallest normal BF16 number are flushed to zero by some hardware.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 #: The scale of BF16's largest number.
@@ -42,7 +44,7 @@ class WeightScales(Strict):
 class TensorScale(Strict):
     """One activation's or cache tensor's per-tensor scale; shares are fractions."""
 
-    method: str
+    method: str = Field(description="what chose the clip; where that gave nothing a scale can be made of: `amax (percentile gave 0)`")
     amax: float
     clip: float
     scale: float
@@ -75,6 +77,11 @@ class Scales(Strict):
         """The modules whose product runs on FP8 codes on both sides."""
         return list(self.weights)
 
+    @property
+    def cache_parts(self) -> str:
+        """Which parts of the cache are codes: `kv`, `v` alone, or none."""
+        return "".join(sorted({name[-1] for name in self.kv_cache}))
+
 
 def load_scales(run: Run) -> Scales:
     """Read `scales.json`; raises InputError when it is missing or not the file `fp8q calibrate` wrote."""
@@ -99,11 +106,11 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3
 
     The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
     """
-    clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
+    method, clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
     best = float(scale_of(clip_mse(histogram, format, clipping), format))
     achieved = sqnr_db(histogram, format, scale)
     return TensorScale(
-        method=clipping.method,
+        method=method,
         amax=histogram.amax,
         clip=clip,
         scale=scale,
@@ -114,8 +121,9 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3
     )
 
 
-def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, amax_batches: npt.NDArray[np.float32] | None) -> tuple[float, float]:
-    """The clip and the scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax; a margin goes as far as scales do."""
+def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, amax_batches: npt.NDArray[np.float32] | None) -> tuple[str, float, float]:
+    """The method, clip and scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin goes as far as scales do."""
+    method: str = clipping.method
     if clipping.method == "delayed":
         if amax_batches is None:
             raise InputError("--method delayed: needs the amax of every batch, which a histogram does not hold; choose another method")
@@ -123,9 +131,9 @@ def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, am
     else:
         clip = CLIPPERS[clipping.method](histogram, format, clipping)
     if scale_of(clip, format) < SMALLEST_SCALE:
-        clip = histogram.amax
+        method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
     scale = float(np.clip(np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin), SMALLEST_SCALE, LARGEST_SCALE))
-    return (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max), scale
+    return method, (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max), scale
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
@@ -159,14 +167,16 @@ def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping) -> Ten
     return tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
 
 
-def kv_cache_scales(statistics: Statistics, clipping: Clipping) -> dict[str, TensorScale]:
-    """Scales of every key and value cache.
+def kv_cache_scales(statistics: Statistics, clipping: Clipping, parts: str = "kv") -> dict[str, TensorScale]:
+    """Scales of every key (`k` in `parts`) and value (`v`) cache; none for no parts.
 
     Raises InputError naming the first tensor that has none: a cache in two types serves nobody.
     """
     scales: dict[str, TensorScale] = {}
+    if not parts:
+        return scales
     for name, tensor in statistics.tensors.items():
-        if not name.endswith((".k", ".v")):
+        if not name.endswith(tuple(f".{part}" for part in parts)):
             continue
         if reason := unfit(tensor.histogram):
             raise InputError(f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-cache off")

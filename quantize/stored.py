@@ -8,10 +8,16 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+#: Cache scales that the Hugging Face layout has no place for.
+CACHE_FILE = "kv_cache.safetensors"
+
 
 def stored_tensors(directory: Path) -> Mapping[str, str]:
-    """Tensor name -> shard file name of the checkpoint in `directory`, from its index."""
+    """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside it."""
     index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    if (directory / CACHE_FILE).is_file():
+        with safe_open(directory / CACHE_FILE, "np") as opened:
+            index |= dict.fromkeys(opened.keys(), CACHE_FILE)
     return index
 
 

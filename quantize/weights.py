@@ -4,6 +4,8 @@
 are rounded to nearest, or so that they make up for each other's errors (`weight_rounding`).
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,12 +14,14 @@ import torch
 
 from .clip import scale_of
 from .formats import E4M3
-from .linear import encode
+from .linear import CODE, encode
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
 from .weight_mse import mse_scales
 from .weight_rounding import Compensations, compensated_codes
 
 WeightMethod = Literal["amax", "mse"]
+#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger blocks leave larger holes in the heap.
+BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
@@ -46,8 +50,8 @@ def quantize_weight(weight: torch.Tensor, method: WeightMethod, compensation: to
     scale = channel_scales(weight, method)
     if scale is None:
         return Skipped(reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel())
-    codes = encode(weight, scale[:, None]) if compensation is None else compensated_codes(weight, scale, compensation)
-    zero = int((weight.abs().amax(1) == 0).sum())
+    codes = nearest_codes(weight, scale) if compensation is None else compensated_codes(weight, scale, compensation)
+    zero = int((_amax(weight) == 0).sum())
     summary = WeightScales(
         method=method,
         rounding="nearest" if compensation is None else "gptq",
@@ -66,7 +70,7 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor |
 
     A row of zeros is exact with any scale and takes the largest of the others'.
     """
-    amax = weight.abs().amax(1).float().numpy()
+    amax = _amax(weight).float().numpy()
     fit = scale_of(amax, E4M3) >= SMALLEST_SCALE
     if not fit.any():
         return None
@@ -74,9 +78,30 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor |
     return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
 
 
+def nearest_codes(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The E4M3 codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn [out, in]."""
+    codes = torch.empty(weight.shape, dtype=CODE)
+    for rows in _blocks(weight):
+        codes[rows] = encode(weight[rows], scale[rows, None])
+    return codes
+
+
+def _amax(weight: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each row, in the weight's type [out], without a copy of the matrix."""
+    return torch.maximum(weight.amax(1), -weight.amin(1))
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[slice]:
+    """Rows of `weight` [out, in], at most `BLOCK_VALUES` values or one row at a time."""
+    rows = max(1, BLOCK_VALUES // weight.shape[1])
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))
+
+
 def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float:
     """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64."""
-    exact = weight.float()
-    noise = (exact - codes.float() * scale[:, None]).square().sum(dtype=torch.float64)
-    signal = exact.square().sum(dtype=torch.float64)
-    return float(10 * torch.log10(signal / noise)) if noise > 0 else float("inf")
+    noise = signal = 0.0
+    for rows in _blocks(weight):
+        exact = weight[rows].float()
+        noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
+        signal += float(exact.square().sum(dtype=torch.float64))
+    return 10 * math.log10(signal / noise) if noise > 0 else float("inf")

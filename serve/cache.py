@@ -24,13 +24,13 @@ KeyValues = Sequence[NDArray[Any]]
 class CacheLayout:
     """What a graph keeps of each position.
 
-    `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtype` that of the host's
-    buffers: uint8 holds FP8 codes, of which NumPy knows nothing.
+    `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtypes` those of the host's
+    buffers: uint8 holds FP8 codes, of which NumPy knows nothing. Values may be codes where keys are not.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
-    dtype: np.dtype[Any]
+    dtypes: tuple[np.dtype[Any], ...]
 
 
 class Cache(Protocol):
@@ -62,7 +62,8 @@ class HostCache:
         self._buffers = self._zeros(capacity)
 
     def _zeros(self, capacity: int) -> list[NDArray[Any]]:
-        return [np.zeros((self.rows, heads, capacity, size), self.layout.dtype) for heads, size in self.layout.shapes]
+        layout = self.layout
+        return [np.zeros((self.rows, heads, capacity, size), dtype) for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)]
 
     def past(self, first: int, count: int) -> KeyValues:
         """The buffers of `count` rows from `first`: views, not copies."""

@@ -55,7 +55,7 @@ class OnnxRuntimeSession:
         self._runtime = _import_onnxruntime()
         self._session = self._load(path, threads)
         self.layout = self._layout(path)
-        self._element = ELEMENTS[self._types[PAST + self.layout.names[0]]][1]
+        self._elements = [ELEMENTS[self._types[PAST + name]][1] for name in self.layout.names]
         self._outputs = ["logits", *(NEW + name for name in self.layout.names)]
 
     def _load(self, path: Path, threads: int) -> Any:
@@ -81,10 +81,10 @@ class OnnxRuntimeSession:
             raise SessionError(f"{path}: has no tensor named {absent[0]}, so it is no graph that `fp8q export` wrote; export it again")
         self._types = {name: str(inputs[name].type) for name in past}
         kinds = set(self._types.values())
-        if len(kinds) > 1 or not kinds <= ELEMENTS.keys():
+        if not kinds <= ELEMENTS.keys():
             raise SessionError(f"{path}: its cache is of {', '.join(sorted(kinds))}; ONNX Runtime serves {' or '.join(ELEMENTS)}: use model.fp32.onnx")
         shapes = tuple((int(inputs[name].shape[1]), int(inputs[name].shape[3])) for name in past)
-        return CacheLayout(names, shapes, np.dtype(ELEMENTS[kinds.pop()][0]))
+        return CacheLayout(names, shapes, tuple(np.dtype(ELEMENTS[self._types[name]][0]) for name in past))
 
     def new_cache(self, rows: int, capacity: int) -> HostCache:
         """Make an empty cache in host memory."""
@@ -98,8 +98,8 @@ class OnnxRuntimeSession:
         past = self.new_cache(len(input_ids), 0).past(0, len(input_ids)) if past is None else past
         arrays = [np.ascontiguousarray(array) for array in (input_ids, attention_mask, position_ids, *past)]  # kept until the run is over: OrtValues do not
         feeds = {name: wrap.ortvalue_from_numpy(array) for name, array in zip(TOKEN_INPUTS, arrays, strict=False)}
-        for name, array in zip(self.layout.names, arrays[len(TOKEN_INPUTS) :], strict=True):
-            feeds[PAST + name] = wrap.ortvalue_from_numpy_with_onnx_type(array, self._element)
+        for name, array, element in zip(self.layout.names, arrays[len(TOKEN_INPUTS) :], self._elements, strict=True):
+            feeds[PAST + name] = wrap.ortvalue_from_numpy_with_onnx_type(array, element)
         logits, *new = self._session.run_with_ort_values(self._outputs, feeds)
         return logits.numpy(), [value.numpy() for value in new]
 

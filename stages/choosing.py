@@ -69,9 +69,9 @@ def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_ca
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
     from ..quantize.policy import select
-    from ..quantize.scales import Scales, activation_scales, kv_cache_scales
+    from ..quantize.scales import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
 
     chosen, skipped = select(products, options.skip)
     activations, unfit = activation_scales(statistics, chosen, options.clip)
-    cache = kv_cache_scales(statistics, options.clip) if options.kv_cache == "fp8" else {}
+    cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

@@ -1,7 +1,7 @@
 """The stage `corpus`: from texts to the windows of tokens that are calibrated on, and those that are held out."""
 
 import hashlib
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,90 +18,171 @@ from .steps import Notes, stage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..calibrate.corpus import Documents, Reading
+    from ..calibrate.mixture import Part
     from ..calibrate.source import Source
-    from ..validate.perplexity import Evaluation
+    from ..calibrate.statistics import TextSource
 
 Tokens = npt.NDArray[np.int64]
+#: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and of Chinese have some five.
+BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out; `text`: SHA-256 of the calibration text."""
+    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out; `sources`: what the windows were cut from."""
 
     windows: Tokens
     evaluation: Tokens
     names: tuple[str, str]
-    text: str
+    sources: "list[TextSource]"
+    options: CalibrateOptions
 
 
-def collect(source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str, eval_data: str | None, options: CalibrateOptions, report: Reporter) -> Collected:
+@dataclass(frozen=True)
+class Text:
+    """One text, read and tokenized: `ids` int64 [tokens]."""
+
+    name: str
+    documents: "Documents"
+    ids: Tokens
+
+
+def collect(
+    source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str | Sequence[str], eval_data: str | None, options: CalibrateOptions, report: Reporter
+) -> Collected:
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
-    from ..calibrate import corpus
+    from ..calibrate import corpus, mixture
+    from ..calibrate.chat import renderer
 
+    parts = mixture.parse(data)
     seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report)
+    limit = max(corpus.Reading.limit, BYTES_PER_TOKEN * seq_len * (options.samples or DEFAULT_SAMPLES))
+    reading = corpus.Reading(render=renderer(tokenizer, source.name) if options.chat_template else None, limit=limit)
     vocabulary = source.text_config.vocab_size
-    texts = corpus.load_texts(data, report=report)
-    ids = corpus.encode(texts, tokenizer, vocabulary)
+    texts = [read(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
+    names = " and ".join(text.name for text in texts)
+    if options.chat_template and not any(text.documents.chat for text in texts):
+        raise InputError(f"--chat-template: {names} holds no chats, which are rows with `messages` (or `conversations`) of role and content; leave it out")
     if eval_data is None:
-        ids, evaluation = corpus.hold_out(ids)
-        report.note(f"{data}: the last {len(evaluation):,} of {len(ids) + len(evaluation):,} tokens are held out for evaluation")
+        kept, evaluation = hold_out(parts, texts, seq_len, report)
     else:
-        eval_texts = corpus.load_texts(eval_data, report=report)
-        corpus.check_disjoint(texts, eval_texts, data, eval_data, report)
-        evaluation = corpus.encode(eval_texts, tokenizer, vocabulary)
-    if len(ids) < seq_len:
-        raise InputError(f"{data}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
+        other = read(eval_data, tokenizer, vocabulary, reading, report)
+        corpus.check_disjoint([document for text in texts for document in text.documents.texts], other.documents.texts, names, eval_data, report)
+        kept, evaluation = [text.ids for text in texts], other.ids
+    for text, ids in zip(texts, kept, strict=True):
+        if len(ids) < seq_len:
+            raise InputError(f"{text.name}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
     if len(evaluation) < seq_len:
         raise InputError(
-            f"{eval_data or data}: leaves {len(evaluation):,} tokens for evaluation, less than one window of {seq_len:,}; give more text, --eval-data, or a smaller --seq-len"
+            f"{eval_data or names}: leaves {len(evaluation):,} tokens for evaluation, less than one window of {seq_len:,}; give more text, --eval-data, or a smaller --seq-len"
         )
-    samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, len(ids) // seq_len, f"the windows of {seq_len:,} tokens in {data}", report)
-    return Collected(corpus.windows(ids, seq_len, samples), evaluation, (data, eval_data or data), corpus.fingerprint(texts))
+    windows, sources = share_out(parts, texts, kept, seq_len, options, report)
+    return Collected(windows, evaluation, (names, eval_data or names), sources, options)
+
+
+def read(spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter) -> Text:
+    """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""
+    from ..calibrate import corpus
+
+    documents = corpus.load_documents(spec, reading, report)
+    return Text(spec, documents, corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report))
+
+
+def hold_out(parts: "list[Part]", texts: list[Text], seq_len: int, report: Reporter) -> tuple[list[Tokens], Tokens]:
+    """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many windows of it as make up the same mixture."""
+    from ..calibrate import corpus, mixture
+
+    split = [corpus.hold_out(text.ids) for text in texts]
+    kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
+    for text, (calibration, tail) in zip(texts, split, strict=True):
+        report.note(f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for evaluation")
+    if len(parts) > 1:
+        check_apart(texts)
+        weights, available = [part.weight for part in parts], [len(tail) // seq_len for tail in tails]
+        counts = mixture.shares(mixture.largest_total(available, weights), weights)
+        tails = [tail[: count * seq_len] for tail, count in zip(tails, counts, strict=True)]
+        report.note(
+            f"of what is held out, {sum(counts):,} windows are evaluated on: {', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
+        )
+    return kept, np.concatenate(tails)
+
+
+def check_apart(texts: list[Text]) -> None:
+    """Raise InputError when one of several texts is in another: what is held out of it would be calibrated on there."""
+    from ..calibrate.overlap import SAME, shares
+
+    for number, first in enumerate(texts):
+        for second in texts[:number]:
+            share = max(shares(first.documents.texts, second.documents.texts))
+            if share >= SAME:
+                raise InputError(
+                    f"--data {first.name}: {share:.0%} of the text is in both this and {second.name}, so that none of it can be held out; give it once, or --eval-data"
+                )
+
+
+def share_out(
+    parts: "list[Part]", texts: list[Text], kept: list[Tokens], seq_len: int, options: CalibrateOptions, report: Reporter
+) -> tuple[Tokens, "list[TextSource]"]:
+    """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the record of each part.
+
+    Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
+    """
+    from ..calibrate import corpus, mixture
+    from ..calibrate.statistics import TextSource
+
+    weights, available = [part.weight for part in parts], [len(ids) // seq_len for ids in kept]
+    most = mixture.largest_total(available, weights)
+    scarcest = min(range(len(parts)), key=lambda number: available[number] / weights[number])
+    because = f"the windows of {seq_len:,} tokens in {texts[scarcest].name}"
+    if len(parts) > 1:
+        whole = float(weights[scarcest] / sum(weights))
+        because = f"of which {texts[scarcest].name} is to give {whole:.1%} and has {available[scarcest]:,} windows of {seq_len:,} tokens"
+    samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
+    counts = mixture.shares(samples, weights)
+    for text, part, count in zip(texts, parts, counts, strict=True):
+        if not count:
+            raise InputError(
+                f"--data {text.name}: its weight {float(part.weight):g} of {float(sum(weights)):g} is no window of {samples:,}; give it more, or more --samples"
+            )
+    cut = [
+        corpus.windows(ids, seq_len, count, None if options.seed is None else (options.seed, number))
+        for number, (ids, count) in enumerate(zip(kept, counts, strict=True))
+    ]
+    if len(parts) > 1:
+        report.note(f"--data: {samples:,} windows, {', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}")
+    records = [
+        TextSource(
+            name=text.name,
+            weight=float(part.weight),
+            windows=count,
+            tokens=len(ids),
+            fingerprint=corpus.fingerprint(text.documents.texts),
+            chat=text.documents.chat,
+        )
+        for part, text, ids, count in zip(parts, texts, kept, counts, strict=True)
+    ]
+    return mixture.interleave(cut), records
 
 
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
     """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
-    inputs = {"text": collected.text, "tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
-    options = {"data": collected.names[0], "eval_data": collected.names[1], "model": str(source.path.resolve())}
+    inputs = {"tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
+    options = {
+        "data": collected.names[0],
+        "eval_data": collected.names[1],
+        "model": str(source.path.resolve()),
+        "chat_template": collected.options.chat_template,
+        "seed": collected.options.seed,
+        "sources": [text.model_dump() for text in collected.sources],
+    }
     if run.is_current("corpus", inputs, options):
         return
-    model = {"name": source.title, "path": options["model"], "revision": source.revision or "", "fingerprint": source.fingerprint}
+    model = {"name": source.title, "path": str(options["model"]), "revision": source.revision or "", "fingerprint": source.fingerprint}
     with stage(run, "corpus", inputs, options, notes, model) as log:
         save_tokens(run.calibration, collected.windows)
         save_tokens(run.evaluation, collected.evaluation)
         log.outputs += [run.calibration, run.evaluation]
-
-
-def evaluation(run: Run, data: str | None, context: int | None, stride: int | None, report: Reporter) -> "Evaluation":
-    """The tokens to evaluate on, cut into windows: those held out, or those of `data`.
-
-    Raises InputError when `data` is what the run was calibrated on, or shorter than a window.
-    """
-    from transformers import AutoTokenizer
-
-    from ..calibrate import corpus
-    from ..validate.perplexity import cut
-
-    collected = run.record().stages.get("corpus")
-    held_out = load_tokens(run, run.evaluation)
-    calibration = load_tokens(run, run.calibration)
-    assert collected is not None, "the tokens were there, so their stage is"
-    name = str(collected.options["eval_data"])
-    if data is not None:
-        name, texts = data, corpus.load_texts(data)
-        if corpus.fingerprint(texts) == collected.inputs["text"]:
-            raise InputError(f"--data {data}: is the text that {run.root} was calibrated on; evaluate on another")
-        held_out = corpus.encode(texts, AutoTokenizer.from_pretrained(run.model))
-    limit = positions(run.model) or calibration.shape[1]
-    size = corpus.lower_default("--context", context, calibration.shape[1], limit, "the model's positions", report)
-    return cut(held_out, name, size, size if stride is None else stride)
-
-
-def positions(model: Path) -> int | None:
-    """How many positions the checkpoint in `model` has, by its config.json."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    found = next((config[key] for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length") if key in config), None)
-    return None if found is None else int(found)
 
 
 def digest(tokens: Tokens) -> str:

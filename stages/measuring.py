@@ -1,59 +1,156 @@
-"""The stage `measure`: the float model on the calibration windows, in memory or streamed, and on other text."""
+"""The stage `measure`: the float model on the calibration windows, in memory or streamed, by one process or several ranks, and on other text."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import __version__
+from ..calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, save_statistics
 from ..errors import InputError
 from ..options import CalibrateOptions
-from ..run import Run, library_versions, sha256_file
-from .corpora import digest, load_tokens
+from ..run import Run, Strict, disk_errors, library_versions, sha256_file
+from .corpora import Tokens, digest, load_tokens
+from .other_text import read_other
 from .sources import source_of
 from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..calibrate.moments import SecondMoments
+    from ..calibrate.ranks import World
     from ..calibrate.source import Source
-    from ..calibrate.statistics import Statistics
 
 
-def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes) -> None:
-    """The stage `measure`: the model on the calibration windows, and `statistics.*`. Streamed or not, these are the same."""
-    import torch
+class Task(Strict):
+    """What is to be measured, as rank 0 tells the others: their shares of `batches`. `key`: what the result depends on."""
 
-    from ..calibrate.measure import measure as run_model
+    model: ModelIdentity
+    corpus: Corpus
+    batches: list[int]
+    stream: bool
+    key: dict[str, str]
+
+
+def check_batches(options: CalibrateOptions, windows: int, world: "World") -> None:
+    """Raise InputError when `options.batches` are not there, when a rank would have none, and for what cannot be measured in parts."""
+    batches = -(-windows // options.batch_size)
+    first, end = options.batches or (0, batches)
+    if end > batches:
+        raise InputError(
+            f"--batches {first}:{end}: {windows:,} windows make {batches} batches of {options.batch_size}; end at {batches}, or ask for more --samples"
+        )
+    if end - first < world.size:
+        raise InputError(
+            f"{world.size} ranks and {end - first} {'batches' if end - first > 1 else 'batch'}: {world.size - (end - first)} of the ranks would have nothing to measure; "
+            f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than {options.batch_size}"
+        )
+    if options.weight_rounding == "gptq" and (world.size > 1 or options.batches):
+        how = f"{world.size} ranks" if world.size > 1 else "--batches"
+        raise InputError(f"--weight-rounding gptq: its second moments are sums that round differently in parts; measure without {how}, or leave it out")
+
+
+def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes, world: "World | None" = None) -> None:
+    """The stage `measure`: the model on the calibration windows, and `statistics.*`. Streamed or not, by one rank or many, these are the same.
+
+    Of the ranks in `world` this is the first; the others `take_part`.
+    """
     from ..calibrate.moments import gathering
-    from ..calibrate.source import load_model
-    from ..calibrate.statistics import Corpus, ModelIdentity, save_statistics
-    from ..calibrate.stream import measure_streamed
+    from ..calibrate.ranks import World
 
+    world = world or World()
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
     wanted = options.weight_rounding == "gptq"
-    chosen = {"batch_size": options.batch_size, "moments": wanted}
+    chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | ({"batches": list(options.batches)} if options.batches else {})
     if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
+        world.gathered({})  # the others have nothing to do
         return
     windows = load_tokens(run, run.calibration)
-    identity = ModelIdentity(name=source.title, revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint)
-    name = str(run.record().stages["corpus"].options["data"])
-    corpus = Corpus(name=name, fingerprint=digest(windows), windows=len(windows), seq_len=windows.shape[1], batch_size=options.batch_size)
-
-    stream = streamed(source, options.stream, notes)
+    stream = streamed(source, options.stream, notes, world.place.local_ranks)
+    read = run.record().stages["corpus"].options
+    task = task_of(source, windows, {"name": read["data"], "sources": read.get("sources")}, options, stream, inputs | {"moments": str(wanted)})
+    if world.size > 1:
+        notes.note(world.described())
     with stage(run, "measure", inputs, chosen, notes) as log:
+        log.machine = world.machine()
         if stream:
-            key = inputs | chosen | {"fp8q": __version__, "libraries": library_versions(), "threads": torch.get_num_threads(), "device": device()}
-            with run.work("measure", key) as folder, gathering(run, wanted, folder / "moments") as moments:
-                statistics = measure_streamed(source, windows, identity, corpus, notes, folder, device(), moments=moments)
+            with run.work("measure", work_key(task, world)) as folder, gathering(run, wanted, folder / "moments") as moments:
+                announce(task, windows, world)
+                statistics = world.added(stream_share(source, task, windows, world, folder, notes, moments))
         else:
             with gathering(run, wanted) as moments:
-                statistics = run_model(load_model(source, torch.bfloat16, device()), windows, identity, corpus, notes, moments=moments)
+                announce(task, windows, world)
+                statistics = world.added(run_share(source, task, windows, world, notes, moments))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
-def streamed(source: "Source", asked: bool | None, notes: Notes) -> bool:
-    """Whether to stream: what was asked for, or whether the weights are too large for the memory available, with a note."""
+def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
+    """What a rank above 0 does: its share of what rank 0 tells. Nothing of the run is written but the folder that a killed one goes on from."""
+    told = world.gathered({})[0]
+    if not told:
+        return
+    task, windows = Task.model_validate(told), world.sent(None)
+    with disk_errors(run.root):
+        if task.stream:
+            with run.work("measure", work_key(task, world), world.rank) as folder:
+                world.added(stream_share(source, task, windows, world, folder, notes))
+        else:
+            world.added(run_share(source, task, windows, world, notes))
+
+
+def task_of(source: "Source", windows: Tokens, texts: Mapping[str, object], options: CalibrateOptions, stream: bool, key: dict[str, str]) -> Task:
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name` and `sources` of a `Corpus`), by `options`."""
+    identity = ModelIdentity(
+        name=source.title, revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint, tokenizer=source.tokenizer_fingerprint
+    )
+    shape = {"windows": len(windows), "seq_len": windows.shape[1], "batch_size": options.batch_size}
+    corpus = Corpus.model_validate({**texts, **shape, "fingerprint": digest(windows)})
+    return Task(model=identity, corpus=corpus, batches=list(range(*(options.batches or (0, corpus.batches)))), stream=stream, key=key)
+
+
+def announce(task: Task, windows: Tokens, world: "World") -> None:
+    """Tell the other ranks what to measure."""
+    world.gathered(task.model_dump())
+    world.sent(windows)
+
+
+def work_key(task: Task, world: "World") -> dict[str, object]:
+    """What a rank's share, and each of its last bits, depends on."""
+    import torch
+
+    return {
+        **task.key, "batch_size": task.corpus.batch_size, "batches": world.share(task.batches), "rank": world.rank, "fp8q": __version__,
+        "libraries": library_versions(), "threads": torch.get_num_threads(), "device": device(),
+    }  # fmt: skip
+
+
+def stream_share(
+    source: "Source", task: Task, windows: Tokens, world: "World", folder: "Path", notes: Notes, moments: "SecondMoments | None" = None
+) -> Statistics:
+    """This rank's batches, decoder layer by decoder layer, its hidden states in `folder`."""
+    from ..calibrate.stream import measure_streamed
+
+    return measure_streamed(source, windows, task.model, task.corpus, notes, folder, device(), world.share(task.batches), moments)
+
+
+def run_share(source: "Source", task: Task, windows: Tokens, world: "World", notes: Notes, moments: "SecondMoments | None" = None) -> Statistics:
+    """This rank's batches, the model in memory."""
+    import torch
+
+    from ..calibrate.measure import measure as run_model
+    from ..calibrate.source import load_model
+
+    return run_model(load_model(source, torch.bfloat16, device()), windows, task.model, task.corpus, notes, world.share(task.batches), moments)
+
+
+def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
+    """Whether to stream: what was asked for, or whether the weights are too large for the memory available, which `ranks` on a CPU share, with a note."""
     from ..calibrate.memory import SHARE, available_bytes, weight_bytes
 
     if asked is not None:
         return asked
     size, available = weight_bytes(source), available_bytes(device())
+    if available is not None and device() == "cpu":
+        available //= ranks
     if available is None or size <= SHARE * available:
         return False
     notes.note(
@@ -62,19 +159,18 @@ def streamed(source: "Source", asked: bool | None, notes: Notes) -> bool:
     return True
 
 
-def measure_text(run: Run, text: str, notes: Notes) -> "Statistics":
+def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     """The run's float model on other text: windows of the calibration's length, as many at most. Raises InputError where the text fills none."""
     import torch
 
     from ..calibrate import corpus
     from ..calibrate.measure import measure as run_model
     from ..calibrate.source import load_model, load_tokenizer
-    from ..calibrate.statistics import Corpus, StatisticsRecord
     from ..run import read_document
 
     record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
     size = record.corpus.seq_len
-    ids = corpus.encode(corpus.load_texts(text, report=notes), load_tokenizer(source), source.text_config.vocab_size)
+    ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
     if len(ids) < size:
         raise InputError(f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated; give more text")
     windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))

@@ -8,6 +8,7 @@ from ..progress import Reporter
 from ..run import Run
 
 if TYPE_CHECKING:
+    from ..calibrate.ranks import World
     from ..calibrate.source import Source
     from ..quantize.policy import Products
 
@@ -54,6 +55,16 @@ def source_of(run: Run) -> "Source":
             f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
         )
     return source
+
+
+def check_same(source: "Source", world: "World") -> None:
+    """Raise InputError, on rank 0, when a machine holds another model. One rank of each has read its weights."""
+    for member, theirs in zip(world.members, world.gathered({"fingerprint": source.fingerprint})):
+        found = theirs["fingerprint"]
+        if world.rank == 0 and found not in ("", source.fingerprint):
+            raise InputError(
+                f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not {source.fingerprint[:12]}); give all machines the same files"
+            )
 
 
 def check_weights(run: Run, source: "Source", report: Reporter) -> None:

@@ -20,6 +20,8 @@ from .findings import converged_after, outlier_channels
 
 #: Runtimes that compute in the types of the source model, not in FP8.
 FLOAT_RUNTIMES = frozenset({"bf16", "source"})
+#: What the cache is, by the parts of it that are codes.
+CACHES = {"": "not quantized", "v": "values in E4M3, a scale per layer; keys not quantized", "kv": "E4M3, K and V a scale each per layer"}
 #: What safetensors calls the type of the codes.
 CODE_DTYPE = "F8_E4M3"
 
@@ -238,15 +240,16 @@ def fact_rows(run: Run) -> list[FactRow]:
     model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
     weights = {weight.method for weight in scales.weights.values()}
     clips = {scale.method for scale in scales.activations.values()}
+    texts = corpus.sources or []
     facts = {
         "model": f"{model.name}{f', revision {model.revision}' if model.revision else ''} ({model.architecture})",
         "model's SHA-256": model.fingerprint,
-        "calibration text": corpus.name,
+        "calibration text": corpus.name if len(texts) < 2 else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
         "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, by {' and '.join(sorted(weights))}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, by {' and '.join(sorted(clips))}",
-        "KV cache": f"{scales.format.upper()}, K and V a scale each per layer" if scales.kv_cache else "not quantized",
+        "KV cache": CACHES[scales.cache_parts],
         "libraries": ", ".join(f"{name} {version}" for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()),
     }
     return [FactRow(what, value) for what, value in facts.items()]

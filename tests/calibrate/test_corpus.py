@@ -16,6 +16,7 @@ from fp8q.errors import InputError
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Notebook
+    from tests.conftest import Texts
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,29 @@ def test_more_documents_than_go_into_one_batch(tokenizer: PreTrainedTokenizerBas
     together = encode(texts, tokenizer)
     monkeypatch.setattr("fp8q.calibrate.corpus.DOCUMENTS", 3)
     assert encode(texts, tokenizer).tolist() == together.tolist()
+
+
+def test_a_long_document_is_encoded_in_parts_with_the_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, demo_texts: "Texts", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line.strip() for line in demo_texts.calibration.read_text(encoding="utf-8")[:30_000].splitlines()]
+    texts = ["\n".join(lines), "x = 1\n", "", "no end of a line in sight " * 10]
+    whole = encode(texts, tokenizer)
+    monkeypatch.setattr("fp8q.calibrate.corpus.CHARACTERS", 2_000)
+    assert encode(texts, tokenizer).tolist() == whole.tolist()
+    monkeypatch.setattr("fp8q.calibrate.corpus.CHARACTERS", 100)
+    assert tokenizer.decode(encode(texts, tokenizer).tolist()) == "".join(texts)
+
+
+def test_only_the_first_part_of_a_document_has_special_tokens(shared_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
+    monkeypatch.setattr("fp8q.calibrate.corpus.CHARACTERS", 20)
+    assert (encode(["Once upon a time\n" * 5, "The end"], llama) == llama.bos_token_id).sum() == 2
+
+
+def test_special_tokens_may_be_left_out(shared_checkpoint: Callable[[str], Path]) -> None:
+    llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
+    assert (encode(["Once", "upon"], llama, special_tokens=False) == llama.bos_token_id).sum() == 0
 
 
 def test_a_text_longer_than_the_model_takes_is_encoded_without_a_word(tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +128,23 @@ def test_windows_never_overlap_and_stay_in_order(tokens: int, seq_len: int, data
     assert (np.diff(cut, axis=1) == 1).all()
     assert (np.diff(cut[:, 0]) >= seq_len).all()
     assert (cut[:, 0] % seq_len == 0).all()
+
+
+def test_a_seed_draws_the_windows() -> None:
+    ids = np.arange(20)
+    # As drawn on NumPy 2.4: the raw output of a bit generator is the same in every version (NEP 19).
+    assert windows(ids, 2, 4, seed=(1, 0))[:, 0].tolist() == [4, 0, 2, 8]
+    assert windows(ids, 2, 4, seed=(1, 0)).tolist() == windows(ids, 2, 4, seed=(1, 0)).tolist()
+    assert len({tuple(windows(ids, 2, 4, seed=seed)[:, 0].tolist()) for seed in ((1, 0), (2, 0), (1, 1))}) == 3
+
+
+@given(available=st.integers(1, 50), seed=st.integers(0, 2**40), data=st.data())
+def test_a_seed_draws_each_window_once(available: int, seed: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, available))
+    drawn = windows(np.arange(3 * available + 2), 3, count, seed=(seed, 0))
+    assert len(set(drawn[:, 0].tolist())) == count
+    assert (drawn[:, 0] % 3 == 0).all()
+    assert (np.diff(drawn, axis=1) == 1).all()
 
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:

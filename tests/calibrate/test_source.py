@@ -173,7 +173,7 @@ def test_the_tokenizer_is_the_checkpoints_own(demo: Source, demo_checkpoint: Pat
     ],
 )
 def test_positions_go_by_many_names(config: transformers.PreTrainedConfig, positions: int | None) -> None:
-    assert max_positions(config) == positions
+    assert max_positions(config.to_dict()) == positions
 
 
 # What is refused: the directory and its files

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8q.calibrate import texts
-from fp8q.calibrate.texts import FORMS, Reading, load_texts
+from fp8q.calibrate.rows import Reading
+from fp8q.calibrate.texts import FORMS, load_texts
 from fp8q.errors import InputError
 
 if TYPE_CHECKING:
@@ -155,8 +155,8 @@ def test_a_line_whose_text_is_none_is_named(tmp_path: Path, value: object, shown
 
 
 def test_columns_are_named_when_none_is_the_text(tmp_path: Path) -> None:
-    chat = jsonl(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}], "id": 1})
-    assert refusal(chat) == f"{chat}: has no column `text` of strings; its columns are messages (no strings), id (no strings); name the one to read `text`"
+    none = jsonl(tmp_path / "a.jsonl", {"tokens": [7, 8], "id": 1})
+    assert refusal(none) == f"{none}: has no column `text` of strings; its columns are tokens (no strings), id (no strings); name the one to read `text`"
     two = tmp_path / "a.parquet"
     pq.write_table(pa.table({"question": ["?"], "answer": ["!"], "score": [1.0]}), two)
     assert refusal(two) == f"{two}: has no column `text` of strings; its columns are question, answer, score (no strings); name the one to read `text`"
@@ -203,9 +203,8 @@ def test_a_hub_data_set_is_streamed(hub_data: "Hub", tmp_path: Path, capfd: pyte
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_hub_data_set_is_read_up_to_a_limit(hub_data: "Hub", report: "Notebook", monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "HUB_CHARACTERS", 30)
-    assert load_texts("acme/poems", report=report) == DOCUMENTS[:1]
+def test_a_hub_data_set_is_read_up_to_a_limit(hub_data: "Hub", report: "Notebook") -> None:
+    assert load_texts("acme/poems", Reading(limit=30), report) == DOCUMENTS[:1]
     assert report.lines == ["acme/poems: only its first 30 characters are read"]
 
 

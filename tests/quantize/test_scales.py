@@ -71,9 +71,10 @@ def test_the_best_sqnr_is_that_of_the_least_squared_error_and_no_method_s_is_bet
         assert scale.sqnr_best_db >= bound - 1e-9
 
 
-def test_a_percentile_of_zero_gives_way_to_the_amax() -> None:
+def test_a_percentile_of_zero_gives_way_to_the_amax_and_says_so() -> None:
     mostly_zero = Histogram(np.array([0, 0x3F80], np.int16), np.array([99, 1], np.int64))
     scale = tensor_scale(mostly_zero, Clipping("percentile", 50))
+    assert scale.method == "amax (percentile gave 0)"
     assert (scale.clip, scale.scale) == (1.0, float(scale_of(1.0, E4M3)))
 
 

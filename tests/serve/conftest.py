@@ -30,8 +30,8 @@ WEIGHTS = "model-00001-of-00001.safetensors"
 GRAPH = """
 <ir_version: 10, opset_import: ["" : 21]>
 counting (int64[batch, seq] input_ids, int64[batch, total] attention_mask, int64[batch, seq] position_ids,
-          KIND[batch, 2, capacity, 4] past_key, KIND[batch, 2, capacity, 4] past_value)
-      => (float[batch, seq, 16] logits, KIND[batch, 2, seq, 4] new_key, KIND[batch, 2, seq, 4] new_value)
+          KEYS[batch, 2, capacity, 4] past_key, VALUES[batch, 2, capacity, 4] past_value)
+      => (float[batch, seq, 16] logits, KEYS[batch, 2, seq, 4] new_key, VALUES[batch, 2, seq, 4] new_value)
 {
     one = Constant<value = float {1.0}> ()
     zero = Constant<value_int = 0> ()
@@ -91,17 +91,14 @@ counting (int64[batch, seq] input_ids, int64[batch, total] attention_mask, int64
     logits = Neg (square)
 }
 """
+#: What is done with keys and values, as numbers or as codes.
 PLAIN = """
-    new_key = Identity (key)
-    new_value = Identity (value)
-    past_key_values = Identity (past_key)
-    past_value_values = Identity (past_value)
+    new_PART = Identity (PART)
+    past_PART_values = Identity (past_PART)
 """
 FP8 = """
-    new_key = QuantizeLinear<output_dtype = 17> (key, one)
-    new_value = QuantizeLinear<output_dtype = 17> (value, one)
-    past_key_values = DequantizeLinear (past_key, one)
-    past_value_values = DequantizeLinear (past_value, one)
+    new_PART = QuantizeLinear<output_dtype = 17> (PART, one)
+    past_PART_values = DequantizeLinear (past_PART, one)
 """
 NAMES = {
     "past_key": "past_key_values.0.key", "past_value": "past_key_values.0.value",
@@ -111,8 +108,11 @@ NAMES = {
 
 def counting_graph(cache: str) -> onnx.ModelProto:
     """The graph without its initializer, `vocabulary` [0, 1, … 15]."""
-    kind, store = ("float8e4m3fn", FP8) if cache == "fp8" else ("float", PLAIN)
-    model = parser.parse_model(GRAPH.replace("KIND", kind).replace("STORE", store))
+    stored = {part: part[0] in {"off": "", "v": "v", "fp8": "kv"}[cache] for part in ("key", "value")}
+    text = GRAPH.replace("STORE", "".join((FP8 if fp8 else PLAIN).replace("PART", part) for part, fp8 in stored.items()))
+    for part, fp8 in stored.items():
+        text = text.replace(f"{part.upper()}S", "float8e4m3fn" if fp8 else "float")
+    model = parser.parse_model(text)
     for value in (*model.graph.input, *model.graph.output):
         value.name = NAMES.get(value.name, value.name)
     for node in model.graph.node:
@@ -171,7 +171,7 @@ class CountingModel:
         return "".join(f" t{token}" for token in tokens if token != END)
 
 
-@pytest.fixture(scope="session", params=["float32", "fp8"])
+@pytest.fixture(scope="session", params=["off", "v", "fp8"])
 def counting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CountingModel:
     directory = tmp_path_factory.mktemp("counting") / "model"
     write_counting_model(directory, request.param, positions=200)

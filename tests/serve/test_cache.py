@@ -3,7 +3,7 @@ import pytest
 
 from fp8q.serve.cache import CacheLayout, HostCache
 
-LAYOUT = CacheLayout(("0.key", "0.value"), ((2, 3), (1, 4)), np.dtype(np.uint8))
+LAYOUT = CacheLayout(("0.key", "0.value"), ((2, 3), (1, 4)), (np.dtype(np.uint8), np.dtype(np.float32)))
 
 
 def step(rows: int, seq: int) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ def test_the_cache_is_what_the_graph_says(counting: CountingModel) -> None:
     layout = counting.session().layout
     assert layout.names == ("0.key", "0.value")
     assert layout.shapes == ((2, 4), (2, 4))
-    assert layout.dtype == {"float32": np.float32, "fp8": np.uint8}[counting.cache]
+    assert [dtype.name for dtype in layout.dtypes] == {"off": ["float32", "float32"], "v": ["float32", "uint8"], "fp8": ["uint8", "uint8"]}[counting.cache]
 
 
 def test_keys_leave_as_numbers_or_as_fp8_codes(counting: CountingModel) -> None:
@@ -54,7 +54,7 @@ def test_a_strided_past_is_read_as_numpy_reads_it(counting: CountingModel) -> No
     """ONNX Runtime takes the address of an array and ignores its strides."""
     session = counting.session()
     cache = session.new_cache(2, 8)
-    cache.write(0, np.array([[0], [0]]), [np.full((2, 2, 1, 4), 1, session.layout.dtype) for _ in range(2)])
+    cache.write(0, np.array([[0], [0]]), [np.full((2, 2, 1, 4), 1, dtype) for dtype in session.layout.dtypes])
     strided = [np.concatenate([buffer, buffer + 1], axis=2)[:, :, :8] for buffer in cache.past(0, 2)]
     arguments = np.array([[7], [7]]), attention_mask(np.array([1, 1]), 8, np.ones((2, 1), bool)), np.array([[1], [1]])
     np.testing.assert_array_equal(session.forward(*arguments, strided)[0], session.forward(*arguments, cache.past(0, 2))[0])

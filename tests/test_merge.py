@@ -1,0 +1,158 @@
+"""`fp8q merge` as its users meet it: parts of one text become that text measured at once, other texts are added, and what cannot be is refused in a line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8q import api
+from fp8q.calibrate.source import open_source
+from fp8q.calibrate.statistics import load_statistics
+from fp8q.options import CalibrateOptions, ScaleOptions
+from fp8q.progress import SILENT
+from fp8q.run import Run, sha256_file
+from fp8q.stages import merging
+from fp8q.stages.corpora import load_tokens
+from fp8q.stages.steps import Notes
+
+Measure = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def part(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """`part(0, 2)`: a run that measured these of the five batches; `text` is calibrated on, what is held out is always the same."""
+    folder, made = tmp_path_factory.mktemp("parts"), dict[tuple[object, ...], Run]()
+    texts = {name: folder / f"{name}.txt" for name in ("one", "two", "held-out")}
+    for number, path in enumerate(texts.values()):
+        path.write_text(demo_texts.calibration.read_text(encoding="utf-8")[number * 40_000 : (number + 1) * 40_000], encoding="utf-8")
+
+    def measure(first: int, end: int, text: str = "one", batch_size: int = 2) -> Run:
+        key = (first, end, text, batch_size)
+        if key not in made:
+            options = CalibrateOptions(samples=9, seq_len=64, batch_size=batch_size, batches=(first, end))
+            out = folder / "-".join(map(str, key))
+            made[key] = api.calibrate(str(demo_checkpoint), str(texts[text]), out, str(texts["held-out"]), options)
+        return made[key]
+
+    return measure
+
+
+def merged(out: Path, checkpoint: Path, *runs: Run) -> Run:
+    """The stages `corpus` and `measure` of the runs added."""
+    run = Run(out)
+    merging.write(run, open_source(str(checkpoint)), merging.add([run.root for run in runs], out), Notes(SILENT))
+    return run
+
+
+def written(run: Run) -> bytes:
+    return b"".join(path.read_bytes() for path in (run.statistics, run.statistics_json, run.calibration, run.evaluation))
+
+
+def test_parts_of_a_text_in_any_order_and_groups_are_the_text_measured_at_once(part: Measure, demo_checkpoint: Path, tmp_path: Path) -> None:
+    whole, parts = part(0, 5), [part(0, 2), part(2, 3), part(3, 5)]
+    assert written(merged(tmp_path / "a", demo_checkpoint, *parts)) == written(whole)
+    some = merged(tmp_path / "b", demo_checkpoint, parts[2], parts[0])
+    assert written(merged(tmp_path / "c", demo_checkpoint, some, parts[1])) == written(whole)
+    assert load_statistics(part(2, 3)).batches_measured == {2}
+
+
+def test_other_texts_are_put_one_after_the_other(part: Measure, demo_checkpoint: Path, tmp_path: Path) -> None:
+    one, two = part(0, 5), part(0, 5, text="two")
+    both = merged(tmp_path / "a", demo_checkpoint, one, two)
+    assert written(both) == written(merged(tmp_path / "b", demo_checkpoint, two, one))
+    corpus = load_statistics(both).record.corpus
+    ordered = sorted((one, two), key=lambda run: load_statistics(run).record.corpus.fingerprint)
+    assert corpus.parts == [load_statistics(run).record.corpus for run in ordered]
+    np.testing.assert_array_equal(load_tokens(both, both.calibration), np.concatenate([load_tokens(run, run.calibration) for run in ordered]))
+    assert both.evaluation.read_bytes() == one.evaluation.read_bytes()  # the same tokens, held out of both
+
+
+@pytest.mark.slow
+def test_a_merged_run_is_a_run_like_any_other_and_merging_again_does_nothing(
+    part: Measure, demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = api.merge([part(0, 2).root, part(2, 5).root], tmp_path / "run", options=ScaleOptions(kv_cache="fp8"))
+    assert list(run.record().stages) == ["corpus", "measure", "quantize", "export"]
+    assert run.record().stages["measure"].options["runs"] == [str(part(0, 2).root), str(part(2, 5).root)]
+    before = {path: path.stat().st_mtime_ns for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}
+    api.merge([part(2, 5).root, part(0, 2).root], run.root, options=ScaleOptions(kv_cache="fp8"))
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(api.inspect(run.root).modules) == 4 * 7 + 1 + 8
+    assert not any(run.is_stale(stage) for stage in run.record().stages)
+    accuracy = api.validate(run.root, options=api.ValidateOptions(runtimes=("bf16", "reference")))
+    assert abs(accuracy.runtimes["reference"].perplexity_increase or 1) < 0.02
+
+
+def refused(*arguments: object) -> str:
+    """The one line that `fp8q merge` fails with."""
+    done = subprocess.run([sys.executable, "-m", "fp8q", "merge", *map(str, arguments)], capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    return done.stderr.removeprefix("fp8q: ").rstrip("\n")
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_written(part: Measure, tmp_path: Path) -> None:
+    one, out = part(0, 2), tmp_path / "out"
+
+    def message(*runs: Path, into: Path = out) -> str:
+        with pytest.raises(api.InputError) as failure:
+            api.merge(runs, into)
+        assert not out.exists()
+        return str(failure.value)
+
+    assert message(one.root) == f"{one.root}: is nothing to add; give two runs or more"
+    assert message(one.root, one.root) == f"{one.root}: is given twice; give each run once"
+    assert message(one.root, part(2, 5).root, into=one.root) == f"{one.root}: is --out itself; give the merged run a directory of its own"
+    assert message(one.root, part(0, 5).root).startswith(f"{one.root} and {part(0, 5).root}: statistics cannot be added: both measured batch 0 of ")
+    smaller = part(4, 6, batch_size=1).root
+    assert message(one.root, smaller) == (
+        f"{one.root} and {smaller}: statistics cannot be added: their corpus batch_size differs (2 and 1); measure both with the same model and options"
+    )
+
+
+def test_a_model_that_is_elsewhere_is_said_with_an_option_and_must_be_the_same(part: Measure, demo_checkpoint: Path, tmp_path: Path) -> None:
+    moved = []
+    for number, run in enumerate((part(0, 2), part(2, 5))):
+        moved.append(Run(Path(shutil.copytree(run.root, tmp_path / f"moved-{number}"))))
+        moved[-1].record_file.write_text(run.record_file.read_text().replace(str(demo_checkpoint), "/elsewhere"))
+    first = moved[0].root
+    runs = [run.root for run in moved]
+    with pytest.raises(api.InputError, match=rf"^/elsewhere: the model that {first} was made of is not there; say where it is with --model$"):
+        api.merge(runs, tmp_path / "out")
+    other = Path(shutil.copytree(demo_checkpoint, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(api.InputError, match=rf"^--model {other}: is not the model that {first} was made of \(fingerprint \w{{12}}, not \w{{12}}\); "):
+        api.merge(runs, tmp_path / "out", str(other))
+    assert merging.source_of_all(merging.add(runs, tmp_path / "out"), str(demo_checkpoint), SILENT).path == demo_checkpoint
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_values(part: Measure, tmp_path: Path) -> None:
+    one = part(0, 2)
+    other = Run(Path(shutil.copytree(part(2, 5).root, tmp_path / "other")))
+    statistics, record = other.statistics_json.read_text(), other.record_file.read_text()
+
+    def spoil(field: str) -> tuple[str, str]:
+        mine = json.loads(statistics)["model"][field]
+        other.statistics_json.write_text(statistics.replace(mine, "f" * 64))
+        other.record_file.write_text(record.replace(json.loads(record)["stages"]["measure"]["outputs"]["statistics.json"], sha256_file(other.statistics_json)))
+        return mine, refused(one.root, other.root, "--out", tmp_path / "out")
+
+    for field in ("fingerprint", "tokenizer"):
+        mine, line = spoil(field)
+        assert line == (
+            f"{one.root} and {other.root}: statistics cannot be added: their model {field} differs ({mine} and {'f' * 64}); measure both with the same model and options"
+        )
+    other.statistics_json.write_text(statistics)
+    other.record_file.write_text(record)
+    other.statistics.write_bytes(other.statistics.read_bytes()[:-8])
+    with pytest.raises(api.InputError, match=rf"^{other.statistics}: is not the file that `fp8q calibrate` wrote \(its SHA-256 differs from run.json\); "):
+        api.merge([one.root, other.root], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
