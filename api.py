@@ -23,7 +23,7 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import choosing, corpora, graphs, measuring, merging, other_text, sources
+from .stages import choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
@@ -58,8 +58,10 @@ __all__ = [
     "ValidateOptions",
     "build_engine",
     "calibrate",
+    "engine",
     "export",
     "inspect",
+    "lint",
     "load_scales",
     "load_statistics",
     "magnitudes",
@@ -201,6 +203,14 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     return found
 
 
+def lint(path: Path, run: Path | None = None) -> linting.Linted:
+    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is returned, and nothing is raised for it.
+
+    The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph that lies elsewhere. Needs no torch.
+    """
+    return linting.lint(Path(path), open_run(run) if run else None)
+
+
 def scales(
     path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
     skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
@@ -238,9 +248,17 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     if not found.is_current("build-engine", inputs, chosen):
         with stage(found, "build-engine", inputs, chosen, notes) as log:
             log.outputs += build_engines(found, promised, options, notes)
-    engines = load_engines(found)
-    check_share(engines, options.min_fp8_share)
-    return engines
+    built = load_engines(found)
+    check_share(built, options.min_fp8_share)
+    return built
+
+
+def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engines.EngineView]:
+    """What the engines of the run at `path` run, read from them: each matrix product, the kernels around it, attention, what stayed wide and why.
+
+    `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises nothing for what it finds.
+    """
+    return engines.view_engines(open_run(path), tuple(targets), plan)
 
 
 def validate(path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT) -> "Accuracy":

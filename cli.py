@@ -57,6 +57,10 @@ TOGETHER = ("calibrate", "run")
 # Arguments and options that several commands share, each worded once.
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
+OnnxArgument = Annotated[Path, typer.Argument(metavar="PATH", help="An ONNX file; its external data stay where they are, unread.")]
+OfRun = Annotated[
+    Path | None, typer.Option("--run", metavar="RUN", help="Hold it against what this run promises; by default the run in whose model/ the file lies, if any.")
+]
 RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN", help="The run directories to add, two or more; they stay as they are.")]
 SourceModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the model is here. [default: where the runs say it was]")]
 Data = Annotated[
@@ -118,7 +122,20 @@ Target = Annotated[
 ]
 MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", help="Most sequences in a batch.")]
 MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", metavar="N", help="Most positions of a sequence. [default: 2048, or the model's positions]")]
+MaxPrompt = Annotated[int | None, typer.Option("--max-prompt", metavar="N", help="Most tokens that one step takes in; by default --max-seq-len.")]
+OptBatch = Annotated[
+    int | None, typer.Option("--opt-batch", metavar="N", help="Batch that kernels are chosen for; by default 1 for prompts, --max-batch for decoding.")
+]
+OptSeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--opt-seq-len", metavar="N", help="Length that kernels are chosen for; by default a quarter of --max-seq-len for prompts, all of it for decoding."
+    ),
+]
+Workspace = Annotated[int | None, typer.Option("--workspace", metavar="MIB", help="Most memory for intermediate results; by default the runtime's own limit.")]
 MinFp8Share = Annotated[float, typer.Option("--min-fp8-share", metavar="SHARE", help="Fail (exit 3) when fewer of the promised products run in FP8.")]
+BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target; by default all. Repeatable.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Read this engine instead of the run's own, such as one that trtexec built.")]
 EvaluationText = Annotated[str | None, typer.Option("--data", metavar="TEXT", help="Text to evaluate on; by default what was held out.")]
 Runtimes = Annotated[str, typer.Option("--runtimes", metavar="LIST", help="Of bf16, reference, onnxruntime, tensorrt; separated by commas.")]
 Context = Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens in an evaluation window. [default: the calibration window]")]
@@ -180,8 +197,9 @@ def run(
     samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
     revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     chat_template: ChatTemplate = False, seed: Seed = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
-    target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None,
-    min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
+    target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None,
+    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share,
+    runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
@@ -192,7 +210,7 @@ def run(
         clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
         chat_template, seed,
     )  # fmt: skip
-    engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
+    engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
     with showing(speak, out, as_json):
@@ -264,18 +282,44 @@ def export(run: RunArgument, dtype: Dtype = ExportOptions.dtype, as_json: Json =
         api.export(run, ExportOptions(dtype), speak)
 
 
+@app.command()
+def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
+    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine. docs/lint.md explains the rules."""
+    from . import api, views
+    from .stages.linting import check_findings
+
+    found = api.lint(path, run)
+    views.linted(found, as_json)
+    check_findings(found)
+
+
 @app.command("build-engine")
 def build_engine(
     run: RunArgument, runtime: RuntimeOption = EngineOptions.runtime, target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch,
-    max_seq_len: MaxSeqLen = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False,
+    max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None, opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None,
+    workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Build a TensorRT engine for each target, and prove which products run in FP8."""
     from . import api
 
-    options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share)
+    options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
     speak = terminal()
     with showing(speak, run, as_json):
         api.build_engine(run, options, speak)
+
+
+@app.command()
+def engine(
+    run: RunArgument, target: BuiltTarget = None, plan: PlanFile = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False
+) -> None:
+    """Show what the engines run: every matrix product, its types and the kernels around it, attention, and what stayed wide and why."""
+    from . import api, views
+    from .stages.engines import check_views
+
+    min_fp8_share = EngineOptions(min_fp8_share=min_fp8_share).min_fp8_share
+    found = api.engine(run, target or (), plan)
+    views.engines(terminal(), found, as_json)
+    check_views(found, min_fp8_share)
 
 
 @app.command()

@@ -130,16 +130,29 @@ class ValidateOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of `fp8q build-engine`. No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions."""
+    """Options of `fp8q build-engine`. No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions.
+
+    `max_prompt`: tokens taken in one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels are chosen for (None: see
+    `export.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate results (None: the runtime's own limit).
+    """
 
     runtime: Literal["auto", "tensorrt", "tensorrt-rtx"] = "auto"
     targets: tuple[str, ...] = ()
     max_batch: int = 8
     max_seq_len: int | None = None
     min_fp8_share: float = 1.0
+    max_prompt: int | None = None
+    opt_batch: int | None = None
+    opt_seq_len: int | None = None
+    workspace: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes and shares that mean nothing."""
-        at_least_one(self, ("max_batch", "max_seq_len"))
+        """Refuse sizes and shares that mean nothing, or do not fit together."""
+        at_least_one(self, ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"))
+        for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
+            value, most = getattr(self, name), getattr(self, limit)
+            if value is not None and most is not None and value > most:
+                option, of = (field.replace("_", "-") for field in (name, limit))
+                raise InputError(f"--{option} {value:,}: is more than --{of} {most:,}; ask for at most that, or raise --{of}")
         if not 0 <= self.min_fp8_share <= 1:
             raise InputError(f"--min-fp8-share {self.min_fp8_share}: must lie in [0, 1]")

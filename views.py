@@ -1,9 +1,11 @@
 """What the commands show when they are done: the run's tables, or the run as one JSON object."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,11 @@ from .validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows,
 if TYPE_CHECKING:
     from .api import Inspection
     from .console import Terminal
+    from .stages.engines import EngineView
+    from .stages.linting import Linted
 
+#: Findings of one rule that are shown; the rest are counted.
+LISTED = 8
 #: What a run holds for people to open, in the order of the stages.
 FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
 
@@ -88,6 +94,63 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     for table in (*tables, finding_table(found.findings)):
         if table.rows:
             draw(speak, table)
+
+
+def linted(found: "Linted", as_json: bool) -> None:
+    """Show what `fp8q lint` found: a line each, of one rule the first few, or all of it as one JSON object."""
+    if as_json:
+        emit({"findings": [{key: value for key, value in asdict(finding).items() if key != "name"} for finding in found.findings]})
+        return
+    against = f"held against {found.promised_by}" if found.promised_by else "nothing promised of it"
+    lines = [f"{found.path}: opset {found.opset}, {found.products} products, {found.fp8_products} on FP8 codes on both sides; {against}"]
+    for rule, group in groupby(found.findings, lambda finding: finding.rule):
+        shown = list(group)
+        lines += [f"{finding.severity:<8}{finding}" for finding in shown[:LISTED]]
+        lines += [f"{'':<8}{rule}: {len(shown) - LISTED} more (--json has all)"] if len(shown) > LISTED else []
+    lines += ["no findings"] if not found.findings else []
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
+    """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and wide products."""
+    if as_json:
+        emit({"engines": [asdict(view) for view in found]})
+        return
+    for view in found:
+        codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
+        told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
+        head = f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised products on FP8 codes on both sides ({told}){codes}"
+        columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
+        products = [
+            (row.module or row.node, row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
+            for row in view.products
+        ]
+        speak.out.print(head, markup=False, soft_wrap=True)
+        if products:
+            speak.table(f"{view.target}: products", columns, alike(products))
+        attention = [(row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}") for row in view.attention]
+        if attention:
+            speak.table(f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention))
+        wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
+        if view.narrow:
+            reason = "the weights' scales are per tensor, or narrower than FP32"
+            narrow = [(module, reason) for module in view.narrow]
+            speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
+        if wide:
+            speak.table(f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide))
+
+
+def kernels(names: Sequence[str]) -> str:
+    """Names of kernels or modules in a cell: modules by their last part, the compiler's own prefix left out."""
+    return " ".join(name.removeprefix("__myl_") if name.startswith("_") else name.rpartition(".")[2] for name in names)
+
+
+def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose first column differs in a layer's number alone, as one, with their count."""
+    counts: dict[tuple[str, ...], list[str]] = {}
+    for first, *rest in rows:
+        counts.setdefault((re.sub(r"\.\d+\.|_\d+$", lambda number: number[0].replace(number[0].strip("._"), "*"), first), *rest), []).append(first)
+    return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
 
 
 def draw(speak: "Terminal", table: Table[Any]) -> None:

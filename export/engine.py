@@ -25,6 +25,7 @@ from .failures import explain
 from .lint import lint
 from .plan import Evidence, evidence, read_inspector, read_plan
 from .profiles import Profile, profiles
+from .script import write_script
 from .targets import Runtime
 
 #: Names listed in a message; the rest are counted.
@@ -79,7 +80,7 @@ def load(runtime: Runtime) -> Any:
 
 
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
-    """Build `engines/<target>.plan` for every target of the resolved `options`, and write beside it what was found in it; returns the files.
+    """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it, and how trtexec builds it; returns the files.
 
     `promised`: the modules whose product must run on FP8. Whether enough of them do is for `check_share` to say: an engine that falls short stays,
     with its JSON, so that it can be looked into. Engines of other targets, built from an earlier graph, are removed.
@@ -87,16 +88,17 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     """
     assert options.runtime != "auto", "the options are resolved"
     check_graph(run.onnx, promised)
-    wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN)
+    wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
     written: list[Path] = []
     for target in options.targets:
-        path = run.engines / f"{target}.plan"
-        info, found = build_engine(run.onnx, path, Job(options.runtime, target, wanted), promised, report)
+        path, timings = run.engines / f"{target}.plan", run.engines / f"{target}.timings"
+        info, found = build_engine(run.onnx, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
         write_document(path.with_suffix(".json"), info)
-        written += [path, path.with_suffix(".json")]
+        write_script(path.with_suffix(".sh"), run.onnx, info, options.workspace)
+        written += [path, path.with_suffix(".json"), path.with_suffix(".sh")]
         for line in remarks(info, found):
             report.note(line)
-    for stale in [*run.engines.glob("*.plan"), *run.engines.glob("*.json")]:
+    for stale in [path for kind in ("plan", "json", "sh") for path in run.engines.glob(f"*.{kind}")]:
         if stale not in written:
             stale.unlink()
     return written
@@ -114,11 +116,13 @@ def check_graph(onnx_file: Path, promised: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What to build: with which runtime, for which target, in which profiles."""
+    """What to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`: where TensorRT keeps how long kernels took."""
 
     runtime: Runtime
     target: str
     profiles: tuple[Profile, ...]
+    workspace: int | None = None
+    timings: Path | None = None
 
 
 def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter) -> tuple[EngineInfo, Evidence]:
@@ -211,6 +215,8 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
         config.progress_monitor = monitor
         plan = interruptible(lambda: builder.build_serialized_network(network, config), progress)
         progress.reach(1.0)
+    if job.runtime == "tensorrt" and job.timings is not None and plan is not None:
+        save_timings(config, job.timings)
     if plan is None:
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
         raise BackendError(f"{failed}: {explain(errors, layers=layers)}")
@@ -240,7 +246,24 @@ def configure(trt: Any, builder: Any, job: Job) -> Any:
         config.set_compute_capability(trt.ComputeCapability.__members__[job.target.upper()], 0)
     else:
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if job.timings is not None:
+            load_timings(config, job.timings)
+    if job.workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, job.workspace << 20)
     return config
+
+
+def load_timings(config: Any, file: Path) -> None:
+    """Let the builder know how long kernels took in an earlier build, and collect anew where the file is of another version or GPU. TensorRT-RTX times none."""
+    known = file.read_bytes() if file.is_file() else b""
+    if not (known and (cache := config.create_timing_cache(known)) is not None and config.set_timing_cache(cache, ignore_mismatch=False)):
+        config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+
+def save_timings(config: Any, file: Path) -> None:
+    """Keep how long kernels took, for the next build."""
+    with replacing(file) as partial:
+        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:

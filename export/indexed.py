@@ -20,7 +20,7 @@ from ..errors import InputError
 Array = npt.NDArray[np.generic]
 #: The FP8 element types of ONNX.
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
-PRODUCTS = ("MatMul", "Gemm")
+PRODUCTS = ("MatMul", "Gemm", "Conv")
 #: Looked through on the way from a product back to what it multiplies: operators that only move values or change their type, and arithmetic with a constant.
 _MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten")
 #: Operators whose result holds the values they are given first, and so FP8 codes where those are.
@@ -31,10 +31,14 @@ _PACKED = (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product: the DequantizeLinear it comes from (None: it does not), and the operators `between`, from the product back."""
+    """One side of a product: the DequantizeLinear of FP8 codes it comes from (None: it does not), and the operators `between`, from the product back.
+
+    `other`: a DequantizeLinear of codes that are not FP8 (INT8, say), where it comes from one.
+    """
 
     dequantize: NodeProto | None
     between: tuple[NodeProto, ...]
+    other: NodeProto | None = None
 
     @property
     def clean(self) -> bool:
@@ -115,6 +119,14 @@ class Indexed:
                 found |= dict.fromkeys(node.output, kind)
         return found
 
+    def code_type(self, value: str) -> int:
+        """The element type of what a DequantizeLinear reads: stored, an input's, or what a QuantizeLinear makes (UINT8 where it does not say)."""
+        if value in self.initializers:
+            return self.initializers[value].data_type
+        if value in self.inputs:
+            return self.inputs[value].type.tensor_type.elem_type
+        return (self.quantized_type(self.producers[value]) if value in self.producers else 0) or TensorProto.UINT8
+
     def quantized_type(self, node: NodeProto) -> int:
         """The element type a QuantizeLinear or Cast makes: what it states, else its zero point's, else none (0)."""
         if stated := attribute(node, "output_dtype", 0) or attribute(node, "to", 0):
@@ -141,7 +153,7 @@ class Indexed:
         between: list[NodeProto] = []
         while (node := self.producers.get(value)) is not None:
             if node.op_type == "DequantizeLinear":
-                return Operand(node if node.input[0] in self.codes else None, tuple(between))
+                return Operand(node, tuple(between)) if node.input[0] in self.codes else Operand(None, tuple(between), node)
             computed = [name for name in node.input if name and name not in self.initializers]
             if not computed or (node.op_type not in _MOVING and (node.op_type not in _ARITHMETIC or len(computed) > 1)):
                 break
@@ -213,10 +225,14 @@ def read_tensor(tensor: TensorProto, directory: Path) -> Array | None:
 
 def load_graph(path: Path) -> Indexed:
     """Read an ONNX file, leaving its external data where they are; raises InputError when there is none or it does not read."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; name the ONNX file in it, such as {path / 'model.onnx'}")
     try:
-        model = onnx.load_model(path, load_external_data=False)
+        model = onnx.load_model(path, format="protobuf", load_external_data=False)  # whatever the file's name ends in
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except DecodeError:
         raise InputError(f"{path}: is no ONNX model, or is cut short; export it again") from None
     if not model.graph.node:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import rules_codes, rules_graph, rules_products, rules_storage  # noqa: F401  # they enter their rules
-from .indexed import Array, load_graph
+from .indexed import Array, Indexed, load_graph
 from .rules import RULES, Finding, Promise, Rule
 
-__all__ = ["RULES", "Finding", "Rule", "lint"]
+__all__ = ["RULES", "Finding", "Rule", "lint", "lint_graph"]
 
 
 def lint(onnx_file: Path, promised: Mapping[str, float | None] | None = None, weight_scales: Mapping[str, Array] | None = None) -> list[Finding]:
@@ -20,6 +20,9 @@ def lint(onnx_file: Path, promised: Mapping[str, float | None] | None = None, we
     `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be promised; `weight_scales`:
     module -> the scales of its weight, float32 [output channels], for as many as are to be compared. Raises InputError when there is no such file, or it is no ONNX model.
     """
-    graph = load_graph(onnx_file)
-    promise = None if promised is None else Promise(promised, weight_scales or {})
+    return lint_graph(load_graph(onnx_file), None if promised is None else Promise(promised, weight_scales or {}))
+
+
+def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
+    """The rules that a graph breaks, in the order of their numbers; without a promise those for others' graphs, with one those for `fp8q export`'s."""
     return [finding for number in sorted(RULES) for finding in RULES[number].findings(graph, promise)]

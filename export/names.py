@@ -52,3 +52,9 @@ def module_of(node: str) -> str | None:
     """The Hugging Face module that a node of the graph is named after; None for a node that belongs to none."""
     match = _MODULE.fullmatch(node)
     return match["module"] if match else None
+
+
+def scope_of(node: str) -> str | None:
+    """The module of a node that torch's older exporter named, /model/layers.0/mlp/up_proj/MatMul; ModelOpt's quantizers belong to theirs. None for another name."""
+    parts = [part for part in node.split("/")[1:-1] if part not in ("input_quantizer", "weight_quantizer", "output_quantizer")]
+    return ".".join(parts) or None if node.startswith("/") else None

@@ -39,11 +39,15 @@ Kind = Literal["plan", "inspector", "unknown"]
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product of an engine: the ONNX `nodes` it computes, its `operands`' types and its `result`'s (`fp8`, `bf16`, …)."""
+    """One matrix product of an engine: the ONNX `nodes` it computes, its `operands`' types and its `result`'s (`fp8`, `bf16`, …).
+
+    `layers`: every ONNX node that went into it, the DequantizeLinears behind its operands included.
+    """
 
     nodes: tuple[str, ...]
     operands: tuple[str, str]
     result: str
+    layers: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def fp8(self) -> bool:
@@ -56,11 +60,22 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A kernel that is no plain product: the ONNX nodes fused in it (`layers`), and the types of what it reads and writes, in its own order."""
+
+    name: str
+    layers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The matrix products of an engine by optimization profile, and who told (`kind`)."""
+    """The matrix products of an engine by optimization profile, who told (`kind`), and the kernels around them."""
 
     profiles: Mapping[Profile, tuple[Product, ...]]
     kind: Kind = "plan"
+    kernels: Mapping[Profile, tuple[Kernel, ...]] = field(default_factory=dict, compare=False)
 
     def products(self, node: str, profile: Profile) -> list[Product]:
         """The products that compute an ONNX node in one profile."""
@@ -84,7 +99,9 @@ class Evidence:
 # A program: the run of text after its header's first line. Names may hold any UTF-8, so only control characters end it (0x1F separates ONNX layers).
 _PROGRAM = re.compile(rb"header \{\n  version = \d[\t\n\x1f\x20-\x7e\x80-\xff]*")
 _TENSOR = re.compile(rb'^  (?:sub_)?tensor=\{[^\n]*? name="([^"\n]*)"[^\n]*? type=(\w+) \}$', re.MULTILINE)
-_PRODUCT = re.compile(rb'^  fully_connected=\{ name="([^"\n]*)" output=\{([^\n]*?)\} input=\{([^\n]*?)\} [a-z]', re.MULTILINE)
+_PRODUCT = re.compile(rb'^  fully_connected=\{ name="([^"\n]*)" output=\{([^\n]*?)\} input=\{([^\n]*?)\} [a-z]([^\n]*)', re.MULTILINE)
+_KERNEL = re.compile(rb"^  function=\{ name=(\S+) [^\n]*? input_args=\{([^\n]*?)\} [^\n]*?output_args=\{([^\n]*?)\} ([^\n]*)", re.MULTILINE)
+_LAYERS = re.compile(rb' layers="([^"\n]*)"')
 _QUOTED = re.compile(rb'"([^"\n]*)"')
 _NODE = re.compile(r"(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?")
 
@@ -95,32 +112,51 @@ def read_plan(plan: bytes | bytearray | memoryview) -> Plan | None:
     `plan`: the whole engine, bytes or a mapping of the file; it is searched in place (3 GB/s), and only its programs are copied, one at a time.
     """
     found: dict[Profile, list[Product]] = {}
+    kernels: dict[Profile, list[Kernel]] = {}
     for program in _PROGRAM.finditer(memoryview(plan).cast("B")):
-        for profile, product in _products(program.group()):
+        types = {name: _type_name(kind.decode()) for name, kind in _TENSOR.findall(program.group())}
+        products = list(_products(program.group(), types))
+        for profile, product in products:
             found.setdefault(profile, []).append(product)
-    return Plan({profile: tuple(found[profile]) for profile in sorted(found)}) if found else None
+        if products:  # a program of one profile; those of single kernels repeat what it says
+            kernels.setdefault(products[0][0], []).extend(_kernels(program.group(), types))
+    return Plan({profile: tuple(found[profile]) for profile in sorted(found)}, kernels={key: tuple(made) for key, made in kernels.items()}) if found else None
 
 
-def _products(program: bytes) -> Iterator[tuple[Profile, Product]]:
-    statements = list(_PRODUCT.finditer(program))
-    types = {name: _type_name(kind.decode()) for name, kind in _TENSOR.findall(program)} if statements else {}
-    for statement in statements:
-        label, output, inputs = (statement.group(i) for i in (1, 2, 3))
-        operands = [types.get(name, "unknown") for name in _QUOTED.findall(inputs)[:2]]
-        results = [types.get(name, "unknown") for name in _QUOTED.findall(output)]
+def _products(program: bytes, types: Mapping[bytes, str]) -> Iterator[tuple[Profile, Product]]:
+    for statement in _PRODUCT.finditer(program):
+        label, output, inputs, rest = (statement.group(i) for i in (1, 2, 3, 4))
+        operands, results = _types(inputs, types)[:2], _types(output, types)
         if len(operands) == 2 and len(results) == 1:
-            yield _named(label.decode(errors="replace").split("+"), operands, results[0])
+            yield _named(label.decode(errors="replace").split("+"), operands, results[0], _layers(rest))
+
+
+def _kernels(program: bytes, types: Mapping[bytes, str]) -> Iterator[Kernel]:
+    for statement in _KERNEL.finditer(program):
+        name, inputs, outputs, rest = (statement.group(i) for i in (1, 2, 3, 4))
+        yield Kernel(name.decode(errors="replace"), _layers(rest), tuple(_types(inputs, types)), tuple(_types(outputs, types)))
+
+
+def _types(names: bytes, types: Mapping[bytes, str]) -> list[str]:
+    return [types.get(name, "unknown") for name in _QUOTED.findall(names)]
+
+
+def _layers(rest: bytes) -> tuple[str, ...]:
+    """The ONNX nodes at the end of a statement, without the profile's mark."""
+    listed = _LAYERS.search(rest)
+    nodes = _LAYER.findall(listed[1].decode(errors="replace")) if listed else []
+    return tuple(match["node"] for match in map(_NODE.fullmatch, nodes) if match)
 
 
 def _type_name(name: str) -> str:
     return TYPES.get(name.lower(), name.lower())
 
 
-def _named(labels: Iterable[str], operands: list[str], result: str) -> tuple[Profile, Product]:
+def _named(labels: Iterable[str], operands: list[str], result: str, layers: tuple[str, ...]) -> tuple[Profile, Product]:
     """The product of nodes labelled as the engine does, and the profile they are of."""
     matches = [match for label in labels if (match := _NODE.fullmatch(label.strip()))]
     profile = max((int(match["profile"] or 0) for match in matches), default=0)
-    return profile, Product(tuple(match["node"] for match in matches), (operands[0], operands[1]), result)
+    return profile, Product(tuple(match["node"] for match in matches), (operands[0], operands[1]), result, layers)
 
 
 def read_inspector(information: str) -> Plan | None:
@@ -135,14 +171,18 @@ def read_inspector(information: str) -> Plan | None:
     except (ValueError, KeyError, TypeError):
         return None
     found: dict[Profile, list[Product]] = {}
+    kernels: dict[Profile, list[Kernel]] = {}
     for layer in layers:
-        nodes = tuple(_LAYER.findall(str(layer.get("Metadata"))))
+        nodes, mark = tuple(_LAYER.findall(str(layer.get("Metadata")))), _PROFILE.search(str(layer.get("Name")))
         operands = [_inspected_type(tensor) for tensor in layer.get("Inputs") or []]
         results = [_inspected_type(tensor) for tensor in layer.get("Outputs") or []]
+        profile = int(mark[1]) if mark else 0
         if _IS_PRODUCT.search(str(layer.get("LayerType"))) and nodes and len(operands) >= 2 and len(results) == 1:
-            profile = _PROFILE.search(str(layer.get("Name")))
-            found.setdefault(int(profile[1]) if profile else 0, []).append(Product(nodes, (operands[0], operands[1]), results[0]))
-    return Plan({profile: tuple(found[profile]) for profile in sorted(found)}, "inspector") if found else None
+            found.setdefault(profile, []).append(Product(nodes, (operands[0], operands[1]), results[0], nodes))
+        else:
+            kernels.setdefault(profile, []).append(Kernel(str(layer.get("Name")), nodes, tuple(operands), tuple(results)))
+    told = {profile: tuple(found[profile]) for profile in sorted(found)}
+    return Plan(told, "inspector", {profile: tuple(made) for profile, made in kernels.items()}) if found else None
 
 
 _LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")

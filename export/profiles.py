@@ -45,14 +45,17 @@ def _size(tensor: str, dimension: int | str, sizes: Mapping[str, int]) -> int:
     return sum(sizes[word] if word in sizes else int(word) for word in words)
 
 
-def profiles(max_batch: int, max_seq_len: int) -> tuple[Profile, ...]:
-    """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens.
+def profiles(
+    max_batch: int, max_seq_len: int, max_prompt: int | None = None, opt_batch: int | None = None, opt_seq_len: int | None = None
+) -> tuple[Profile, ...]:
+    """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens, of which one step takes up to `max_prompt` (None: all).
 
-    Most likely, and so what kernels are chosen for: one prompt of a quarter of the length, nothing before it; all rows decoding over a full buffer.
+    Most likely, and so what kernels are chosen for: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a quarter of the length), nothing before
+    them; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len` (None: the whole length).
     """
-    rows, capacity = (1, max_batch, max_batch), (0, max_seq_len, max_seq_len)
-    prompt = (1, max(1, max_seq_len // 4), max_seq_len)
+    longest = max_prompt or max_seq_len
+    prompt = min(opt_seq_len or max(1, max_seq_len // 4), longest)
     return (
-        Profile(name="prefill", batch=(1, 1, max_batch), seq=prompt, capacity=(0, 0, max_seq_len)),
-        Profile(name="decode", batch=rows, seq=(1, 1, 1), capacity=capacity),
+        Profile(name="prefill", batch=(1, opt_batch or 1, max_batch), seq=(1, prompt, longest), capacity=(0, 0, max_seq_len)),
+        Profile(name="decode", batch=(1, opt_batch or max_batch, max_batch), seq=(1, 1, 1), capacity=(0, opt_seq_len or max_seq_len, max_seq_len)),
     )

@@ -64,7 +64,7 @@ class Rule:
         if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
             return
         for node, message in self.check(graph, promise) if self.scope == "promised" else self.check(graph):
-            yield Finding(self.number, self.name, self.severity, node, names.module_of(node) or _owner(node, graph), message)
+            yield Finding(self.number, self.name, self.severity, node, names.module_of(node) or _owner(node, graph) or names.scope_of(node), message)
 
 
 def _owner(tensor: str, graph: Indexed) -> str | None:

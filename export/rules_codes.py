@@ -8,6 +8,8 @@ from onnx import NodeProto, TensorProto, defs
 from .indexed import FP8_TYPES, Indexed, attribute
 from .rules import Broken, rule
 
+#: DequantizeLinear has `output_dtype` from this opset on.
+FIRST_STATED = 23
 #: What the standard may allow for FP8 and a runtime refuses all the same.
 REFUSED = {"TensorScatter": "TensorRT refuses FP8 there", "Concat": "ONNX Runtime refuses FP8 there"}
 
@@ -50,7 +52,12 @@ def scale_type(graph: Indexed) -> Broken:
     for scale, node in scales(graph).items():
         kind = _element_type(graph, scale)
         if kind not in (0, TensorProto.FLOAT):
-            yield node.name, f"scale {scale} is {type_name(kind)}; store it as FLOAT and state output_dtype"
+            yield node.name, f"scale {scale} is {type_name(kind)}; store it as FLOAT and state output_dtype{_stateable(graph)}"
+
+
+def _stateable(graph: Indexed) -> str:
+    """What to add where the opset cannot state the output type: below 23 a DequantizeLinear answers in its scale's."""
+    return "" if graph.opset >= FIRST_STATED else f" (from opset {FIRST_STATED} on)"
 
 
 def scales(graph: Indexed) -> dict[str, NodeProto]:
@@ -78,7 +85,10 @@ def scale_value(graph: Indexed) -> Broken:
         values = scale.astype(np.float32).ravel()
         bad = values[~((values > 0) & np.isfinite(values))]
         if bad.size:
-            yield node.name, f"scale {name} holds {bad[0]:g} ({bad.size} of {values.size} are not positive and finite); keep the module in BF16 with --skip"
+            yield (
+                node.name,
+                f"scale {name} holds {bad[0]:g} ({bad.size} of {values.size} are not positive and finite); leave the module in BF16 (`fp8q calibrate --skip`)",
+            )
 
 
 @rule("F105", "output-type-stated")
@@ -86,9 +96,10 @@ def output_type_stated(graph: Indexed) -> Broken:
     """DequantizeLinear states its output type, with output_dtype.
 
     Where it does not, the result has the scale's type: FP32 scales would make an FP32 product, and leaving it to the scale is what brings narrow scales about.
+    Below opset 23 it cannot be stated, and is not asked for.
     """
     for node in graph.quantizers:
-        if node.op_type == "DequantizeLinear" and not attribute(node, "output_dtype", 0):
+        if graph.opset >= FIRST_STATED and node.op_type == "DequantizeLinear" and not attribute(node, "output_dtype", 0):
             yield node.name, "states no output_dtype; set it to the type the graph computes in"
 
 
@@ -116,12 +127,15 @@ def scale_shape(graph: Indexed) -> Broken:
             continue
         tensor = graph.initializers.get(node.input[0])
         if tensor is None:
-            yield node.name, f"scale {node.input[1]} has {scale.size} values; activations and caches take one for the tensor"
+            yield node.name, f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations and caches take"
             continue
         axis = attribute(node, "axis", 1)
         size = tensor.dims[axis] if -len(tensor.dims) <= axis < len(tensor.dims) else 0
         if scale.shape != (size,):
-            yield node.name, f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {node.input[0]} {list(tensor.dims)} has {size}"
+            yield (
+                node.name,
+                f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {node.input[0]} {list(tensor.dims)} has {size}; store one scale for each",
+            )
 
 
 @rule("F108", "quantized-twice")
@@ -162,6 +176,14 @@ def attention_inputs(graph: Indexed) -> Broken:
         if node.op_type == "Attention":
             for name in _dequantized(graph, list(node.input[:3])):
                 yield node.name, f"its input {name} comes from Q/DQ, which does not make it FP8 attention; leave it out, or use plain products"
+
+
+@rule("F111", "constant-quantized", "warning")
+def constant_quantized(graph: Indexed) -> Broken:
+    """A constant is stored as codes: one that a QuantizeLinear reads is stored in full, twice or four times the size, and each runtime rounds it anew."""
+    for node in graph.quantizers:
+        if node.op_type == "QuantizeLinear" and graph.is_constant(node.input[0]):
+            yield node.name, f"quantizes the constant {node.input[0]} when the graph is built; store its codes, behind a DequantizeLinear"
 
 
 def _dequantized(graph: Indexed, values: list[str]) -> Iterator[str]:

@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 
-from onnx import TensorProto, ValueInfoProto, defs, helper
+from onnx import IR_VERSION, AttributeProto, TensorProto, ValueInfoProto, defs, helper
+from onnx import __version__ as onnx_version
 
 from . import names
 from .indexed import Indexed
@@ -19,6 +20,7 @@ LOGITS = ("batch", "seq", int)
 PAST = ("batch", int, "capacity", int)
 NEW = ("batch", int, "seq", int)
 STANDARD = ("", "ai.onnx")
+WRITE_AGAIN = "export the graph again"
 
 
 @rule("F301", "opset")
@@ -32,18 +34,17 @@ def opset(graph: Indexed) -> Broken:
 
 @rule("F302", "ir-version", "warning")
 def ir_version(graph: Indexed) -> Broken:
-    """The IR version is at least the one that came with the opset (and 9, which brought FP8): a strict reader refuses the file otherwise."""
+    """The IR version is at least the one that came with the opset (and 9, which brought FP8), and a known one: a strict reader refuses the file otherwise."""
     version, needed = graph.model.ir_version, max(FIRST_IR, helper.OP_SET_ID_VERSION_MAP.get(("ai.onnx", graph.opset), FIRST_IR))
     if version < needed:
         yield "", f"IR version {version} is older than opset {graph.opset}, which came with {needed}; write IR version {needed}"
+    if version > IR_VERSION:
+        yield "", f"IR version {version} is newer than {IR_VERSION}, the newest that onnx {onnx_version} knows; write IR version {needed}"
 
 
 @rule("F303", "standard-operators")
 def standard_operators(graph: Indexed) -> Broken:
     """Every operator is of the standard domain and its opset: no custom operator, no plugin, no function of the file."""
-    for entry in graph.model.opset_import:
-        if entry.domain not in STANDARD:
-            yield "", f"imports the domain {entry.domain}; use standard operators alone"
     for function in graph.model.functions:
         yield "", f"defines the function {function.domain}.{function.name}; inline it"
     for node in graph.nodes:
@@ -55,12 +56,9 @@ def standard_operators(graph: Indexed) -> Broken:
 
 @rule("F304", "node-names")
 def node_names(graph: Indexed) -> Broken:
-    """Every node has a name, and no two the same: an engine says what became of a node by its name."""
-    counts = Counter(node.name for node in graph.nodes)
-    for name, count in counts.items():
-        if not name:
-            yield "", f"{count} nodes have no name; name them"
-        elif count > 1:
+    """No two nodes bear the same name: an engine says what became of a node by its name."""
+    for name, count in Counter(node.name for node in graph.nodes if node.name).items():
+        if count > 1:
             yield name, f"{count} nodes bear this name; give each its own"
 
 
@@ -135,7 +133,7 @@ def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
             continue
         if len(found) != len(wanted) or not all(isinstance(size, int) and size > 0 if want is int else size == want for size, want in zip(found, wanted)):
             text = ", ".join("size" if want is int else str(want) for want in wanted)
-            yield "", f"{name} is [{', '.join(map(str, found))}]; the contract is [{text}]"
+            yield "", f"{name} is [{', '.join(map(str, found))}]; give it the contract's [{text}]"
 
 
 @promise_rule("F308", "new-keys-alone")
@@ -148,3 +146,54 @@ def new_keys_alone(graph: Indexed, promise: Promise) -> Broken:
 
 def _holds_past(dims: list[str | int]) -> bool:
     return len(dims) == len(NEW) and "capacity" in str(dims[2])
+
+
+@rule("F309", "unnamed-node", "warning")
+def unnamed_node(graph: Indexed) -> Broken:
+    """Every node has a name: what is found in the graph, or in its engine, cannot be told of one that has none."""
+    nodes = [node.name for node in graph.nodes]
+    if count := nodes.count(""):
+        yield "", f"nodes have no name ({count} of {len(nodes)}); name them"
+
+
+@rule("F310", "unused-domain", "warning")
+def unused_domain(graph: Indexed) -> Broken:
+    """The file asks for the standard domain alone: a reader may refuse a domain that it does not know, used or not."""
+    used = {node.domain for node in graph.nodes}
+    for entry in graph.model.opset_import:
+        if entry.domain not in (*STANDARD, *used):
+            yield "", f"imports the domain {entry.domain} and uses nothing of it; drop the import"
+
+
+@rule("F311", "unnamed-dimension", "warning", "foreign")
+def unnamed_dimension(graph: Indexed) -> Broken:
+    """Every dynamic dimension of an input has a name: two of one name are one size, and profiles find their ranges by the names."""
+    for name, value in graph.inputs.items():
+        kind = value.type.tensor_type
+        if not kind.HasField("shape"):
+            yield "", f"the input {name} has no shape; state its rank, and name its dynamic dimensions"
+            continue
+        if unnamed := [axis for axis, dim in enumerate(kind.shape.dim) if not dim.dim_param and not dim.HasField("dim_value")]:
+            yield "", f"the input {name} has a dynamic dimension without a name (axis {unnamed[0]}); name it, such as batch or seq"
+
+
+@rule("F312", "body", "warning")
+def body(graph: Indexed) -> Broken:
+    """The products are in the graph itself: what lies in the body of an If, Loop or Scan is not looked at by these rules."""
+    for node in graph.nodes:
+        if any(entry.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for entry in node.attribute):
+            yield node.name, f"{node.op_type} has a body, which is not checked; take its products out"
+
+
+@rule("F313", "value-made")
+def value_made(graph: Indexed) -> Broken:
+    """Every value is made before it is read, and every output is made: a file that lost a part of its graph still reads as one."""
+    made = {*graph.inputs, *(tensor.name for tensor in graph.model.graph.initializer), *(tensor.values.name for tensor in graph.model.graph.sparse_initializer)}
+    for node in graph.nodes:
+        for name in node.input:
+            if name and name not in made:
+                yield node.name, f"reads {name}, which {'is made only later' if name in graph.producers else 'nothing makes'}; {WRITE_AGAIN}"
+        made.update(node.output)
+    for name in graph.outputs:
+        if name not in made:
+            yield "", f"nothing makes the output {name}; {WRITE_AGAIN}"

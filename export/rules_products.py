@@ -1,4 +1,4 @@
-"""Rules F2xx: matrix products, and what is promised of them."""
+"""Rules F2xx: matrix products (convolutions too: others quantize them), and what is promised of them."""
 
 import numpy as np
 from onnx import NodeProto
@@ -6,6 +6,7 @@ from onnx import NodeProto
 from . import names
 from .indexed import Indexed, Operand, Product, attribute
 from .rules import Broken, Promise, promise_rule, rule
+from .rules_codes import type_name
 
 #: FP8 tensor cores work on 16 bytes at a time.
 ALIGNMENT = 16
@@ -86,7 +87,7 @@ def unpromised_product(graph: Indexed, promise: Promise) -> Broken:
 def nothing_quantized(graph: Indexed) -> Broken:
     """At least one product takes FP8 on both sides: a graph without any is no FP8 model, whatever its name."""
     if not any(is_fp8(product) for product in graph.products):
-        yield "", f"none of its {len(graph.products)} products takes FP8 on both sides; quantize weights and inputs"
+        yield "", f"of its products ({len(graph.products)}) none takes FP8 on both sides; quantize weights and inputs"
 
 
 @promise_rule("F206", "input-scale")
@@ -122,15 +123,23 @@ def weight_scale(graph: Indexed, promise: Promise) -> Broken:
 def scale_axis(graph: Indexed) -> Broken:
     """The scales of a weight run along its output channels: only then can they be applied to the product, and the product be of codes."""
     for product in graph.products:
-        side = product.operands[1]
-        if side.dequantize is None or side is not weight_of(graph, product):
+        side = weight_of(graph, product)
+        if side is None or side.dequantize is None:
             continue
         scale, weight = graph.constant(side.dequantize.input[1]), graph.initializers[side.dequantize.input[0]]
-        transposed = (sum(node.op_type == "Transpose" for node in side.between) + attribute(product.node, "transB", 0)) % 2
         axis, rank = attribute(side.dequantize, "axis", 1), len(weight.dims)
-        wanted = rank - 2 if transposed else rank - 1
+        wanted = output_axis(product, side, rank)
         if scale is not None and scale.size > 1 and rank >= 2 and axis % rank != wanted:
             yield side.dequantize.name, f"scales run along axis {axis} of {weight.name} {list(weight.dims)}, which the product sums over; take axis {wanted}"
+
+
+def output_axis(product: Product, side: Operand, rank: int) -> int:
+    """The axis of a weight of `rank` dimensions that becomes the product's columns (its rows, for one on the left; its channels, for a convolution)."""
+    if product.node.op_type == "Conv":
+        return 0
+    left = side is product.operands[0]
+    turns = sum(node.op_type == "Transpose" for node in side.between) + attribute(product.node, "transA" if left else "transB", 0)
+    return rank - 2 if left != bool(turns % 2) else rank - 1
 
 
 @rule("F209", "alignment", "warning")
@@ -140,5 +149,17 @@ def alignment(graph: Indexed) -> Broken:
         side = weight_of(graph, product)
         if side is not None and side.dequantize is not None and is_fp8(product):
             dims = list(graph.initializers[side.dequantize.input[0]].dims)
-            if any(size % ALIGNMENT for size in dims[-2:]):
-                yield product.node.name, f"its weight is {dims}, not in multiples of {ALIGNMENT}; the engine pads it"
+            if any(size % ALIGNMENT for size in (dims[:2] if product.node.op_type == "Conv" else dims[-2:])):
+                yield (
+                    product.node.name,
+                    f"its weight is {dims}, not in multiples of {ALIGNMENT}, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives",
+                )
+
+
+@rule("F210", "other-codes", "warning")
+def other_codes(graph: Indexed) -> Broken:
+    """What a product multiplies comes from FP8 codes or from none: "FP8" models that were quantized to INT8 are met with, and are another trade."""
+    for product in graph.products:
+        for dequantize in filter(None, (side.other for side in product.operands)):
+            kind = type_name(graph.code_type(dequantize.input[0]))
+            yield product.node.name, f"multiplies {kind} codes ({dequantize.name}); quantize to FLOAT8E4M3FN for FP8"

@@ -15,8 +15,8 @@ from .indexed import Indexed, Stored, bytes_of, stored_at
 from .rules import Broken, rule
 from .rules_codes import type_name
 
-AGAIN = "run `fp8q export` again"
-COPY = "copy the whole of model/ again"
+AGAIN = "export the graph again"
+COPY = "copy the graph's whole directory again"
 
 
 def external(graph: Indexed) -> Iterator[tuple[TensorProto, Stored]]:
@@ -64,7 +64,7 @@ def external_missing(graph: Indexed) -> Broken:
         if where.location and _inside(path, graph.directory) and not path.is_file():
             missing.setdefault(where.location, []).append(tensor.name)
     for location, tensors in missing.items():
-        yield tensors[0], f"its file {location} is missing ({len(tensors)} tensors lie there); {COPY}"
+        yield tensors[0], f"its file {location} is missing (tensors in it: {len(tensors)}); {COPY}"
 
 
 @rule("F403", "external-bounds")

@@ -1,7 +1,8 @@
 """The model card of the FP8 checkpoint: what it is, how it was made, and how to load it."""
 
-from .form import CACHE_FILE, Form
+from .form import Form
 from .scales import Scales
+from .stored import CACHE_FILE
 
 CARD = """\
 ---

@@ -21,8 +21,9 @@ from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
-from .form import CACHE_FILE, UNLOADABLE, Form, form_of
+from .form import UNLOADABLE, Form, form_of
 from .scales import Scales, Skipped, TensorScale, WeightScales
+from .stored import CACHE_FILE
 from .weights import Rounding, quantize_weight
 
 SHARD_BYTES = 512 << 20

@@ -14,14 +14,13 @@ from torch import nn
 from ..calibrate.observe import attention_modules, output_axis
 from ..calibrate.source import Source, meta_model
 from .scales import Scales
+from .stored import CACHE_FILE
 
 #: The `quantization_config` of a checkpoint that Hugging Face has no form for. It names no `quant_method`, at which transformers stops with a ValueError.
 UNLOADABLE = {
     "format": "fp8q",
     "reason": "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this checkpoint, transformers and vLLM cannot",
 }
-#: Where the scales of a cache are that Hugging Face has no form for: beside the index of the weights, which so has no key that transformers does not expect.
-CACHE_FILE = "kv_cache.safetensors"
 #: What compressed-tensors knows an attention module with a cache by (its `_KV_CACHE_PROJECTION_NAMES`).
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 

@@ -3,13 +3,9 @@
 It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it proves the file too.
 """
 
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -18,25 +14,9 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from ..calibrate.names import renamed_in
 from ..calibrate.observe import attention_modules, output_axis
 from ..calibrate.skeleton import skeleton
-from .form import CACHE_FILE
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
-
-
-def stored_tensors(directory: Path) -> Mapping[str, str]:
-    """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside it."""
-    index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
-    if (directory / CACHE_FILE).is_file():
-        with safe_open(directory / CACHE_FILE, "np") as opened:
-            index |= dict.fromkeys(opened.keys(), CACHE_FILE)
-    return index
-
-
-def stored_scales(directory: Path, modules: Iterable[str]) -> dict[str, npt.NDArray[np.float32]]:
-    """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each."""
-    where = stored_tensors(directory)
-    shards = {file: safe_open(directory / file, "np") for file in set(where.values())}
-    return {module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1) for module in modules}
+from .stored import stored_tensors
 
 
 @dataclass(frozen=True)

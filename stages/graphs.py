@@ -14,8 +14,8 @@ def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
     from ..calibrate.statistics import StatisticsRecord
     from ..export.lint import lint
     from ..export.model import export_model
-    from ..quantize.reference import stored_scales
     from ..quantize.scales import load_scales
+    from ..quantize.stored import stored_scales
     from ..run import read_document
 
     scales = load_scales(run)

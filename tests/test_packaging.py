@@ -117,7 +117,7 @@ def test_every_library_the_package_imports_is_declared() -> None:
 def test_help_lists_the_commands_with_nothing_but_the_base_install(base_install: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     shown = base_install("--help")
     assert shown.returncode == 0, shown.stderr
-    for command in ("run", "calibrate", "export", "build-engine", "validate", "triton", "report", "inspect", "doctor"):
+    for command in ("run", "calibrate", "export", "lint", "build-engine", "engine", "validate", "triton", "report", "inspect", "doctor"):
         assert f" {command} " in shown.stdout
 
 

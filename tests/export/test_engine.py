@@ -137,6 +137,31 @@ def test_profiles_of_the_smallest_engine() -> None:
     assert (decode.batch, decode.seq, decode.capacity) == ((1, 1, 1), (1, 1, 1), (0, 1, 1))
 
 
+def test_profiles_follow_the_prompt_and_the_likely_sizes() -> None:
+    prefill, decode = profiles(8, 2048, max_prompt=1024, opt_batch=4, opt_seq_len=512)
+    assert (prefill.batch, prefill.seq, prefill.capacity) == ((1, 4, 8), (1, 512, 1024), (0, 0, 2048))
+    assert (decode.batch, decode.seq, decode.capacity) == ((1, 4, 8), (1, 1, 1), (0, 512, 2048))
+    prefill, decode = profiles(8, 2048, max_prompt=256)
+    assert (prefill.batch, prefill.seq) == ((1, 1, 8), (1, 256, 256))  # a quarter of the length would be more than a step takes
+    assert (decode.batch, decode.capacity) == ((1, 8, 8), (0, 2048, 2048))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_prompt": 300, "max_seq_len": 256}, "--max-prompt 300: is more than --max-seq-len 256; ask for at most that, or raise --max-seq-len"),
+        ({"opt_seq_len": 4096, "max_seq_len": 2048}, "--opt-seq-len 4,096: is more than --max-seq-len 2,048; ask for at most that, or raise --max-seq-len"),
+        ({"opt_batch": 9}, "--opt-batch 9: is more than --max-batch 8; ask for at most that, or raise --max-batch"),
+        ({"max_prompt": 0}, "--max-prompt 0: must be at least 1"),
+        ({"workspace": 0}, "--workspace 0: must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        EngineOptions(**sizes)  # type: ignore[arg-type]
+    assert str(refused.value) == message
+
+
 @pytest.mark.parametrize(
     ("dimension", "what"),
     [("time", "time is none of batch, seq, capacity"), ("", "it has no name"), ("batch*seq", "batch*seq is none of batch, seq, capacity")],
@@ -161,7 +186,9 @@ def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) ->
     where, written = run
     heard = Heard()
     files = build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 4, 128), heard)
-    assert [file.relative_to(where.root).as_posix() for file in files] == ["engines/sm89.plan", "engines/sm89.json", "engines/sm120.plan", "engines/sm120.json"]
+    assert [file.relative_to(where.root).as_posix() for file in files] == [
+        f"engines/{target}.{kind}" for target in ("sm89", "sm120") for kind in ("plan", "json", "sh")
+    ]
     for target in ("sm89", "sm120"):
         raw = json.loads((where.engines / f"{target}.json").read_text())
         assert list(raw) == [
@@ -184,8 +211,35 @@ def test_engines_of_an_earlier_build_do_not_outlive_it(run: tuple[Run, Any]) -> 
     where.engines.mkdir()
     (where.engines / "sm120.plan").write_bytes(b"of another checkpoint")
     (where.engines / "sm120.json").write_text("{}")
+    (where.engines / "sm120.sh").write_text("")
     build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), SILENT)
-    assert sorted(path.name for path in where.engines.iterdir()) == ["sm89.json", "sm89.plan"]
+    assert sorted(path.name for path in where.engines.iterdir()) == ["sm89.json", "sm89.plan", "sm89.sh"]
+
+
+@RTX
+def test_the_options_of_a_build_reach_its_profiles_and_its_script(run: tuple[Run, Any]) -> None:
+    where, written = run
+    options = EngineOptions("tensorrt-rtx", ("sm89",), 4, 128, max_prompt=64, opt_batch=2, opt_seq_len=32, workspace=512)
+    build_engines(where, written.modules, options, SILENT)
+    info = read_document(where.engines / "sm89.json", EngineInfo)
+    assert info.profiles == list(profiles(4, 128, 64, 2, 32))
+    assert info.fp8_products == 7
+    assert "--memPoolSize=workspace:512M" in (where.engines / "sm89.sh").read_text()
+
+
+@RTX
+def test_a_graph_of_an_opset_that_the_parser_only_pretends_to_know_is_not_built(run: tuple[Run, Any], edited: Edit) -> None:
+    where, written = run
+
+    def newer(model: ModelProto) -> None:
+        model.opset_import[0].version = 40
+
+    edited(written.path, newer)
+    with pytest.raises(InputError) as refused:
+        build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
+    message = "F301 opset: opset 40 is newer than 23, the last that ONNX Runtime and TensorRT both run in FP8; export with opset 23"
+    assert str(refused.value).startswith(f"{written.path}: {message}")
+    assert not where.engines.exists()
 
 
 @RTX
@@ -269,7 +323,7 @@ def test_external_data_cut_short_are_found_before_the_build(run: tuple[Run, Any]
     with pytest.raises(InputError) as refused:
         build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     assert str(refused.value) == (
-        f"{written.path}: F403 external-bounds: model.norm.weight: its data end at byte {size + 100} of model.safetensors, which has {size}; copy the whole of model/ again"
+        f"{written.path}: F403 external-bounds: model.norm.weight: its data end at byte {size + 100} of model.safetensors, which has {size}; copy the graph's whole directory again"
     )
 
 
@@ -286,10 +340,13 @@ def test_ctrl_c_stops_the_builder_and_leaves_nothing(run: tuple[Run, Any]) -> No
     class Interrupting(Heard):
         @contextmanager
         def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
-            yield lambda done: os.kill(os.getpid(), signal.SIGINT) if not self.notes else None
+            yield lambda done: self.note("now")
 
         def note(self, line: str) -> None:
+            """Press Ctrl-C once: a second time would find the test over and the test runner listening."""
             self.notes.append(line)
+            if len(self.notes) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
     try:
@@ -298,6 +355,32 @@ def test_ctrl_c_stops_the_builder_and_leaves_nothing(run: tuple[Run, Any]) -> No
     finally:
         signal.signal(signal.SIGINT, before)
     assert not where.engines.exists()
+
+
+# Timings, which TensorRT takes and TensorRT-RTX does not: its configuration has the same functions, and they do nothing.
+
+
+@RTX
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
+def test_timings_are_kept_and_loaded_and_what_does_not_read_begins_anew(tmp_path: Path) -> None:
+    trt, file = engine.load("tensorrt-rtx"), tmp_path / "sm90.timings"
+    logger, _ = engine.collecting_logger(trt)
+    builder = trt.Builder(logger)
+    for known in (None, b"of another version", "of the first round"):
+        config = builder.create_builder_config()
+        if isinstance(known, bytes):
+            file.write_bytes(known)
+        engine.load_timings(config, file)
+        engine.save_timings(config, file)
+        assert len(file.read_bytes()) > 100
+
+
+@RTX
+def test_a_workspace_limit_reaches_the_builder() -> None:
+    trt = engine.load("tensorrt-rtx")
+    logger, _ = engine.collecting_logger(trt)
+    config = engine.configure(trt, trt.Builder(logger), Job("tensorrt-rtx", "sm89", profiles(1, 16), workspace=512))
+    assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 512 * 1024 * 1024
 
 
 # The builder's errors.

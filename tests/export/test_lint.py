@@ -22,6 +22,7 @@ LAYER = "model.layers.0"
 Q, UP, DOWN = (f"{LAYER}.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
 KEY = f"{LAYER}.self_attn.k"
 AGAIN = "run `fp8q export` again"
+EXPORT = "export the graph again"
 
 
 # Good graphs.
@@ -174,6 +175,33 @@ def scaled_weight(model: ModelProto) -> None:
     insert(model, transpose, 0, helper.make_node("Mul", [f"{DOWN}.weight.dequantize_output", "two"], ["doubled"], name="double"))
 
 
+def quantized_constant(model: ModelProto) -> None:
+    add_tensor(model, "table", np.ones(2, np.float32))
+    model.graph.node.append(
+        helper.make_node("QuantizeLinear", ["table", f"{KEY}_scale"], ["codes"], name="table.quantize", output_dtype=TensorProto.FLOAT8E4M3FN)
+    )
+
+
+def integer_codes(model: ModelProto) -> None:
+    add_tensor(model, "one", np.float32(1))
+    dequantize = helper.make_node("DequantizeLinear", [add_tensor(model, "int8", np.zeros((256, 128), np.int8)), "one"], ["wide"], name="integers")
+    insert(model, f"{DOWN}.matmul", 1, dequantize)
+
+
+def branch(model: ModelProto) -> None:
+    bodies = [helper.make_graph([helper.make_node("Identity", ["logits"], [name])], name, [], [onnx.ValueInfoProto(name=name)]) for name in ("one", "two")]
+    add_tensor(model, "yes", np.array(True))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["either"], name="branch", then_branch=bodies[0], else_branch=bodies[1]))
+
+
+def late(model: ModelProto) -> None:
+    """Move what makes the input of the last product to the end."""
+    gated = node(model, f"{DOWN}.input.quantize").input[0]
+    maker = next(entry for entry in model.graph.node if gated in entry.output)
+    model.graph.node.append(maker)
+    model.graph.node.remove(maker)
+
+
 def rename(name: str, other: str) -> Callable[[ModelProto], None]:
     return lambda model: setattr(node(model, name), "name", other)
 
@@ -262,25 +290,26 @@ CASES = [
          set_tensor(f"{DOWN}.input_scale", np.array(0.01953125, ml_dtypes.bfloat16))),
     Case("F103", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale is FLOAT16; store it as FLOAT and state output_dtype",),
          set_tensor(f"{DOWN}.weight_scale", np.full(128, 0.5, np.float16))),
-    Case("F104", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale holds 0 (1 of 1 are not positive and finite); keep the module in BF16 with --skip",),
+    Case("F104", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale holds 0 (1 of 1 are not positive and finite); leave the module in BF16 (`fp8q calibrate --skip`)",),
          set_tensor(f"{DOWN}.input_scale", np.float32(0)), promised={DOWN: None, UP: None}, foreign=True),
-    Case("F104", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale holds nan (2 of 128 are not positive and finite); keep the module in BF16 with --skip",),
+    Case("F104", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale holds nan (2 of 128 are not positive and finite); leave the module in BF16 (`fp8q calibrate --skip`)",),
          set_tensor(f"{DOWN}.weight_scale", np.array([np.nan, np.inf, *[0.5] * 126], np.float32))),
     Case("F104", (f"{DOWN}.input.quantize: scale scale is computed when the graph runs; quantize with a constant scale",), computed_scale),
     Case("F105", (f"{DOWN}.weight.dequantize: states no output_dtype; set it to the type the graph computes in",), drop_attribute(f"{DOWN}.weight.dequantize", "output_dtype")),
     Case("F106", (f"{DOWN}.input.quantize: zero point zero is not zero; leave it out",), zero_point(np.array(1, ml_dtypes.float8_e4m3fn))),
     Case("F106", (f"{DOWN}.input.quantize: zero point zero is INT8 but the codes are FLOAT8E4M3FN; leave it out",), zero_point(np.array(0, np.int8))),
-    Case("F107", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale has shape [64] but axis 0 of {DOWN}.weight [128, 256] has 128",),
+    Case("F107", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale has shape [64] but axis 0 of {DOWN}.weight [128, 256] has 128; store one scale for each",),
          set_tensor(f"{DOWN}.weight_scale", np.full(64, 0.5, np.float32))),
-    Case("F107", (f"{KEY}.quantize: scale {KEY}_scale has 2 values; activations and caches take one for the tensor",
-                  f"{KEY}.dequantize_past: scale {KEY}_scale has 2 values; activations and caches take one for the tensor",
-                  f"{KEY}.dequantize: scale {KEY}_scale has 2 values; activations and caches take one for the tensor"),
+    Case("F107", (f"{KEY}.quantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take",
+                  f"{KEY}.dequantize_past: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take",
+                  f"{KEY}.dequantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take"),
          set_tensor(f"{KEY}_scale", np.full(2, 0.5, np.float32))),
     Case("F108", (f"again: quantizes {{gated}} with the scale that {DOWN}.input.quantize has quantized it with; use its codes",), second_quantizer),
     Case("F109", ("{concat}: Concat reads FP8 codes past_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first",
                   "{concat}: Concat reads FP8 codes new_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first"), concatenated_codes),
     Case("F109", ("relu: Relu reads FP8 codes " + f"{DOWN}.input.quantize_output (opset 23 allows no FP8 there); dequantize them first",), relu_of_codes),
     Case("F110", (f"{LAYER}.self_attn.attention: its input query comes from Q/DQ, which does not make it FP8 attention; leave it out, or use plain products",), quantized_query),
+    Case("F111", ("table.quantize: quantizes the constant table when the graph is built; store its codes, behind a DequantizeLinear",), quantized_constant),
     Case("F201", (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",), cast_between),
     Case("F201", (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), scaled_weight),
     Case("F202", (f"{DOWN}.matmul: its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too",), options={"wide_inputs": (DOWN,)}, foreign=True),
@@ -289,7 +318,7 @@ CASES = [
     Case("F203", (f"model.layers.7.mlp.up_proj.matmul: is promised on FP8, and there is no such product; {AGAIN}",), promised={"model.layers.7.mlp.up_proj": 0.5}),
     Case("F203", ("nothing is promised on FP8; calibrate with fewer --skip",), options={"fp8": False}, promised={}),
     Case("F204", (f"{DOWN}.matmul: its weight is FP8, which scales.json does not promise; {AGAIN}",), promised={f"-{DOWN}": None}),
-    Case("F205", ("none of its 8 products takes FP8 on both sides; quantize weights and inputs",), options={"fp8": False}, foreign=True),
+    Case("F205", ("of its products (8) none takes FP8 on both sides; quantize weights and inputs",), options={"fp8": False}, foreign=True),
     Case("F206", (f"{DOWN}.input.quantize: scale is 0.01953125, and scales.json has 0.0195312519; {AGAIN}",
                   f"{DOWN}.input.dequantize: scale is 0.01953125, and scales.json has 0.0195312519; {AGAIN}"),
          promised={DOWN: float(np.nextafter(np.float32(0.01953125), np.float32(1)))}),
@@ -298,12 +327,13 @@ CASES = [
     Case("F207", (f"{DOWN}.weight.dequantize: has 128 scales, and the checkpoint 64; {AGAIN}",), weight_scales={DOWN: np.full(64, 0.5, np.float32)}),
     Case("F208", (f"{DOWN}.weight.dequantize: scales run along axis 1 of {DOWN}.weight [128, 256], which the product sums over; take axis 0",),
          each(set_attribute(f"{DOWN}.weight.dequantize", "axis", 1), set_tensor(f"{DOWN}.weight_scale", np.full(256, 0.5, np.float32)))),
-    Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16; the engine pads it"
+    Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives"
                        for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))), options={"hidden": 24}),
+    Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
     Case("F301", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT both run in FP8; export with opset 23",),
          versions(24, 12)),
     Case("F302", ("IR version 10 is older than opset 23, which came with 11; write IR version 11",), versions(23, 10)),
-    Case("F303", ("imports the domain com.example; use standard operators alone",), lambda model: model.opset_import.append(helper.make_opsetid("com.example", 1))),
+    Case("F302", (f"IR version 99 is newer than {onnx.IR_VERSION}, the newest that onnx {onnx.__version__} knows; write IR version 11",), versions(23, 99)),
     Case("F303", ("node_Softplus: com.example.Softplus is no standard operator; express it in standard ones",),
          lambda model: model.graph.node.append(helper.make_node("Softplus", ["logits"], ["soft"], name="node_Softplus", domain="com.example"))),
     Case("F303", ("node_Swoosh: Swoosh is no operator of opset 23; express it in standard ones",),
@@ -311,7 +341,6 @@ CASES = [
     Case("F303", ("defines the function local.Twice; inline it",),
          lambda model: model.functions.append(helper.make_function("local", "Twice", ["x"], ["y"], [helper.make_node("Add", ["x", "x"], ["y"])], [helper.make_opsetid("", 23)]))),
     Case("F304", ("lm_head.matmul: 2 nodes bear this name; give each its own",), lambda model: setattr(only(model, "Gather"), "name", "lm_head.matmul"), foreign=True),
-    Case("F304", ("2 nodes have no name; name them",), unname("Gather", "Squeeze")),
     Case("F305", (f"{LAYER}.input_layernorm.bias_add: bears the name of a bias, and does not add to {LAYER}.input_layernorm.matmul; rename it",),
          lambda model: setattr(only(model, "Add"), "name", f"{LAYER}.input_layernorm.bias_add")),
     Case("F305", (f"{LAYER}.mlp.act.matmul: bears a product's name and is Sigmoid; rename it",), lambda model: setattr(only(model, "Sigmoid"), "name", f"{LAYER}.mlp.act.matmul")),
@@ -325,25 +354,33 @@ CASES = [
     Case("F306", ("the output new_key_values.0.key is BFLOAT16 and the input past_key_values.0.key is FLOAT8E4M3FN; the new ones become the past, make them one type",),
          lambda model: setattr(value(model, "new_key_values.0.key"), "elem_type", TensorProto.BFLOAT16)),
     Case("F306", (f"there is no output logits; {AGAIN}", f"scores is no input or output of the contract; {AGAIN}"), rename_value("logits", "scores")),
-    Case("F307", ("input_ids is [1, seq]; the contract is [batch, seq]",), set_dimension("input_ids", 0, 1)),
-    Case("F307", ("attention_mask is [batch, total]; the contract is [batch, capacity + seq]",), set_dimension("attention_mask", 1, "total")),
-    Case("F307", ("past_key_values.0.key is [batch, heads, capacity, 64]; the contract is [batch, size, capacity, size]",), set_dimension("past_key_values.0.key", 1, "heads")),
+    Case("F307", ("input_ids is [1, seq]; give it the contract's [batch, seq]",), set_dimension("input_ids", 0, 1)),
+    Case("F307", ("attention_mask is [batch, total]; give it the contract's [batch, capacity + seq]",), set_dimension("attention_mask", 1, "total")),
+    Case("F307", ("past_key_values.0.key is [batch, heads, capacity, 64]; give it the contract's [batch, size, capacity, size]",), set_dimension("past_key_values.0.key", 1, "heads")),
     Case("F308", ("the output new_key_values.0.key has the past in it (its length is capacity + seq); give out the new ones alone",),
          set_dimension("new_key_values.0.key", 2, "capacity + seq")),
+    Case("F309", ("nodes have no name (2 of 71); name them",), unname("Gather", "Squeeze")),
+    Case("F310", ("imports the domain com.example and uses nothing of it; drop the import",), lambda model: model.opset_import.append(helper.make_opsetid("com.example", 1))),
+    Case("F311", ("the input input_ids has a dynamic dimension without a name (axis 1); name it, such as batch or seq",), set_dimension("input_ids", 1, ""), foreign=True),
+    Case("F311", ("the input input_ids has no shape; state its rank, and name its dynamic dimensions",), lambda model: value(model, "input_ids").ClearField("shape"), foreign=True),
+    Case("F312", ("branch: If has a body, which is not checked; take its products out",), branch),
+    Case("F313", (f"{DOWN}.input.quantize: reads nowhere, which nothing makes; {EXPORT}",), lambda model: node(model, f"{DOWN}.input.quantize").input.__setitem__(0, "nowhere")),
+    Case("F313", (f"{DOWN}.input.quantize: reads {{gated}}, which is made only later; {EXPORT}",), late),
+    Case("F313", (f"nothing makes the output elsewhere; {EXPORT}",), lambda model: setattr(model.graph.output.add(), "name", "elsewhere"), foreign=True),
     Case("F401", (f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file beside the graph",),
          set_place(f"{DOWN}.weight", location="../model.safetensors")),
     Case("F401", (f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the graph",), set_place(f"{DOWN}.weight", location="/etc/hostname")),
-    Case("F401", (f"{DOWN}.weight: its place in the file is no number (invalid literal for int() with base 10: 'start'); {AGAIN}",), set_place(f"{DOWN}.weight", offset="start")),
-    Case("F402", (f"{DOWN}.weight: its file more.safetensors is missing (1 tensors lie there); copy the whole of model/ again",), set_place(f"{DOWN}.weight", location="more.safetensors")),
-    Case("F403", ("model.norm.weight: its data end at byte {size1} of model.safetensors, which has {size}; copy the whole of model/ again",
-                  f"F405 external-tensor: model.norm.weight: no tensor of model.safetensors begins at byte {{norm1}}; {AGAIN}"), move_place("model.norm.weight", 1)),
-    Case("F404", (f"{DOWN}.weight: its data are 100 bytes, and FLOAT8E4M3FN [128, 256] takes 32768; {AGAIN}",), set_place(f"{DOWN}.weight", length=100)),
-    Case("F405", (f"{LAYER}.self_attn.k_proj.weight: its data are those of {LAYER}.self_attn.v_proj.weight in model.safetensors; {AGAIN}",
-                  f"{LAYER}.self_attn.v_proj.weight: its data are those of {LAYER}.self_attn.k_proj.weight in model.safetensors; {AGAIN}"), swap_places),
-    Case("F405", (f"model.norm.weight: its data are BF16 in model.safetensors, and FLOAT16 in the graph; {AGAIN}",),
+    Case("F401", (f"{DOWN}.weight: its place in the file is no number (invalid literal for int() with base 10: 'start'); {EXPORT}",), set_place(f"{DOWN}.weight", offset="start")),
+    Case("F402", (f"{DOWN}.weight: its file more.safetensors is missing (tensors in it: 1); copy the graph's whole directory again",), set_place(f"{DOWN}.weight", location="more.safetensors")),
+    Case("F403", ("model.norm.weight: its data end at byte {size1} of model.safetensors, which has {size}; copy the graph's whole directory again",
+                  f"F405 external-tensor: model.norm.weight: no tensor of model.safetensors begins at byte {{norm1}}; {EXPORT}"), move_place("model.norm.weight", 1)),
+    Case("F404", (f"{DOWN}.weight: its data are 100 bytes, and FLOAT8E4M3FN [128, 256] takes 32768; {EXPORT}",), set_place(f"{DOWN}.weight", length=100)),
+    Case("F405", (f"{LAYER}.self_attn.k_proj.weight: its data are those of {LAYER}.self_attn.v_proj.weight in model.safetensors; {EXPORT}",
+                  f"{LAYER}.self_attn.v_proj.weight: its data are those of {LAYER}.self_attn.k_proj.weight in model.safetensors; {EXPORT}"), swap_places),
+    Case("F405", (f"model.norm.weight: its data are BF16 in model.safetensors, and FLOAT16 in the graph; {EXPORT}",),
          lambda model: setattr(tensor(model, "model.norm.weight"), "data_type", TensorProto.FLOAT16)),
-    Case("F406", (f"F405 external-tensor: {DOWN}.weight: no tensor of model.safetensors begins at byte {{down16}}; {AGAIN}",
-                  f"{DOWN}.weight_scale: its data begin at byte {{scale}} of model.safetensors, inside those of {DOWN}.weight (to {{down_end16}}); {AGAIN}"),
+    Case("F406", (f"F405 external-tensor: {DOWN}.weight: no tensor of model.safetensors begins at byte {{down16}}; {EXPORT}",
+                  f"{DOWN}.weight_scale: its data begin at byte {{scale}} of model.safetensors, inside those of {DOWN}.weight (to {{down_end16}}); {EXPORT}"),
          move_place(f"{DOWN}.weight", 16)),
 ]  # fmt: skip
 
@@ -458,7 +495,7 @@ def test_a_file_that_is_no_safetensors_is_found(decoder: Decoders) -> None:
     weights = written.path.with_name("model.safetensors")
     weights.write_bytes(bytes(weights.stat().st_size))
     found = lint(written.path)
-    assert f"F405 external-tensor: {DOWN}.weight: its file model.safetensors has no safetensors header; copy the whole of model/ again" in [
+    assert f"F405 external-tensor: {DOWN}.weight: its file model.safetensors has no safetensors header; copy the graph's whole directory again" in [
         str(finding) for finding in found
     ]
     assert {finding.rule for finding in found} == {"F104", "F405"}

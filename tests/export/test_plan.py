@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto
 
 from fp8q.export import names
+from fp8q.export.anatomy import AttentionRow, attention_rows, product_rows
 from fp8q.export.plan import Plan, Product, evidence, read_inspector, read_plan
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -179,6 +180,23 @@ def test_the_inspectors_json_of_tensorrt_10_and_11_reads_as_documented(key: str,
     plan = read_inspector(json.dumps({"Layers": layers}))
     found = evidence(plan, {"a.q.matmul": "a.q", "b.matmul": "b"}, profiles=2)
     assert (found.kind, found.fp8, dict(found.wide)) == ("inspector", frozenset({"b"}), {"a.q": "bf16 × fp8 -> bf16 in profile 1"})
+
+
+def test_kernels_around_a_product_and_attention_are_told_from_the_inspectors_json_as_well() -> None:
+    layers = [
+        layer("__myl_norm_quantize", "kgen", ("norm", "a.q.input.quantize"), ("BFloat16",), "FP8", "DataType"),
+        layer("q_myl0_1", "gemm", ("a.q.matmul", "a.q.input.dequantize", "a.q.weight.dequantize"), ("FP8", "FP8"), "Float", "DataType"),
+        layer("__myl_Mul", "kgen", ("a.q.matmul", "rope"), ("Float",), "BFloat16", "DataType"),
+        layer("_fmha_v2", "kgen", ("attend",), ("BFloat16", "BFloat16", "BFloat16", "Bool"), "BFloat16", "DataType"),
+        layer("__myl_quantize", "kgen", ("a.o.input.quantize",), ("BFloat16",), "FP8", "DataType"),
+        layer("q_myl1_1 [profile 1]", "gemm", ("a.q.matmul",), ("FP8", "FP8"), "Float", "DataType"),
+    ]
+    plan = read_inspector(json.dumps({"Layers": layers}))
+    assert plan is not None
+    prefill, decode = product_rows(plan, ["prefill", "decode"])
+    assert (prefill.module, prefill.before, prefill.after) == ("a.q", ("__myl_norm_quantize",), ("__myl_Mul",))
+    assert (decode.profile, decode.module, decode.before, decode.after) == ("decode", "a.q", (), ())
+    assert attention_rows(plan, ["prefill", "decode"]) == [AttentionRow("prefill", "a", "attend", "_fmha_v2", ("bf16",) * 3, "bf16")]
 
 
 @pytest.mark.parametrize("information", ["", "no JSON", "[]", "{}", '{"Layers": ["a.matmul", "b.matmul"]}', '{"Layers": [{"Name": "a", "LayerType": "gemm"}]}'])

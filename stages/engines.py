@@ -1,0 +1,131 @@
+"""`fp8q engine`: what the engines of a run will run, read from them anew, and held against what the run promises. Needs no GPU but for TensorRT's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..errors import BackendError, GateError, InputError
+from ..run import Run
+
+if TYPE_CHECKING:
+    from ..export.anatomy import AttentionRow, ProductRow, WideRow
+    from ..export.engine import EngineInfo
+    from ..export.indexed import Indexed
+    from ..export.plan import Plan
+    from ..quantize.scales import Scales
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What one engine runs. `unknown`: why that cannot be told, where it cannot; `codes_found`: promised weights whose FP8 codes lie in the engine (None: not looked for)."""
+
+    file: str
+    runtime: str
+    version: str
+    target: str
+    bytes: int
+    evidence: Literal["plan", "inspector", "unknown"]
+    unknown: str | None
+    promised_products: int
+    fp8_products: int
+    codes_found: int | None
+    codes_missing: tuple[str, ...]
+    narrow: tuple[str, ...]
+    products: "tuple[ProductRow, ...]"
+    attention: "tuple[AttentionRow, ...]"
+    wide: "tuple[WideRow, ...]"
+
+
+def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
+    """What the run's engines for `targets` (none: all) run; with `plan`, what that file runs, taken for an engine of the one target.
+
+    Raises InputError for a target that was not built, or an engine that is not the one that was.
+    """
+    from ..export.engine import load_engines
+    from ..export.indexed import load_graph
+    from ..quantize.scales import load_scales
+
+    engines = load_engines(run)
+    built = [info.target for info in engines]
+    if unknown := [target for target in targets if target not in built]:
+        raise InputError(
+            f"--target {unknown[0]}: {run.root} has no engine for it; choose from {', '.join(built)}, or build it with `fp8q build-engine {run.root} --target {unknown[0]}`"
+        )
+    chosen = [info for info in engines if not targets or info.target in targets]
+    if plan is not None and len(chosen) > 1:
+        raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
+    scales, graph = load_scales(run), load_graph(run.require(run.onnx, "export"))
+    return [view(info, engine_file(run, info, plan), scales, graph) for info in chosen]
+
+
+def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
+    """The file of an engine: the one that `fp8q build-engine` wrote, or `plan`."""
+    if plan is None:
+        return run.require(run.engines / f"{info.target}.plan", "build-engine")
+    if not plan.is_file():
+        raise InputError(f"--plan {plan}: there is no such file")
+    return plan
+
+
+def view(info: "EngineInfo", file: Path, scales: "Scales", graph: "Indexed") -> EngineView:
+    """Read one engine."""
+    from ..export import names
+    from ..export.anatomy import attention_rows, product_rows, wide_rows
+    from ..export.codes import modules_held
+    from ..export.plan import evidence
+
+    data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+    plan, reason = read(info, data)
+    profiles = [profile.name for profile in info.profiles]
+    found = evidence(plan, {names.matmul(module): module for module in scales.promised}, len(profiles))
+    held = dict(modules_held(data, graph, scales.promised)) if info.runtime == "tensorrt-rtx" else None
+    if found.kind == "unknown" and reason is None:
+        reason = next(iter(found.wide.values()), "it shows no promised product")
+    return EngineView(
+        str(file), info.runtime, info.version, info.target, len(data), found.kind, reason, len(scales.promised), len(found.fp8),
+        None if held is None else sum(held.values()), tuple(module for module, there in (held or {}).items() if not there), tuple(sorted(found.narrow)),
+        tuple(product_rows(plan, profiles)) if plan else (), tuple(attention_rows(plan, profiles)) if plan else (),
+        tuple(wide_rows(plan, found, graph, {module: skipped.reason for module, skipped in scales.skipped.items()})),
+    )  # fmt: skip
+
+
+def read(
+    info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
+) -> "tuple[Plan | None, str | None]":
+    """The plan of an engine, or why it cannot be read."""
+    from ..export.engine import inspect
+    from ..export.plan import read_inspector, read_plan
+
+    if info.runtime == "tensorrt-rtx":
+        plan = read_plan(data.data) if len(data) else None
+        return plan, None if plan else "its text does not read"
+    try:
+        plan = read_inspector(inspect(data.data))
+    except BackendError as error:
+        return None, f"TensorRT's inspector has to be asked, on the GPU that it was built for: {error}"
+    return plan, None if plan else "what the inspector says does not read"
+
+
+def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
+    """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised products in FP8, on this model's codes."""
+    from ..export.engine import listed
+
+    for view in views:
+        asked = f"--min-fp8-share {min_fp8_share:g}"
+        if view.evidence == "unknown" and min_fp8_share > 0:
+            raise GateError(
+                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet {asked}; build it again with `fp8q build-engine`"
+            )
+        if view.fp8_products / view.promised_products < min_fp8_share:
+            wide = [row.product for row in view.wide if row.promised]
+            raise GateError(
+                f"{view.target}: {view.fp8_products} of {view.promised_products} promised products take FP8 on both sides, less than {asked}; wide: {listed(wide)}; "
+                f"`fp8q export` and `fp8q build-engine` again, or accept it with a smaller share"
+            )
+        if view.codes_missing and min_fp8_share > 0:
+            raise GateError(
+                f"{view.target}: {view.file} does not hold the FP8 codes of {listed(view.codes_missing)}: it is an engine of other weights; build it again with `fp8q build-engine`"
+            )

@@ -1,0 +1,79 @@
+"""`fp8q lint`: an ONNX file held against the rules, and against a run's promises where it is a run's graph. No torch, no GPU, no weight read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from ..errors import GateError, InputError
+from ..run import Run, read_document
+
+if TYPE_CHECKING:
+    from ..export.indexed import Array
+    from ..export.rules import Finding, Promise
+
+#: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
+DAMAGE = ("F402", "F403")
+
+
+@dataclass(frozen=True)
+class Linted:
+    """What the lint has to say of an ONNX file. `promised_by`: the scales.json it was held against (None: a graph of which nothing is promised)."""
+
+    path: Path
+    opset: int
+    products: int
+    fp8_products: int
+    promised_by: Path | None
+    findings: "list[Finding]"
+
+
+def lint(path: Path, run: Run | None) -> Linted:
+    """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in.
+
+    Raises InputError for what is no ONNX file, and for a run whose promises do not read.
+    """
+    from ..export.indexed import load_graph
+    from ..export.lint import lint_graph
+    from ..export.rules_products import is_fp8
+
+    graph = load_graph(path)
+    around = run or run_around(path)
+    findings = lint_graph(graph, promise(around) if around else None)
+    fp8_products = sum(is_fp8(product) for product in graph.products)
+    return Linted(path, graph.opset, len(graph.products), fp8_products, around.scales if around else None, findings)
+
+
+def run_around(path: Path) -> Run | None:
+    """The run in whose `model/` a file lies, told by the scales.json above; None where there is none."""
+    around = Run(path.parent.parent) if path.parent.name else Run(path.absolute().parent.parent)
+    return around if path.absolute().parent.name == around.model.name and around.scales.is_file() else None
+
+
+def promise(run: Run) -> "Promise":
+    """What is promised of a run's graphs, the weights' scales from its checkpoint where that reads; where not, the rules of F4xx say why."""
+    from ..export.rules import Promise
+    from ..quantize.scales import Scales, load_scales
+    from ..quantize.stored import stored_scales
+
+    scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
+    weight_scales: Mapping[str, Array]
+    try:
+        weight_scales = stored_scales(run.model, scales.promised)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        weight_scales = {}
+    return Promise({module: activation.scale for module, activation in scales.activations.items()}, weight_scales)
+
+
+def check_findings(linted: Linted) -> None:
+    """Raise GateError when a rule is broken that is an error, InputError when that is for a file that is missing or cut short."""
+    errors = [finding for finding in linted.findings if finding.severity == "error"]
+    if not errors:
+        return
+    damage = [finding for finding in errors if finding.rule in DAMAGE]
+    if damage:
+        raise InputError(f"{linted.path}: {damage[0]}")
+    what = f"{len(errors)} errors, first " if len(errors) > 1 else ""
+    raise GateError(f"{linted.path}: {what}{errors[0]}")
