@@ -148,7 +148,7 @@ def _measured(
         source = open_source(model, options.revision, options.trust_remote_code, notes)
         sources.check_same(source, world)
         check_model(found, before, source)
-        products = sources.products_of(source, options.skip)
+        products = sources.products_of(source, options.skip, options.only)
         collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
         measuring.check_batches(options, len(collected.windows), world)
         sources.check_weights(found, source, notes)
@@ -176,7 +176,7 @@ def merge(
         merged = merging.add(runs, out)
         source = merging.source_of_all(merged, model, notes)
         check_model(found, before, source)
-        products = sources.products_of(source, options.skip)
+        products = sources.products_of(source, options.skip, options.only)
         merging.check_held_out(merged, source, notes)
         if left := merging.missing(merged):
             notes.note(f"{len(left)} batches were measured by none of the runs: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}")
@@ -213,7 +213,7 @@ def lint(path: Path, run: Path | None = None) -> linting.Linted:
 
 def scales(
     path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
-    skip: tuple[str, ...] | None = None, progress: Reporter = SILENT,
+    skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the model is not run.
 
@@ -222,9 +222,9 @@ def scales(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip)
+    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip, only)
     source = sources.source_of(found)
-    choosing.quantize(found, source, sources.products_of(source, options.skip), options, notes)
+    choosing.quantize(found, source, sources.products_of(source, options.skip, options.only), options, notes)
     graphs.export(found, graphs.exported_dtype(found), notes)
     return found
 

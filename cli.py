@@ -103,6 +103,10 @@ Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Win
 SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
 Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep modules whose name matches (* and ?) in BF16. Repeatable.")]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Quantize only modules whose name matches (* and ?). Repeatable.")]
+KeptOnly = Annotated[
+    list[str] | None, typer.Option("--only", metavar="PATTERN", help=f"Quantize only modules whose name matches (* and ?). Repeatable. {AS_IT_IS}")
+]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint.")]
 Stream = Annotated[
@@ -190,8 +194,8 @@ def run(
     percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
     amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
     interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
-    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
+    revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     chat_template: ChatTemplate = False, seed: Seed = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None,
     opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share,
@@ -203,7 +207,7 @@ def run(
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     calibrate_options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
+        clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
         chat_template, seed,
     )  # fmt: skip
     engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
@@ -219,8 +223,8 @@ def calibrate(
     percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
     amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
     interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
-    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
+    revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     chat_template: ChatTemplate = False, seed: Seed = None, batches: Batches = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
@@ -228,7 +232,7 @@ def calibrate(
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
+        clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
         chat_template, seed, interval_of(batches),
     )  # fmt: skip
     speak = terminal()
@@ -241,7 +245,7 @@ def scales(
     run: RunArgument, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin,
     scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
     amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: KeptWeightMethod = None,
-    kv_cache: KeptKvCache = None, skip: KeptSkip = None, as_json: Json = False,
+    kv_cache: KeptKvCache = None, skip: KeptSkip = None, only: KeptOnly = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Choose all scales again from what was measured, and write checkpoint and graphs anew, without running the model."""
     from . import api
@@ -249,7 +253,7 @@ def scales(
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     speak = terminal()
     with showing(speak, run, as_json):
-        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, speak)
+        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, tuple(only) if only else None, speak)
 
 
 @app.command()
@@ -257,7 +261,7 @@ def merge(
     runs: RunsArgument, out: Out, model: SourceModel = None, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile,
     margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
     amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method,
-    kv_cache: KvCacheOption = ScaleOptions.kv_cache, skip: Skip = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
+    kv_cache: KvCacheOption = ScaleOptions.kv_cache, skip: Skip = None, only: Only = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Add what several runs of one model measured, choose scales, and write checkpoint and graphs, without running the model."""
     from . import api
@@ -265,7 +269,7 @@ def merge(
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     speak = terminal()
     with showing(speak, out, as_json):
-        api.merge(runs, out, model, ScaleOptions(clip, weight_method, kv_cache, tuple(skip or ())), ExportOptions(dtype), speak)
+        api.merge(runs, out, model, ScaleOptions(clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ())), ExportOptions(dtype), speak)
 
 
 @app.command()

@@ -71,6 +71,7 @@ class ScaleOptions:
     weight_method: WeightMethod = "mse"
     kv_cache: KvCache = "off"
     skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     weight_rounding: WeightRounding = "nearest"
 
 

@@ -67,26 +67,34 @@ class OnnxWithCodes:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(directory))
         self.session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
+        self.past = [value for value in self.session.get_inputs() if value.name.startswith("past")]
+
     def __call__(self, ids: np.ndarray) -> Outcome:
         """Run windows `ids` int64 [windows, context], each a prompt of its own."""
         positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
-        held = [ids, np.ones_like(ids), positions]
-        feeds = {
-            name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in zip(("input_ids", "attention_mask", "position_ids"), held, strict=True)
+        return self.step(ids, np.ones_like(ids), positions, self.buffers(len(ids), 0))[0]
+
+    def buffers(self, rows: int, capacity: int) -> list[np.ndarray]:
+        """An empty past for `rows` sequences: uint8 codes or float32, [rows, heads, capacity, size] each."""
+        return [np.zeros((rows, value.shape[1], capacity, value.shape[3]), np.uint8 if "float8" in value.type else np.float32) for value in self.past]
+
+    def step(self, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, past: list[np.ndarray]) -> tuple[Outcome, list[np.ndarray]]:
+        """One step with a past, as `Session.forward` takes it: what was made of it, and the new keys and values."""
+        wrap = onnxruntime.OrtValue
+        feeds = {name: wrap.ortvalue_from_numpy(array) for name, array in (("input_ids", ids), ("attention_mask", mask), ("position_ids", positions))}
+        feeds |= {
+            value.name: wrap.ortvalue_from_numpy_with_onnx_type(array, ONNX_E4M3 if array.dtype == np.uint8 else 1)
+            for value, array in zip(self.past, past, strict=True)
         }
-        for value in self.session.get_inputs():
-            if value.name.startswith("past"):
-                shape = (len(ids), value.shape[1], 0, value.shape[3])
-                eight = "float8" in value.type
-                held.append(np.zeros(shape, np.uint8 if eight else np.float32))
-                feeds[value.name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(held[-1], ONNX_E4M3 if eight else 1)
-        logits, *codes = self.session.run_with_ort_values(["logits", *self.codes.values()], feeds)
-        return Outcome(logits.numpy(), {name: by_position(value.numpy()) for name, value in zip(self.codes, codes, strict=True)})
+        new = [value.name.replace("past_", "new_") for value in self.past]
+        results = [value.numpy() for value in self.session.run_with_ort_values(["logits", *self.codes.values(), *new], feeds)]
+        codes = zip(self.codes, results[1 : 1 + len(self.codes)], strict=True)
+        return Outcome(results[0], {name: by_position(value, ids.shape) for name, value in codes}), results[1 + len(self.codes) :]
 
 
-def by_position(codes: np.ndarray) -> np.ndarray:
-    """Codes with positions on the second axis: keys and values come as [windows, heads, context, size]."""
-    return codes.swapaxes(1, 2) if codes.ndim == 4 else codes
+def by_position(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Codes as [windows, context, …], `shape` the first two: keys and values come as [windows, heads, context, size], and OPT joins windows and context."""
+    return codes.swapaxes(1, 2) if codes.ndim == 4 else codes.reshape(*shape, -1)
 
 
 @contextmanager
@@ -110,13 +118,14 @@ def run_reference(loaded: Reference, ids: np.ndarray) -> Outcome:
     cache = loaded.new_cache()
     with recording(loaded) as codes, torch.inference_mode():
         logits = loaded.model(input_ids=torch.from_numpy(ids), past_key_values=cache, use_cache=True).logits.float().numpy()
+    codes = {name: by_position(values, ids.shape) for name, values in codes.items()}
     if loaded.cache_scales:
         names = [name.removesuffix(".k") for name in loaded.cache_scales if name.endswith(".k")]
         for name, layer in zip(names, cache.layers, strict=True):
             assert isinstance(layer, DynamicLayer), "every layer attends"
             for part, values in (("k", layer.keys), ("v", layer.values)):
                 assert values is not None, "the model has run"
-                codes[f"{name}.{part}"] = by_position(encode(values, torch.tensor(loaded.cache_scales[f"{name}.{part}"])).view(torch.uint8).numpy())
+                codes[f"{name}.{part}"] = by_position(encode(values, torch.tensor(loaded.cache_scales[f"{name}.{part}"])).view(torch.uint8).numpy(), ids.shape)
     return Outcome(logits, codes)
 
 

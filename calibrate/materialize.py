@@ -22,7 +22,7 @@ class Materializer:
     def __init__(self, model: PreTrainedModel, source: Source, device: str):
         """Take the weights of `source` for `model`, onto `device`."""
         self.model, self.weights, self.device = model, Weights(source), device
-        self.name = source.name
+        self.name, self.stored = source.name, source.stored
         self.tied: Mapping[str, str] = {**model.all_tied_weights_keys, **{kept: tied for tied, kept in model.all_tied_weights_keys.items()}}
 
     @contextmanager
@@ -52,7 +52,7 @@ class Materializer:
                 module._buffers[key] = buffer.to(self.device) if computed else self._read(prefix + key, resident)
 
     def _read(self, name: str, resident: bool) -> torch.Tensor:
-        stored = next((key for key in (name, self.tied.get(name)) if key in self.weights.names()), None)
+        stored = next((key for key in (self.stored(name), self.tied.get(name)) if key in self.weights.names()), None)
         if stored is None:
             raise InputError(
                 f"{self.name}: has no tensor {name}; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..progress import Reporter
 from .moments import SecondMoments
-from .observe import Watch, matrix_products, output_head, probe_groups
+from .observe import Watch, matrix_products, output_axis, output_head, probe_groups
 from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord
 
 
@@ -53,6 +53,5 @@ def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:
     """Largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    inputs = 1 if isinstance(module, torch.nn.Linear) else 0
-    amax: npt.NDArray[np.float32] = weight.detach().abs().amax(inputs).float().cpu().numpy()
+    amax: npt.NDArray[np.float32] = weight.detach().abs().amax(1 - output_axis(module)).float().cpu().numpy()
     return amax

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, reduce
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,6 +30,24 @@ WORTH_SHARING = 1 << 17
 def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every module of `model` that multiplies by a weight matrix: linear layers, and GPT's Conv1D, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def output_axis(module: nn.Module) -> Literal[0, 1]:
+    """Axis of the output channels of a matrix product's weight: Conv1D stores it [in, out], a linear layer [out, in]."""
+    return 1 if isinstance(module, Conv1D) else 0
+
+
+def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every module of `model` with a matrix (or more) of its own that is neither a linear layer, nor an embedding or a norm: a convolution, or a class of its own."""
+    products = matrix_products(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name not in products
+        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        and not isinstance(module, nn.Embedding)
+        and not any(word in type(module).__name__.lower() for word in ("norm", "embedding"))
+    }
 
 
 def takes_quantizers(module: nn.Module) -> bool:

@@ -8,11 +8,11 @@ reads every byte once, for the fingerprint that ties statistics, scales and engi
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from logging import CRITICAL
 from pathlib import Path
@@ -53,6 +53,7 @@ class Source:
     architecture: str
     weight_files: tuple[Path, ...]
     fingerprint: str
+    renamed: Mapping[str, str] = field(default_factory=dict, compare=False)  # tensors that are stored under another name than the model's own
 
     @property
     def title(self) -> str:
@@ -70,6 +71,10 @@ class Source:
     def max_positions(self) -> int | None:
         """How many positions the model can tell apart; None where nothing limits them."""
         return max_positions(self.text_config.to_dict())
+
+    def stored(self, name: str) -> str:
+        """The name under which the files hold the tensor that the model calls `name`."""
+        return self.renamed.get(name, name)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -95,7 +100,7 @@ def open_source(model: str, revision: str | None = None, trust_remote_code: bool
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="")
     skeleton = meta_model(source)
     refuse_experts(skeleton, model, architecture)
-    _check_names(source, skeleton)
+    source = replace(source, renamed=_check_names(source, skeleton))
     return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report))) if fingerprinted else source
 
 
@@ -213,12 +218,12 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     return model
 
 
-def _check_names(source: Source, skeleton: "PreTrainedModel") -> None:
-    """Load the headers alone, on the meta device: that tells of missing, unexpected and misshapen tensors, and reads no weights."""
-    import torch
+def _check_names(source: Source, skeleton: "PreTrainedModel") -> dict[str, str]:
+    """Load the headers alone, on the meta device: that tells of missing, unexpected and misshapen tensors, and reads no weights. Returns `renamed`."""
+    from .names import HEADER_TYPE, headers, renamed_tensors
 
-    headers = {name: torch.empty(header.shape, dtype=torch.bfloat16, device="meta") for name, header in read_headers(source.weight_files).items()}
-    _load(source, type(skeleton), None, state_dict=headers, dtype=torch.bfloat16, device_map="meta")
+    stored = headers({name: header.shape for name, header in read_headers(source.weight_files).items()})
+    return renamed_tensors(_load(source, type(skeleton), None, state_dict=dict(stored), dtype=HEADER_TYPE, device_map="meta"), stored)
 
 
 def _load(source: Source, model_class: Any, path: Path | None, **options: Any) -> "PreTrainedModel":

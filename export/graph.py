@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
 
-from ..calibrate.observe import attention_modules
+from ..calibrate.observe import attention_modules, output_axis
 from ..quantize.linear import CODE, replace_linears
 from . import operators
 
@@ -51,14 +52,14 @@ class QuantizedInput(nn.Module):
 
 
 class GraphLinear(nn.Module):
-    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a bias."""
+    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a bias. A Conv1D's weight needs no Transpose."""
 
-    def __init__(self, linear: nn.Linear, quantized: QuantizedInput, first: bool, plan: GraphPlan):
+    def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
         """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
-        self.dtype = plan.dtype
+        self.dtype, self.axis = plan.dtype, output_axis(linear)
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=CODE, device="meta"))
-        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0], dtype=torch.float32, device="meta"))
+        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta"))
         self.bias = linear.bias
         self.quantized = [quantized]  # in a list, so that only the first registers it
         if first:
@@ -69,7 +70,8 @@ class GraphLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out]."""
-        y = torch.matmul(self.quantized[0](x), operators.dequantize(self.weight, self.weight_scale, self.dtype).t())
+        weight = operators.dequantize(self.weight, self.weight_scale, self.dtype, self.axis)
+        y = torch.matmul(self.quantized[0](x), weight if self.axis else weight.t())
         return y if self.bias is None else y + self.bias
 
 
@@ -193,7 +195,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         quantized = QuantizedInput(plan)
         for name in members:
             linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear), f"{name} is no linear layer"
+            assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
             layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
     replace_linears(model, layers)
     for name in attention_modules(model).values():

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..calibrate.names import renamed_in
 from ..calibrate.skeleton import computed_buffers, skeleton
 from ..calibrate.statistics import StatisticsRecord
 from ..errors import BackendError
@@ -25,6 +26,7 @@ from ..quantize.scales import Scales
 from ..run import Run, replacing
 from . import operators, passes
 from .graph import Graph, GraphPlan, prepare
+from .heads import split_by_heads
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]
@@ -73,8 +75,10 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
     onnx_model: ir.Model = exported.model
     passes.name_interface(onnx_model, len(graph.attention))
     passes.name_nodes(onnx_model)
-    passes.point_at_weights(onnx_model, directory, tied_names(model), buffers)
+    stored = {name: tensor.shape for name, tensor in passes.stored_tensors(directory).items()}
+    passes.point_at_weights(onnx_model, directory, tied_names(model) | renamed_in(config, type(model), stored), buffers)
     passes.simplify(onnx_model)
+    split_by_heads(onnx_model)
     passes.widen_initializers(onnx_model)
     passes.strip(onnx_model)
     return onnx_model

@@ -26,14 +26,14 @@ def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fp8q::dequantize", mutates_args=())
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """code × scale in FP32, cast to `dtype`; `scale` float32 [] for the tensor, or [channels] along dimension 0."""
-    factor = scale if scale.dim() == 0 else scale.view(-1, *[1] * (codes.dim() - 1))
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
+    """code × scale in FP32, cast to `dtype`; `scale` float32 [] for the tensor, or [channels] along `axis`."""
+    factor = scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(codes.dim())])
     return (codes.float() * factor).to(dtype)
 
 
 @dequantize.register_fake
-def _(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
     return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
@@ -44,7 +44,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     def onnx_quantize(x, scale):  # type: ignore[no-untyped-def]  # traced by onnxscript, whose values have no public type
         return op.QuantizeLinear(x, scale, output_dtype=ONNX_E4M3)
 
-    def onnx_dequantize(codes, scale, dtype):  # type: ignore[no-untyped-def]
-        return op.DequantizeLinear(codes, scale, axis=0, output_dtype=int(dtype))
+    def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
+        return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))
 
     return {torch.ops.fp8q.quantize.default: onnx_quantize, torch.ops.fp8q.dequantize.default: onnx_dequantize}

@@ -18,7 +18,7 @@ def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
 
     1. Code that came with the checkpoint: the later stages load none. 2. Soft-capped logits: fused attention ignores them in silence. 3. Attention
     that does not go through transformers' interface, where the graph's takes its place. 4. Layers whose cache is written by no module that says
-    which layer it is. 5. Tensors stored under other names than the modules bear: the graph points at them by name.
+    which layer it is. 5. Weights that loading makes of other tensors than those stored: the graph points at these.
     """
     module = sys.modules[type(model).__module__]
     if "auto_map" in source.config.to_dict() and source.trust_remote_code:
@@ -33,6 +33,6 @@ def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
     stored = Weights(source).names()
     tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
     for name, product in matrix_products(model).items():
-        if product is not tied and f"{name}.weight" not in stored:
-            return f"stores no {name}.weight (its tensors bear other names than its modules: load it once with transformers and save_pretrained it)"
+        if product is not tied and source.stored(f"{name}.weight") not in stored:
+            return f"stores no {name}.weight (transformers makes it of other tensors when it loads them: load it once and save_pretrained it)"
     return None

@@ -1,11 +1,12 @@
 """The model card of the FP8 checkpoint: what it is, how it was made, and how to load it."""
 
+from .form import Form
 from .scales import Scales
+from .stored import CACHE_FILE
 
 CARD = """\
 ---
-library_name: transformers
-tags: [fp8, compressed-tensors]
+{tags}
 ---
 
 # {name}, FP8
@@ -14,10 +15,7 @@ tags: [fp8, compressed-tensors]
 activations with one static scale per tensor, {cache}. {quantized} matrix products run on FP8 codes on both sides; embeddings,
 norms and {skipped} stay in BF16.
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
-
-{hosted} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
+{loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
 """
 #: What the cache is, by the parts of it that are codes.
@@ -35,9 +33,38 @@ HOSTED = {
 }
 
 
-def model_card(name: str, architecture: str, scales: Scales) -> str:
+LOADABLE = """\
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+
+{hosted}"""
+
+UNLOADABLE = """\
+**transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which compressed-tensors has no FP8 form. `from_pretrained`
+stops with an error about `quant_method`. fp8q's reference and ONNX run it."""
+
+#: In place of `HOSTED` where the architecture's cache has no place for scales.
+CACHE_BESIDE = f"""\
+The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention: config.json names no scheme for the cache, the scales are in
+`{CACHE_FILE}`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines keep it as said."""
+
+
+def model_card(name: str, architecture: str, scales: Scales, form: Form) -> str:
     """The README.md of `model/`, Markdown."""
     kept = ", ".join(f"`{module}` ({decision.reason})" for module, decision in scales.skipped.items()) or "nothing else"
     return CARD.format(
-        name=name, architecture=architecture, cache=CACHES[scales.cache_parts], quantized=len(scales.weights), skipped=kept, hosted=HOSTED[scales.cache_parts]
+        name=name,
+        architecture=architecture,
+        cache=CACHES[scales.cache_parts],
+        quantized=len(scales.weights),
+        skipped=kept,
+        tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
+        loading=_loading(architecture, scales.cache_parts, form),
     )
+
+
+def _loading(architecture: str, cache_parts: str, form: Form) -> str:
+    """How to load the checkpoint, or that it cannot be."""
+    if not form.loadable:
+        return UNLOADABLE.format(architecture=architecture)
+    return LOADABLE.format(hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts])

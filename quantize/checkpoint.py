@@ -2,16 +2,17 @@
 
 For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8 cache `k_scale` and
 `v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX graph points at the same bytes.
-Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16.
+Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16, under the name it bore.
 
-compressed-tensors has no words for a cache of which only the values are codes: config.json then names no scheme, and the scales lie in `CACHE_FILE`, which
-the index does not name, so that loaders of the Hugging Face layout pass it over; fp8q's reference and graph read it.
+What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight` [in, out] and `weight_scale` [1, out], and the scales
+of a cache that compressed-tensors has no words or no place for lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over.
 """
 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
+from .form import UNLOADABLE, Form, form_of
 from .scales import Scales, Skipped, TensorScale, WeightScales
 from .stored import CACHE_FILE
 from .weights import Rounding, quantize_weight
@@ -45,8 +47,9 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
     `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`.
     Raises InputError when the source stores a module's weight under another name than transformers does.
     """
-    weights = Weights(source)
-    missing = [module for module in scales.activations if f"{module}.weight" not in weights.names()]
+    weights, form = Weights(source), form_of(source, scales)
+    modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
+    missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
         raise InputError(
             f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
@@ -57,9 +60,8 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
     skipped: dict[str, Skipped] = {}
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
-            module = name.removesuffix(".weight")
-            if name.endswith(".weight") and module in scales.activations:
-                decision = _quantized_tensors(module, weights.tensor(name), scales.activations[module], rounding)
+            if module := modules.get(name):
+                decision = _quantized_tensors(module, weights.tensor(name), form.axis(module), scales.activations[module], rounding)
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
@@ -72,7 +74,7 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
         caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()}
-        if has_cache_scheme(scales):
+        if form.cache:
             for name, tensor in caches.items():
                 writer.add(name, tensor)
         elif caches:
@@ -84,20 +86,23 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
         kv_cache=scales.kv_cache,
         skipped=scales.skipped | skipped,
     )
-    _write_companions(source, directory, done)
+    _write_companions(source, directory, done, form)
+    if remark := form.remark(source.architecture, scales.cache_parts):
+        report.note(remark)
     return done
 
 
 def _quantized_tensors(
-    module: str, weight: torch.Tensor, activation: TensorScale, rounding: Rounding
+    module: str, weight: torch.Tensor, axis: Literal[0, 1], activation: TensorScale, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
     compensation = rounding.compensations.of(module) if rounding.compensations else None
-    quantized = quantize_weight(weight.to(torch.bfloat16), rounding.method, compensation)
+    rows = weight.to(torch.bfloat16).movedim(axis, 0).contiguous()
+    quantized = quantize_weight(rows, rounding.method, compensation)
     if isinstance(quantized, Skipped):
         return quantized
-    return quantized.summary, {
-        f"{module}.weight": quantized.codes,
-        f"{module}.weight_scale": quantized.scale[:, None],
+    return quantized.summary.model_copy(update={"axis": axis}), {
+        f"{module}.weight": quantized.codes.movedim(0, axis),
+        f"{module}.weight_scale": quantized.scale[:, None].movedim(0, axis),
         f"{module}.input_scale": torch.tensor([activation.scale], dtype=torch.float32),
     }
 
@@ -140,11 +145,6 @@ class ShardWriter:
         self.pending = {}
 
 
-def has_cache_scheme(scales: Scales) -> bool:
-    """Whether compressed-tensors can say what the cache is: keys and values both codes."""
-    return scales.cache_parts == "kv"
-
-
 def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, object]:
     """The `quantization_config` of config.json, made by compressed-tensors' own schema."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
@@ -163,17 +163,19 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
     return dict(config.model_dump(mode="json", exclude_none=True))
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales) -> None:
+def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), has_cache_scheme(scales))}
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE}
+    if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
+        config["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in _companions(source.path):
         if path.is_dir():
             shutil.copytree(path, directory / path.name)
         else:
             shutil.copyfile(path, directory / path.name)
-    (directory / "README.md").write_text(model_card(source.title, source.architecture, scales), encoding="utf-8")
+    (directory / "README.md").write_text(model_card(source.title, source.architecture, scales, form), encoding="utf-8")
 
 
 def _companions(path: Path) -> Iterator[Path]:

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from ..calibrate.observe import attention_modules
+from ..calibrate.names import renamed_in
+from ..calibrate.observe import attention_modules, output_axis
 from ..calibrate.skeleton import skeleton
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
@@ -37,18 +38,22 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     model = skeleton(config, dtype)
     shards = {file: safe_open(directory / file, "pt") for file in set(stored_tensors(directory).values())}
     where = stored_tensors(directory)
+    renamed = renamed_in(config, type(model), {name: tuple(shards[file].get_slice(name).get_shape()) for name, file in where.items()})
 
     def read(name: str) -> torch.Tensor:
-        tensor: torch.Tensor = shards[where[name]].get_tensor(name).to(device)
+        under = renamed.get(name, name)
+        tensor: torch.Tensor = shards[where[under]].get_tensor(under).to(device)
         return tensor
 
     quantized = [name.removesuffix(".weight_scale") for name in where if name.endswith(".weight_scale")]
     layers: dict[str, nn.Module] = {}
     for module in quantized:
-        bias = read(f"{module}.bias") if f"{module}.bias" in where else None
-        layers[module] = FP8Linear(read(f"{module}.weight"), read(f"{module}.weight_scale")[:, 0], read(f"{module}.input_scale")[0], bias, mode)
+        axis = output_axis(model.get_submodule(module))
+        codes, scale = (read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale"))
+        bias = read(f"{module}.bias") if renamed.get(f"{module}.bias", f"{module}.bias") in where else None
+        layers[module] = FP8Linear(codes, scale[:, 0], read(f"{module}.input_scale")[0], bias, mode)
     replace_linears(model, layers)
-    wide = {name: read(name) for name in where if name in model.state_dict()}
+    wide = {name: read(name) for name in model.state_dict() if renamed.get(name, name) in where}
     model.load_state_dict({name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()}, strict=False, assign=True)
     model.tie_weights()
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -20,6 +20,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..calibrate.statistics import load_statistics
     from ..export.carry import carry_graphs
     from ..quantize.checkpoint import quantize_checkpoint
+    from ..quantize.policy import parted
     from ..quantize.scales import group_of
     from ..quantize.weight_rounding import Compensations
     from ..quantize.weights import Rounding
@@ -31,6 +32,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "weight_method": options.weight_method,
         "kv_cache": options.kv_cache,
         "skip": list(options.skip),
+        "only": list(options.only),
         "weight_rounding": options.weight_rounding,
     }
     if run.is_current("quantize", inputs, chosen):
@@ -49,11 +51,15 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         for module, decision in scales.skipped.items():
             if decision.samples is not None:
                 notes.note(f"{module}: stays in BF16: {decision.reason}")
+        if warning := parted(statistics.record.groups.values(), scales):
+            notes.note(warning)
         graphs = {run.onnx, run.onnx_fp32}
         log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs)]
 
 
-def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None) -> ScaleOptions:
+def rescaled(
+    run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None, only: tuple[str, ...] | None = None
+) -> ScaleOptions:
     """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does not tell.
 
     Raises InputError when the run was not measured.
@@ -61,9 +67,9 @@ def rescaled(run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_ca
     run.require(run.statistics, "measure")
     before = run.record().stages.get("quantize")
     kept = asdict(ScaleOptions()) | (before.options if before else {})
-    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip}
+    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip, "only": only}
     chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
-    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), kept["weight_rounding"])
+    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), tuple(chosen["only"]), kept["weight_rounding"])
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
@@ -71,7 +77,7 @@ def choose_scales(statistics: "Statistics", products: "Products", options: Scale
     from ..quantize.policy import select
     from ..quantize.scales import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
 
-    chosen, skipped = select(products, options.skip)
+    chosen, skipped = select(products, options.skip, options.only)
     activations, unfit = activation_scales(statistics, chosen, options.clip)
     cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

@@ -13,14 +13,12 @@ if TYPE_CHECKING:
     from ..quantize.policy import Products
 
 
-def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
+def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] = ()) -> "Products":
     """The matrix products of the source model, told without its weights.
 
-    Raises InputError for a pattern of `skip` that matches nothing, and for products that have no FP8 checkpoint form yet.
+    Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only` that match nothing or leave nothing.
     """
-    from transformers.pytorch_utils import Conv1D
-
-    from ..calibrate.observe import matrix_products, output_head, takes_quantizers
+    from ..calibrate.observe import matrix_products, other_products, output_head, takes_quantizers
     from ..calibrate.source import meta_model
     from ..export.support import unsupported
     from ..quantize.policy import Products, select
@@ -28,14 +26,10 @@ def products_of(source: "Source", skip: tuple[str, ...]) -> "Products":
     model = meta_model(source)
     if reason := unsupported(model, source):
         raise InputError(f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model")
-    modules = matrix_products(model)
-    if any(isinstance(module, Conv1D) for module in modules.values()):
-        raise InputError(
-            f"{source.name}: {source.architecture} keeps its weights in Conv1D modules, which have no FP8 form on the Hugging Face side; this version does not do it"
-        )
-    unknown = {name: type(module).__name__ for name, module in modules.items() if not takes_quantizers(module)}
-    products = Products(tuple(modules), output_head(model), unknown)
-    select(products, skip)
+    modules, others = matrix_products(model), other_products(model)
+    unknown = {name: module for name, module in modules.items() if not takes_quantizers(module)} | others
+    products = Products((*modules, *others), output_head(model), {name: type(module).__name__ for name, module in unknown.items()})
+    select(products, skip, only)
     return products
 
 

@@ -90,7 +90,9 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
         (["--data", "more.txt=0"], "--data more.txt=0: its weight is 0; give one above 0, or leave the text out"),
         (["--percentile", 0], "--percentile 0.0: must lie in (0, 100]"),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
-        (["--skip", "*"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip"),
+        (["--skip", "*"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"),
+        (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
+        (["--only", "lm_head"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"),
     ],
 )
 def test_options_that_do_not_fit(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, options: list[object], message: str) -> None:

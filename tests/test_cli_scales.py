@@ -108,6 +108,7 @@ def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_
         (["--method", "delayed", "--interval", 0], "--interval 0: must be at least 1"),
         (["--method", "delayed", "--interval", 900], "--interval 900: no scale is computed in 3 batches; give a smaller one, or more --samples"),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
+        (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
     ],
 )
 def test_scales_that_cannot_be_chosen(fp8q: Fp8q, demo_run: Run, options: list[object], message: str) -> None:

@@ -107,7 +107,7 @@ def test_every_architecture_gives_the_statistics_of_the_model_in_memory(name: st
     assert_same(streaming(source, tmp_path / "work"), in_memory(source))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "opt"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "opt", "gpt2"])
 def test_trained_checkpoints_give_the_statistics_of_the_model_in_memory(name: str, shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source = open_source(str(shared_checkpoint(name)))
     assert_same(streaming(source, tmp_path / "work"), in_memory(source))

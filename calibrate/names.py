@@ -1,0 +1,43 @@
+"""Under which names a checkpoint holds a model's tensors, found by letting transformers load it without weights.
+
+transformers loads more names than a model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's files of 2019 lack the prefix `transformer`. The rules are
+transformers' own and change with it; so they are not repeated here. Every stored tensor is given a storage of its own, on the meta device, and the
+parameter that has it after loading is the one it was loaded into.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+#: Loading in the type of the stand-ins keeps their storages.
+HEADER_TYPE = torch.bfloat16
+
+
+def headers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """A tensor on the meta device for each stored one: no values, no memory."""
+    return {name: torch.empty(shape, dtype=HEADER_TYPE, device="meta") for name, shape in shapes.items()}
+
+
+def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The model's own name -> the stored name, of the tensors of `loaded` that `stored`, which it was loaded from, has under another name.
+
+    A tied tensor that is stored once, under a name that the model has too, is not among them.
+    """
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in stored.items()}
+    own = loaded.state_dict(keep_vars=True)
+    found = {name: names.get(tensor.untyped_storage()._cdata, name) for name, tensor in own.items()}
+    return {name: under for name, under in found.items() if under not in own}
+
+
+def renamed_in(config: PreTrainedConfig, model_class: type[PreTrainedModel], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`. Tensors that the model does not know (scales) are passed over."""
+    from .source import quiet
+
+    stored = headers(shapes)
+    with quiet():
+        loaded = model_class.from_pretrained(
+            None, config=deepcopy(config), state_dict=dict(stored), dtype=HEADER_TYPE, device_map="meta", ignore_mismatched_sizes=True
+        )
+    return renamed_tensors(loaded, stored)

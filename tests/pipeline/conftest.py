@@ -1,0 +1,124 @@
+"""Architectures through the whole way, each once: those trained beside the repository, and tiny random ones for what differs in others."""
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fp8q import api
+from fp8q.options import KvCache
+from fp8q.run import Run
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = {
+    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One case: a trained checkpoint beside the repository, or where `fields` are given a tiny random one of transformers' class `config`."""
+
+    name: str
+    what: str
+    kv_cache: KvCache
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    config: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    text: str = "python"
+
+    @property
+    def trained(self) -> bool:
+        """Whether perplexity means anything."""
+        return not self.config
+
+
+ARCHITECTURES = [
+    Architecture("llama", "tied head, cache in the compute type, graph in FP16", "off", "fp16"),
+    Architecture("qwen2", "q/k/v biases", "fp8"),
+    Architecture("opt", "as many KV heads as heads, learned positions", "fp8"),
+    Architecture("gemma", "scaled embeddings, wide heads", "off"),
+    Architecture("gpt2", "Conv1D, fused q/k/v without rotary embedding, learned positions", "fp8"),
+    Architecture("stories260k", "heads too small for a fused attention kernel", "fp8", text="tinystories"),
+    Architecture("mistral", "a window shorter than the text", "fp8", config="MistralConfig", fields={"num_key_value_heads": 2, "sliding_window": 12}),
+    Architecture("qwen3", "q/k norms, heads wider than the model", "off", config="Qwen3Config", fields={"num_key_value_heads": 2, "head_dim": 48}),
+    Architecture("gpt_neox", "fused q/k/v, partial rotary embedding, a head stored under another name", "fp8", config="GPTNeoXConfig"),
+    Architecture("phi3", "fused q/k/v and gate/up", "fp8", config="Phi3Config", fields={"num_key_value_heads": 2, "pad_token_id": 0}),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of one architecture, calibrated and exported."""
+
+    architecture: Architecture
+    run: Run
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(demo_checkpoint: Path) -> Callable[..., Path]:
+    """`random_checkpoint(path, "Phi3Config", {…})`: write a tiny one in BF16, its values spread as trained ones are (norms around 1), with the demo's tokenizer."""
+
+    def write(path: Path, config: str, fields: dict[str, Any]) -> Path:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**(TINY | fields)))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.1)
+        torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
+        shutil.copyfile(demo_checkpoint / "tokenizer.json", path / "tokenizer.json")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory, shared_data: Callable[[str], Path]) -> Callable[[str], tuple[Path, Path]]:
+    """`texts("python")`: a calibration and an evaluation text of a few thousand tokens."""
+    folder = tmp_path_factory.mktemp("texts")
+    sources = {"python": ("python-calibration.txt", "python-evaluation.txt"), "tinystories": ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt")}
+
+    def cut(kind: str) -> tuple[Path, Path]:
+        paths = folder / f"{kind}-calibration.txt", folder / f"{kind}-evaluation.txt"
+        for path, source, size in zip(paths, sources[kind], (24_000, 8_000), strict=True):
+            path.write_text(shared_data(source).read_text(encoding="utf-8")[:size], encoding="utf-8")
+        return paths
+
+    return cut
+
+
+@pytest.fixture(scope="package", params=ARCHITECTURES, ids=lambda case: f"{case.name}, {case.what}")
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared_checkpoint: Callable[[str], Path],
+    random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]],
+) -> Finished:  # fmt: skip
+    """Each architecture in turn, calibrated and exported once for all tests; they change nothing in it."""
+    case: Architecture = request.param
+    folder = tmp_path_factory.mktemp(case.name)
+    model = shared_checkpoint(case.name) if case.trained else random_checkpoint(folder / "model", case.config, case.fields)
+    calibration, evaluation = texts(case.text)
+    options = api.CalibrateOptions(kv_cache=case.kv_cache, samples=16, seq_len=64)
+    run = api.calibrate(str(model), str(calibration), folder / "run", str(evaluation), options, api.ExportOptions(case.dtype))
+    return Finished(case, run)
+
+
+@pytest.fixture(scope="session")
+def two_implementations() -> ModuleType:
+    """`benchmarks/two_implementations.py`, whose measurements are tests too."""
+    path = BENCHMARKS / "two_implementations.py"
+    spec = importlib.util.spec_from_file_location("two_implementations", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

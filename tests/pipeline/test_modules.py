@@ -1,0 +1,164 @@
+"""Modules that are no plain linear layers: those nobody knows stay in BF16 by declaration, Conv1D takes every option that a linear layer does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fp8q import api
+from fp8q.calibrate.moments import load_moments
+from fp8q.calibrate.observe import other_products
+from fp8q.quantize.linear import encode
+from fp8q.quantize.reference import load_reference
+from fp8q.quantize.scales import load_scales
+from fp8q.quantize.weight_mse import mse_scales
+from fp8q.quantize.weight_rounding import compensated_codes, compensation
+from fp8q.run import Run
+from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.stages.choosing import rescaled
+from fp8q.stages.corpora import load_tokens
+
+
+class OddLinear(nn.Linear):
+    """A linear layer with a forward of its own, which no registry knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(x, self.weight.t())
+
+
+class OddMLP(nn.Module):
+    """An MLP as researchers write them: a linear layer of their own, and a convolution over channels."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.mix = OddLinear(config.intermediate_size, config.intermediate_size, bias=False)
+        self.conv = nn.Conv1d(config.intermediate_size, config.hidden_size, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = nn.functional.silu(self.mix(self.up_proj(x)))
+        y: torch.Tensor = self.conv(mixed.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+@pytest.fixture(scope="module")
+def demo_text(tmp_path_factory: pytest.TempPathFactory, demo_texts: Any) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:12_000], encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
+    random_checkpoint: Callable[..., Path], demo_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", OddMLP)
+    model = random_checkpoint(tmp_path / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
+    run = api.calibrate(str(model), str(demo_text), tmp_path / "run", options=api.CalibrateOptions(samples=4, seq_len=64, skip=("*.v_proj",)))
+    scales, attention, mlp = load_scales(run), "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert set(scales.weights) == {*(f"{attention}.{part}_proj" for part in "qko"), f"{mlp}.up_proj"}
+    assert {name: skipped.reason for name, skipped in scales.skipped.items()} == {
+        f"{mlp}.mix": "of class OddLinear, which is no linear layer that ModelOpt's registry knows",
+        f"{mlp}.conv": "of class Conv1d, which is no linear layer that ModelOpt's registry knows",
+        f"{attention}.v_proj": "asked for: --skip *.v_proj",
+        "lm_head": "output head: its error would go straight into the logits",
+    }
+    (note,) = run.record().stages["quantize"].notes
+    assert note == (
+        f"{attention}.v_proj in BF16 beside {attention}.q_proj, {attention}.k_proj in FP8: vLLM makes one product of them and refuses such a checkpoint; "
+        "keep all of a group in BF16, or none, if vLLM is to serve it"
+    )
+    ids = load_tokens(run, run.evaluation)[None, :32]
+    reference = load_reference(run.model, "exact", torch.float32)
+    with torch.inference_mode():
+        expected = reference.model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
+    logits, _ = OnnxRuntimeSession(run.onnx_fp32).forward(ids, np.ones_like(ids), np.arange(32)[None])
+    assert np.abs(logits - expected)[0, 0].max() < 1e-4
+    (engine,) = api.build_engine(run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64))
+    assert (engine.promised_products, engine.fp8_products) == (4, 4)
+
+
+def test_norms_and_embeddings_are_no_products_whatever_their_shape() -> None:
+    class HeadNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 16))
+
+    model: Any = nn.ModuleDict({"norm": HeadNorm(), "embed": nn.Embedding(4, 4), "linear": nn.Linear(4, 4), "conv": nn.Conv2d(4, 4, 1)})
+    assert list(other_products(model)) == ["conv"]
+
+
+def stored(run: Run, name: str) -> torch.Tensor:
+    with safe_open(run.model / "model-00001-of-00001.safetensors", "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+@pytest.fixture(scope="module")
+def conv1d(random_checkpoint: Callable[..., Path], demo_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A GPT-2 stored under the names of 2019, calibrated layer by layer, with scales and rounding of least error."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    model = random_checkpoint(folder / "model", "GPT2Config", {"n_inner": 192})
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    options = api.CalibrateOptions(samples=4, seq_len=64, stream=True, weight_method="mse", weight_rounding="gptq", kv_cache="fp8", only=("*.0.*",))
+    return model, api.calibrate(str(model), str(demo_text), folder / "run", options=options)
+
+
+def test_a_conv1d_is_quantized_by_its_output_channels_along_axis_1(conv1d: tuple[Path, Run]) -> None:
+    model, run = conv1d
+    scales = load_scales(run)
+    layer = "transformer.h.0"
+    assert set(scales.weights) == {f"{layer}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    weights = load_file(model / "model.safetensors")
+    for name, summary in scales.weights.items():
+        weight = weights[f"{name.removeprefix('transformer.')}.weight"]  # [in, out]
+        assert (summary.axis, summary.channels, summary.rounding) == (1, weight.shape[1], "gptq")
+        scale, codes = stored(run, f"{name}.weight_scale"), stored(run, f"{name}.weight")
+        assert (codes.shape, scale.shape) == (weight.shape, (1, weight.shape[1]))
+        columns = weight.t().contiguous()
+        np.testing.assert_array_equal(scale[0].numpy(), mse_scales(columns))
+        expected = compensated_codes(columns, scale[0], compensation(load_moments(run.moments, name)))
+        assert torch.equal(codes.t().view(torch.uint8), expected.view(torch.uint8))
+        assert not torch.equal(codes.t().view(torch.uint8), encode(columns, scale[0][:, None]).view(torch.uint8))
+    assert stored(run, "h.1.mlp.c_fc.weight").equal(weights["h.1.mlp.c_fc.weight"])
+
+
+def test_graph_and_reference_read_both_kinds_of_names(conv1d: tuple[Path, Run]) -> None:
+    _, run = conv1d
+    ids = load_tokens(run, run.evaluation)[None, :32]
+    reference = load_reference(run.model, "exact", torch.float32)
+    with torch.inference_mode():
+        expected = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
+    logits, _ = OnnxRuntimeSession(run.onnx_fp32).forward(ids, np.ones_like(ids), np.arange(32)[None])
+    assert np.abs(logits - expected)[0, 0].max() < 1e-4
+
+
+def test_choosing_again_keeps_what_was_asked_for_unless_told_otherwise(conv1d: tuple[Path, Run]) -> None:
+    _, run = conv1d
+    assert rescaled(run, api.Clipping(), None, None, None).only == ("*.0.*",)
+    assert rescaled(run, api.Clipping(), None, None, None, ("*.mlp.*",)).only == ("*.mlp.*",)
+
+
+def test_the_checkpoint_says_who_can_load_it(conv1d: tuple[Path, Run]) -> None:
+    _, run = conv1d
+    document = json.loads((run.model / "config.json").read_text())["quantization_config"]
+    assert document == {
+        "format": "fp8q",
+        "reason": "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this checkpoint, transformers and vLLM cannot",
+    }
+    card = (run.model / "README.md").read_text(encoding="utf-8")
+    assert "**transformers and vLLM cannot load it**: GPT2LMHeadModel keeps its weights in Conv1D modules" in card
+    assert "from_pretrained(" not in card
+    assert "vllm serve" not in card
+    assert card.startswith("---\ntags: [fp8]\n---\n")
+    assert run.record().stages["quantize"].notes == [
+        "GPT2LMHeadModel keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q and ONNX run `model/`, transformers and vLLM cannot load it"
+    ]

@@ -1,0 +1,80 @@
+"""Which products run in FP8, by name: what is asked for, what cannot be, and what a server makes of the choice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8q.errors import InputError
+from fp8q.quantize.policy import Products, parted, select
+from fp8q.quantize.scales import Scales, Skipped, TensorScale
+
+NAMES = ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj", "l.0.mlp.conv", "lm_head")
+PRODUCTS = Products(NAMES, "lm_head", {"l.0.mlp.conv": "Conv1d"})
+HEAD = "output head: its error would go straight into the logits"
+CONV = "of class Conv1d, which is no linear layer that ModelOpt's registry knows"
+
+
+def reasons(skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str, str]:
+    """The modules that stay in BF16 and why."""
+    return {name: skipped.reason for name, skipped in select(PRODUCTS, skip, only)[1].items()}
+
+
+def test_all_linear_layers_but_the_head_run_in_fp8_unless_asked_otherwise() -> None:
+    assert select(PRODUCTS, ())[0] == ["l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj"]
+    assert reasons() == {"l.0.mlp.conv": CONV, "lm_head": HEAD}
+
+
+def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
+    assert select(PRODUCTS, (), ("*.mlp.*",))[0] == ["l.0.mlp.up_proj"]
+    left_out = "asked for: not in --only *.mlp.*"
+    assert reasons(only=("*.mlp.*",)) == {"l.0.attn.q_proj": left_out, "l.0.attn.k_proj": left_out, "l.0.mlp.conv": CONV, "lm_head": HEAD}
+
+
+def test_skip_takes_out_of_what_only_names() -> None:
+    assert select(PRODUCTS, ("*.q_proj",), ("*.attn.*", "*.up_proj"))[0] == ["l.0.attn.k_proj", "l.0.mlp.up_proj"]
+    assert reasons(("*.q_proj",), ("*.attn.*",))["l.0.attn.q_proj"] == "asked for: --skip *.q_proj"
+
+
+@pytest.mark.parametrize("option", ["skip", "only"])
+def test_a_pattern_that_matches_nothing(option: str) -> None:
+    with pytest.raises(InputError) as refused:
+        select(PRODUCTS, **{"skip": (), option: ("*.qproj",)})
+    assert str(refused.value) == f"--{option} *.qproj: matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, l.0.mlp.up_proj, l.0.mlp.conv"
+
+
+@pytest.mark.parametrize("only", ["lm_head", "*.conv"])
+def test_nothing_left_is_a_failure(only: str) -> None:
+    with pytest.raises(InputError) as refused:
+        select(PRODUCTS, (), (only,))
+    assert str(refused.value) == ("all 5 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only")
+
+
+@given(st.lists(st.sampled_from(["*.attn.*", "*.q_proj", "*.up_proj", "*"]), min_size=1, max_size=3))
+def test_every_product_is_chosen_or_has_a_reason(only: list[str]) -> None:
+    chosen, skipped = select(PRODUCTS, (), only)
+    assert set(chosen) | skipped.keys() == set(NAMES)
+    assert not set(chosen) & skipped.keys()
+
+
+SCALE = TensorScale(method="amax", amax=1.0, clip=1.0, scale=1 / 448, saturation=0.0, underflow=0.0, sqnr_db=30.0)
+GROUPS = [["l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj", "l.0.mlp.fc"], ["l.0.attn.o_proj"]]
+
+
+def scales(*skipped: str) -> Scales:
+    """Scales in which these modules stay in BF16."""
+    fp8 = {name: SCALE for members in GROUPS for name in members if name not in skipped}
+    return Scales(weights={}, activations=fp8, skipped=dict.fromkeys(skipped, Skipped(reason="asked for")))
+
+
+@pytest.mark.parametrize("skipped", [(), ("l.0.mlp.fc",), ("l.0.attn.o_proj",), ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj")])
+def test_whole_families_in_one_type_are_nothing_to_warn_of(skipped: tuple[str, ...]) -> None:
+    assert parted(GROUPS, scales(*skipped)) is None
+
+
+def test_a_family_in_two_types_is_what_vllm_refuses() -> None:
+    assert parted(GROUPS, scales("l.0.attn.q_proj")) == (
+        "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one product of them and refuses such a checkpoint; "
+        "keep all of a group in BF16, or none, if vLLM is to serve it"
+    )
+    more = [*GROUPS, ["l.1.mlp.gate_proj", "l.1.mlp.up_proj"]]
+    assert " in FP8, and so in 1 more such groups: " in str(parted(more, scales("l.0.attn.q_proj", "l.1.mlp.up_proj")))
