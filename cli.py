@@ -12,26 +12,77 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
 from . import __version__
+from .arguments import (
+    Against,
+    Algorithm,
+    Batches,
+    BatchSize,
+    BuiltTarget,
+    ByWeights,
+    ChatTemplate,
+    ClipMethod,
+    Context,
+    Data,
+    Delayed,
+    Dtype,
+    EvalData,
+    EvaluationText,
+    Grid,
+    HistoryLength,
+    Interval,
+    Json,
+    KeptKvCache,
+    KeptOnly,
+    KeptSkip,
+    KeptWeightMethod,
+    KvCacheOption,
+    Margin,
+    MaxBatch,
+    MaxIncrease,
+    MaxPrompt,
+    MaxSeqLen,
+    MinFp8Share,
+    ModelArgument,
+    OfRun,
+    Only,
+    OnnxArgument,
+    OptBatch,
+    OptSeqLen,
+    Out,
+    Percentile,
+    PlanFile,
+    Revision,
+    RunArgument,
+    RunsArgument,
+    RuntimeOption,
+    Runtimes,
+    Samples,
+    Seed,
+    SeqLen,
+    Skip,
+    SourceModel,
+    Stream,
+    Stride,
+    Target,
+    TrustRemoteCode,
+    Version,
+    WeightRoundingOption,
+    Workspace,
+)
 from .calibrate.place import place
 from .errors import Fp8qError, GateError, InputError
 from .options import (
-    AmaxAlgorithm,
     CalibrateOptions,
     Clipping,
     EngineOptions,
     ExportOptions,
-    KvCache,
-    Method,
-    ScaleGrid,
     ScaleOptions,
     ValidateOptions,
-    WeightMethod,
-    WeightRounding,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +91,6 @@ if TYPE_CHECKING:
 EXIT_CODES = "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 anything else."
 app = typer.Typer(
     name="fp8q",
-    help="From a Hugging Face checkpoint to a proven FP8 TensorRT engine, and what it costs in accuracy.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -53,99 +103,6 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 INTERRUPTED = 130
 #: The commands that several processes can run together.
 TOGETHER = ("calibrate", "run")
-
-# Arguments and options that several commands share, each worded once.
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's directory, or its name on the Hugging Face hub.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory that `fp8q calibrate` made.")]
-OnnxArgument = Annotated[Path, typer.Argument(metavar="PATH", help="An ONNX file; its external data stay where they are, unread.")]
-OfRun = Annotated[
-    Path | None, typer.Option("--run", metavar="RUN", help="Hold it against what this run promises; by default the run in whose model/ the file lies, if any.")
-]
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN", help="The run directories to add, two or more; they stay as they are.")]
-SourceModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the model is here. [default: where the runs say it was]")]
-Data = Annotated[
-    list[str],
-    typer.Option(
-        "--data",
-        metavar="TEXT[=WEIGHT]",
-        help="Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set. Repeatable: each text gives its weight's share of the windows.",
-    ),
-]
-ChatTemplate = Annotated[bool, typer.Option("--chat-template", help="Render rows of `messages` (role, content) by the tokenizer's own chat template.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draw the windows with this seed. [default: evenly over the text]")]
-Out = Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to write, or to go on with.")]
-EvalData = Annotated[str | None, typer.Option("--eval-data", metavar="TEXT", help="Text to evaluate on; by default the last tenth of --data, held out.")]
-ClipMethod = Annotated[Method, typer.Option("--method", help="How the scales of activations and of an FP8 cache are chosen.")]
-Percentile = Annotated[float, typer.Option("--percentile", metavar="P", help="For --method percentile, in percent.")]
-WeightRoundingOption = Annotated[
-    WeightRounding, typer.Option("--weight-rounding", help="gptq: let weights make up for each other's rounding errors, by the inputs' second moments.")
-]
-Margin = Annotated[int, typer.Option("--margin", metavar="N", help="Multiply these scales by 2^N: more headroom, more underflow.")]
-Grid = Annotated[ScaleGrid, typer.Option("--scale-grid", help="Which numbers these scales may be; rounded up to.")]
-HistoryLength = Annotated[
-    int, typer.Option("--amax-history-len", metavar="N", help="For --method delayed: batches in the history; more than there are means all.")
-]
-Algorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="For --method delayed: the history's largest amax, or its last.")]
-Interval = Annotated[int, typer.Option("--interval", metavar="N", help="For --method delayed: batches from one scale to the next.")]
-ByWeights = Annotated[WeightMethod, typer.Option("--weight-method", help="How the scales of the weights' output channels are chosen.")]
-KvCacheOption = Annotated[KvCache, typer.Option("--kv-cache", help="What of the cache is kept in FP8: nothing, the values, or keys and values.")]
-AS_IT_IS = "[default: as the run has it]"
-KeptWeightMethod = Annotated[
-    WeightMethod | None, typer.Option("--weight-method", help=f"How the scales of the weights' output channels are chosen. {AS_IT_IS}")
-]
-KeptKvCache = Annotated[
-    KvCache | None, typer.Option("--kv-cache", help=f"What of the cache is kept in FP8: nothing, the values, or keys and values. {AS_IT_IS}")
-]
-KeptSkip = Annotated[
-    list[str] | None, typer.Option("--skip", metavar="PATTERN", help=f"Keep modules whose name matches (* and ?) in BF16. Repeatable. {AS_IT_IS}")
-]
-Samples = Annotated[int | None, typer.Option("--samples", metavar="N", help="Windows to calibrate on. [default: 512, or as many as the text has]")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 2048, or the model's positions]")]
-BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", help="Windows run together.")]
-Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep modules whose name matches (* and ?) in BF16. Repeatable.")]
-Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Quantize only modules whose name matches (* and ?). Repeatable.")]
-KeptOnly = Annotated[
-    list[str] | None, typer.Option("--only", metavar="PATTERN", help=f"Quantize only modules whose name matches (* and ?). Repeatable. {AS_IT_IS}")
-]
-Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint.")]
-Stream = Annotated[
-    bool | None, typer.Option("--stream/--no-stream", help="Calibrate one decoder layer at a time. [default: when memory does not hold the model]")
-]
-Batches = Annotated[
-    str | None, typer.Option("--batches", metavar="A:B", help="Measure batches A up to B alone (B itself not), for `fp8q merge`; choose no scales.")
-]
-Dtype = Annotated[Literal["bf16", "fp16"], typer.Option("--dtype", help="What the graph computes in outside its FP8 products.")]
-RuntimeOption = Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], typer.Option("--runtime", help="What builds the engine.")]
-Target = Annotated[
-    list[str] | None, typer.Option("--target", metavar="SM", help="Compute capability to build for. Repeatable. [default: this GPU, or sm89 and sm120]")
-]
-MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", help="Most sequences in a batch.")]
-MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", metavar="N", help="Most positions of a sequence. [default: 2048, or the model's positions]")]
-MaxPrompt = Annotated[int | None, typer.Option("--max-prompt", metavar="N", help="Most tokens that one step takes in; by default --max-seq-len.")]
-OptBatch = Annotated[
-    int | None, typer.Option("--opt-batch", metavar="N", help="Batch that kernels are chosen for; by default 1 for prompts, --max-batch for decoding.")
-]
-OptSeqLen = Annotated[
-    int | None,
-    typer.Option(
-        "--opt-seq-len", metavar="N", help="Length that kernels are chosen for; by default a quarter of --max-seq-len for prompts, all of it for decoding."
-    ),
-]
-Workspace = Annotated[int | None, typer.Option("--workspace", metavar="MIB", help="Most memory for intermediate results; by default the runtime's own limit.")]
-MinFp8Share = Annotated[float, typer.Option("--min-fp8-share", metavar="SHARE", help="Fail (exit 3) when fewer of the promised products run in FP8.")]
-BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target; by default all. Repeatable.")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Read this engine instead of the run's own, such as one that trtexec built.")]
-EvaluationText = Annotated[str | None, typer.Option("--data", metavar="TEXT", help="Text to evaluate on; by default what was held out.")]
-Runtimes = Annotated[str, typer.Option("--runtimes", metavar="LIST", help="Of bf16, reference, onnxruntime, tensorrt; separated by commas.")]
-Context = Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens in an evaluation window. [default: the calibration window]")]
-Stride = Annotated[int | None, typer.Option("--stride", metavar="N", help="Tokens between windows. [default: the context]")]
-MaxIncrease = Annotated[
-    str | None, typer.Option("--max-ppl-increase", metavar="SHARE", help="Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.")
-]
-Delayed = Annotated[bool, typer.Option("--delayed", help="Also how often the next batch would have saturated under a history of amax.")]
-Against = Annotated[str | None, typer.Option("--against", metavar="TEXT", help="Also measure this text, and show which tensors would saturate on it.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on one line, and nothing else, on standard output.")]
 
 
 def terminal() -> "Terminal":
@@ -179,9 +136,9 @@ def interval_of(text: str | None) -> tuple[int, int] | None:
 
 
 @app.callback()
-def of_one_process(context: typer.Context) -> None:
-    """Refuse several ranks where only one can work."""
-    here = place()
+def root(context: typer.Context, version: Version = False) -> None:
+    """From a Hugging Face checkpoint to a proven FP8 TensorRT engine, and what it costs in accuracy."""
+    here = place()  # several ranks where only one can work are refused
     if here.ranks > 1 and context.invoked_subcommand not in TOGETHER:
         raise InputError(
             f"fp8q {context.invoked_subcommand}: is the work of one process, and {here.ranks} ranks were started; run it without torchrun, or unset RANK"
@@ -411,10 +368,12 @@ def main() -> None:
         if code == INTERRUPTED:
             code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
     except UsageError as error:
-        code = complain(f"{error.format_message()} See `fp8q --help`, or --help after a command.", InputError.exit_code)  # type: ignore[attr-defined]
+        said, code = error.format_message(), InputError.exit_code  # type: ignore[attr-defined]
+        if said:  # without a command the help has been shown, and there is nothing to add
+            complain(f"{said.rstrip('.')}. See `fp8q --help`, or --help after a command.", code)
     except Fp8qError as error:
-        said = place().rank and getattr(error, "told", False)  # by the rank that failed
-        code = error.exit_code if said else complain(str(error), error.exit_code)
+        told = place().rank and getattr(error, "told", False)  # by the rank that failed
+        code = error.exit_code if told else complain(str(error), error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

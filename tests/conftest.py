@@ -134,6 +134,38 @@ def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a command left: its exit code, standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+    def complaint(self, code: int = 2, after_notes: bool = False) -> str:
+        """The one line on standard error (the last, `after_notes`), without `fp8q: `; nothing is on standard output."""
+        assert (self.code, self.out) == (code, ""), self.err
+        assert after_notes or self.err.count("\n") == 1, self.err
+        last = self.err.splitlines()[-1]
+        assert last.startswith("fp8q: "), self.err
+        return last.removeprefix("fp8q: ")
+
+
+@pytest.fixture
+def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """`fp8q("inspect", run, "--json")`: the command line, in this process."""
+    from fp8q import cli
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(stop.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts) -> Run:
     """A finished run of the demo with an FP8 cache, made once for all tests; they read it and copy it, and change nothing in it."""

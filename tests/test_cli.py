@@ -3,49 +3,20 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp8q import cli
+from fp8q import __version__
 
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Fp8q = Callable[..., Result]
-
-
-@pytest.fixture
-def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fp8q:
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return Result(int(stop.value.code or 0), captured.out, captured.err)
-
-    return run
+Fp8q = Callable[..., Any]
 
 
 @pytest.fixture
 def checkpoint(demo_checkpoint: Path, tmp_path: Path) -> Path:
     """A copy of the demo checkpoint that a test may spoil."""
     return Path(shutil.copytree(demo_checkpoint, tmp_path / "model"))
-
-
-def complaint(result: Result, code: int = 2) -> str:
-    """The one line on standard error; nothing on standard output."""
-    assert (result.code, result.out) == (code, ""), result.err
-    assert result.err.startswith("fp8q: ")
-    assert result.err.count("\n") == 1, result.err
-    return result.err.removeprefix("fp8q: ").rstrip("\n")
 
 
 def edit_config(checkpoint: Path, **changes: object) -> None:
@@ -55,13 +26,13 @@ def edit_config(checkpoint: Path, **changes: object) -> None:
 
 def test_a_model_that_is_not_there(fp8q: Fp8q, demo_texts: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    line = complaint(fp8q("calibrate", tmp_path / "nowhere", "--data", demo_texts.calibration, "--out", out))
+    line = fp8q("calibrate", tmp_path / "nowhere", "--data", demo_texts.calibration, "--out", out).complaint()
     assert line == f"{tmp_path}/nowhere: there is no such directory, and it is no hub name either; check the path"
     assert not out.exists()
 
 
 def test_a_mixture_of_experts_is_refused_by_name(fp8q: Fp8q, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path) -> None:
-    line = complaint(fp8q("calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run"))
+    line = fp8q("calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run").complaint()
     assert "MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do for now; give a dense model" in line
 
 
@@ -96,14 +67,14 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
     ],
 )
 def test_options_that_do_not_fit(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, options: list[object], message: str) -> None:
-    line = complaint(fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path / "run", *options))
+    line = fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path / "run", *options).complaint()
     assert line.startswith(message)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_calibration_text_is_no_evaluation_text(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
     data = demo_texts.calibration
-    line = complaint(fp8q("calibrate", demo_checkpoint, "--data", data, "--eval-data", data, "--out", tmp_path / "run"))
+    line = fp8q("calibrate", demo_checkpoint, "--data", data, "--eval-data", data, "--out", tmp_path / "run").complaint()
     assert "is not apart from the calibration text: 100%" in line
 
 
@@ -119,15 +90,32 @@ def test_text_shorter_than_a_window(fp8q: Fp8q, demo_checkpoint: Path, tmp_path:
 
 def test_a_directory_of_other_things_is_left_alone(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_text("beach")
-    line = complaint(fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path))
+    line = fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path).complaint()
     assert line == f"{tmp_path}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
 @pytest.mark.parametrize("command", ["export", "build-engine", "validate", "triton", "report", "inspect"])
 def test_a_run_that_is_not_there(fp8q: Fp8q, tmp_path: Path, command: str) -> None:
-    line = complaint(fp8q(command, tmp_path / "run"))
+    line = fp8q(command, tmp_path / "run").complaint()
     assert line == f"{tmp_path}/run: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {tmp_path}/run`"
+
+
+def test_without_a_command_the_help_is_all_there_is_to_say(fp8q: Fp8q) -> None:
+    result = fp8q()
+    assert (result.code, result.err) == (2, "")
+    assert "From a Hugging Face checkpoint to a proven FP8 TensorRT engine" in " ".join(result.out.split())
+
+
+def test_the_version_is_told(fp8q: Fp8q) -> None:
+    result = fp8q("--version")
+    assert (result.code, result.out, result.err) == (0, f"fp8q {__version__}\n", "")
+
+
+def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = " ".join(fp8q("calibrate", "--help").out.split())
+    assert "Windows to calibrate on. [default: (512, or as many as the text has)]" in text
 
 
 @pytest.mark.parametrize(
@@ -142,7 +130,7 @@ def test_a_run_that_is_not_there(fp8q: Fp8q, tmp_path: Path, command: str) -> No
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(fp8q: Fp8q, arguments: list[str], message: str) -> None:
-    assert complaint(fp8q(*arguments)).startswith(message)
+    assert fp8q(*arguments).complaint().startswith(message)
 
 
 def test_doctor_says_what_is_here_as_one_json_object(fp8q: Fp8q) -> None:
@@ -159,7 +147,7 @@ def test_a_fault_of_fp8q_is_one_line_too(fp8q: Fp8q, monkeypatch: pytest.MonkeyP
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("fp8q.doctor.examine", fail)
-    line = complaint(fp8q("doctor"), code=1)
+    line = fp8q("doctor").complaint(code=1)
     assert line == "ZeroDivisionError: division by zero (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
 
 
@@ -168,4 +156,4 @@ def test_an_interrupt_says_that_the_same_command_goes_on(fp8q: Fp8q, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fp8q.doctor.examine", interrupt)
-    assert complaint(fp8q("doctor"), code=1) == "interrupted; what is finished is kept, and the same command goes on from there"
+    assert fp8q("doctor").complaint(code=1) == "interrupted; what is finished is kept, and the same command goes on from there"

@@ -3,46 +3,17 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from fp8q import cli
 from fp8q.export.carry import carry_graphs
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
 
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Fp8q = Callable[..., Result]
-
-
-@pytest.fixture
-def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fp8q:
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return Result(int(stop.value.code or 0), captured.out, captured.err)
-
-    return run
-
-
-def complaint(result: Result, code: int = 2) -> str:
-    """The last line on standard error; nothing on standard output."""
-    assert (result.code, result.out) == (code, ""), result.err
-    assert result.err.splitlines()[-1].startswith("fp8q: "), result.err
-    return result.err.splitlines()[-1].removeprefix("fp8q: ")
+Fp8q = Callable[..., Any]
 
 
 def edit_config(checkpoint: Path, **changes: object) -> None:
@@ -93,7 +64,7 @@ def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_
 def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_run: Run, demo_texts: Any, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("x = 1")
-    assert complaint(fp8q("inspect", demo_run.root, "--against", short)).startswith(f"--against {short}: has ")
+    assert fp8q("inspect", demo_run.root, "--against", short).complaint(after_notes=True).startswith(f"--against {short}: has ")
     result = fp8q("inspect", demo_run.root, "--against", demo_texts.calibration, "--json")
     rows = json.loads(result.out)["against"]
     assert len(rows) == 4 * 4 + 2 * 4

@@ -18,7 +18,6 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from fp8q import cli
 from fp8q.export.engine import Job, build
 from fp8q.export.profiles import profiles
 from fp8q.progress import SILENT
@@ -243,29 +242,6 @@ class Writer:
         (directory / "model.onnx").write_bytes(model.SerializeToString())
         weight_scales = {module: self.stored[f"{module}.weight_scale"][0] for module in self.modules}
         return Written(directory / "model.onnx", tuple(self.modules), dict.fromkeys(self.modules, SCALE), weight_scales)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command answered."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`fp8q("lint", path, "--json")`: run a command in this process."""
-
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return Result(int(stop.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture
