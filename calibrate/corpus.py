@@ -50,8 +50,8 @@ def encode(
     pieces = [np.zeros(0, np.int64)]
     with report.track("Tokenizing", sum(map(len, texts)), "characters") as advance:
         for batch, special in _batches(texts):
-            encoded = tokenizer(batch, add_special_tokens=special_tokens and special, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-            pieces += [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+            encoded = _tokenized(batch, tokenizer, special_tokens and special)
+            pieces += [np.asarray(ids, np.int64) for ids in encoded]
             advance(sum(map(len, batch)))
     ids = np.concatenate(pieces)
     if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
@@ -59,6 +59,17 @@ def encode(
         raise InputError(
             f"the tokenizer gives {token!r} the id {ids.max():,}, and the model's embedding ends at {vocabulary - 1:,}: it is not this model's tokenizer; put the right one beside config.json"
         )
+    return ids
+
+
+def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_tokens: bool) -> list[list[int]]:
+    try:
+        ids: list[list[int]] = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
+            "input_ids"
+        ]
+    except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception, as for a text that its vocabulary cannot spell
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"the tokenizer cannot read the text: {reason}; put the tokenizer the model was trained with beside config.json") from None
     return ids
 
 

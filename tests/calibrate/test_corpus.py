@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fp8q.calibrate.corpus import encode, fingerprint, hold_out, lower_default, windows
 from fp8q.errors import InputError
@@ -89,6 +92,18 @@ def test_a_text_longer_than_the_model_takes_is_encoded_without_a_word(tokenizer:
 
 def test_no_text_has_no_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode([], tokenizer).shape == encode([""], tokenizer).shape == (0,)
+
+
+def test_a_vocabulary_that_cannot_spell_the_text_is_refused() -> None:
+    words = Tokenizer(WordLevel({"known": 0}))
+    words.pre_tokenizer = Whitespace()
+    foreign = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert encode(["known known"], foreign).tolist() == [0, 0]
+    with pytest.raises(InputError) as refused:
+        encode(["known unknown"], foreign)
+    assert str(refused.value) == (
+        "the tokenizer cannot read the text: WordLevel error: Missing [UNK] token from the vocabulary; put the tokenizer the model was trained with beside config.json"
+    )
 
 
 def test_a_token_that_the_embedding_lacks_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
