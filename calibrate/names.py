@@ -11,6 +11,8 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .silence import quiet
+
 #: Loading in the type of the stand-ins keeps their storages.
 HEADER_TYPE = torch.bfloat16
 
@@ -33,8 +35,6 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
 
 def renamed_in(config: PreTrainedConfig, model_class: type[PreTrainedModel], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`. Tensors that the model does not know (scales) are passed over."""
-    from .source import quiet
-
     stored = headers(shapes)
     with quiet():
         loaded = model_class.from_pretrained(

@@ -7,14 +7,11 @@ reads every byte once, for the fingerprint that ties statistics, scales and engi
 
 import hashlib
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ from ..progress import SILENT, Reporter
 from ..run import sha256_file
 from .architecture import load_config, max_positions, one_line, refuse_experts
 from .hub import fetch_model, is_hub_name
+from .silence import quiet
 from .weights import Weights, check_finite, find_weights, read_headers
 
 if TYPE_CHECKING:
@@ -147,23 +145,6 @@ def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
 def _combined(digests: dict[str, str]) -> str:
     """SHA-256, in hexadecimal, over the lines `name digest` in name order."""
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from logging, warning and drawing bars; the settings before are restored."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":

@@ -26,8 +26,9 @@ from .materialize import Materializer
 from .measure import cut_batches, observed_products, weight_amax
 from .moments import SecondMoments
 from .observe import Watch, noting_groups, output_head
+from .silence import quiet
 from .skeleton import skeleton
-from .source import Source, meta_model, quiet
+from .source import Source, meta_model
 from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, load_arrays, save_arrays
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
