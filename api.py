@@ -272,8 +272,9 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
     from .validate.runtimes import forwards, vocabulary
 
     found, notes = open_run(path), Notes(progress)
+    files = graphs.fp8_files(found)
     evaluation = other_text.evaluation(found, data, options.context, options.stride, notes)
-    inputs = graphs.fp8_files(found) | {"tokens": evaluation.protocol.sha256}
+    inputs = files | {"tokens": evaluation.protocol.sha256}
     chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
     if not found.is_current("validate", inputs, chosen):
         with stage(found, "validate", inputs, chosen, notes) as log:
@@ -363,6 +364,7 @@ def inspect(path: Path, delayed: Clipping | None = None, against: str | None = N
     from .validate.tables import module_rows
 
     found = open_run(path)
+    found.refuse_stale("measure", "quantize")
     modules, statistics, scales = module_rows(found), load_statistics(found), load_scales(found)
     under_history = delayed_rows(statistics, delayed) if delayed else None
     for warning in jumps(under_history or []):

@@ -129,7 +129,7 @@ def interval_of(text: str | None) -> tuple[int, int] | None:
     """The two numbers of A:B."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     if not found:
         raise InputError(f"--batches {text}: is no interval; give the first batch and the one after the last, as in 0:8")
     return int(found[1]), int(found[2])
@@ -364,6 +364,10 @@ def showing(speak: "Terminal", path: Path, as_json: bool) -> Iterator[None]:
 def main() -> None:
     """Run the command line; every failure is one unwrapped line on standard error."""
     try:
+        here = place()
+    except InputError as error:
+        sys.exit(complain(str(error), error.exit_code))
+    try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:
             code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
@@ -372,7 +376,7 @@ def main() -> None:
         if said:  # without a command the help has been shown, and there is nothing to add
             complain(f"{said.rstrip('.')}. See `fp8q --help`, or --help after a command.", code)
     except Fp8qError as error:
-        told = place().rank and getattr(error, "told", False)  # by the rank that failed
+        told = here.rank and getattr(error, "told", False)  # by the rank that failed
         code = error.exit_code if told else complain(str(error), error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -381,7 +385,7 @@ def main() -> None:
         if os.environ.get("FP8Q_DEBUG"):
             traceback.print_exc()
         code = complain(f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)", 1)
-    if code and place().ranks > 1:  # threads of torch may still wait for a rank that is gone, and Python would wait for them
+    if code and here.ranks > 1:  # threads of torch may still wait for a rank that is gone, and Python would wait for them
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code or 0)

@@ -74,6 +74,10 @@ class ScaleOptions:
     only: tuple[str, ...] = ()
     weight_rounding: WeightRounding = "nearest"
 
+    def __post_init__(self) -> None:
+        """Refuse what is none of the choices, whoever gives it."""
+        one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
+
 
 @dataclass(frozen=True)
 class CalibrateOptions(ScaleOptions):
@@ -95,7 +99,7 @@ class CalibrateOptions(ScaleOptions):
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whoever gives it."""
-        one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
+        super().__post_init__()
         at_least_one(self, ("samples", "seq_len", "batch_size"))
         if self.seed is not None and self.seed < 0:
             raise InputError(f"--seed {self.seed}: must be at least 0")

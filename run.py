@@ -238,6 +238,14 @@ class Run:
         files = {name: digest for name, digest in stages[stage].inputs.items() if "." in name}
         return any(outputs.get(name) != digest for name, digest in files.items())
 
+    def refuse_stale(self, *stages: str) -> None:
+        """Raise InputError, naming the command to run, when one of `stages` was done with files that have been made anew since: parts that do not belong together."""
+        for stage in stages:
+            if stage in self.record().stages and self.is_stale(stage):
+                raise InputError(
+                    f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made anew since; run `fp8q {COMMANDS.get(stage, stage)}` again"
+                )
+
     @contextmanager
     def work(self, name: str, key: Mapping[str, object], rank: int = 0) -> Iterator[Path]:
         """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the stage is done.

@@ -74,6 +74,9 @@ class Heartbeat:
 
     def end(self, error: BaseException | None) -> None:
         """Tell the others that this rank is done, or what made it fail, and wait until all are. Raises RankError when it was another that failed."""
+        if error is not None and self._handler is not None:  # what fails is on its way out: nothing may interrupt what it has to say
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         told = None if error is None else Failure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=getattr(error, "exit_code", 1))
         self.own = Beat(done=error is None, failure=told)
         self._changed.set()

@@ -8,12 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
+from .rows import local_path
 
 _WEIGHT = re.compile(r"(.+)=([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)", re.DOTALL)
 
@@ -42,7 +42,7 @@ def parse(data: str | Sequence[str]) -> list[Part]:
 
 
 def _part(text: str) -> Part:
-    found = None if Path(text).expanduser().exists() else _WEIGHT.fullmatch(text)
+    found = None if local_path(text).exists() else _WEIGHT.fullmatch(text)
     if found is None:
         return Part(text)
     spec, weight = found[1], Fraction(found[2])
@@ -61,12 +61,18 @@ def shares(total: int, weights: Sequence[Fraction]) -> list[int]:
     return given
 
 
-def largest_total(available: Sequence[int], weights: Sequence[Fraction]) -> int:
-    """The most that can be given out by `shares` so that no part gets more than is `available` of it, nor does with less."""
+def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: int | None = None) -> int:
+    """The most, less than `below`, that can be given out by `shares` so that no part gets more than is `available` of it.
+
+    A smaller total may not fit all the same: by the largest remainder a part's share can shrink as the whole grows (the Alabama paradox).
+    """
     whole = sum(weights)
     bound = min(int((count + 1) * whole / weight) for count, weight in zip(available, weights, strict=True))
     floor = min(int(count * whole / weight) for count, weight in zip(available, weights, strict=True))
     # By the quota rule a share is its quota rounded up or down, so that only totals between these two need be tried.
+    if below is not None:
+        bound = min(bound, below - 1)
+        floor = min(floor, bound)
     fits = (total for total in range(bound, floor, -1) if all(share <= count for share, count in zip(shares(total, weights), available, strict=True)))
     return next(fits, floor)
 

@@ -27,6 +27,11 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 Hashes = npt.NDArray[np.uint64]
 
 
+def run_within(window: int) -> int:
+    """The length of runs to compare windows of so many tokens by: cut apart from each other, short windows share only short runs with the text they were cut from."""
+    return max(min(RUN, window // 4), 1)
+
+
 def check_disjoint(calibration: Sequence[str], evaluation: Sequence[str], data: str, eval_data: str, report: Reporter = SILENT) -> None:
     """Raise InputError when a tenth of one text is in the other; note it when a hundredth is. `data` and `eval_data` are how the user calls them."""
     of_calibration, of_evaluation = shares(calibration, evaluation)

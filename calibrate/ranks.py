@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 #: How long ranks wait for each other to come, and for a collective: a rank may read a checkpoint for hours; who died is the heartbeat's to find.
-MEETING, COLLECTIVE = timedelta(minutes=10), timedelta(days=30)
+MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
 
 
 class World:

@@ -7,6 +7,7 @@ whose only strings are identifiers is not read as text by mistake.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError
@@ -23,6 +24,17 @@ Kind = Literal["strings", "chats", "other"]
 Row = Mapping[str, Any]
 #: Turns the messages of a row into text; the first argument says where the row is, for errors.
 Render = Callable[[str, object], str]
+
+
+def local_path(spec: str) -> Path:
+    """The path that the name of a text is, should it be one. Raises InputError for what no file can be called."""
+    try:
+        path = Path(spec).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a home of nobody, a NUL
+        shown = spec if len(spec) <= 60 else f"{spec[:60]}…"
+        raise InputError(f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another") from None
+    return path
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ class Stream:
             report.note(f"going on at decoder layer {min(done, self.layers.count)} of {self.layers.count}, where an earlier call stopped")
         calls = self._before(done > 0)
         remaining = range(max(done, 1), self.layers.count + 1)
-        with report.track("Calibrating layer by layer", len(remaining) * len(self.parts), "batches") as advance:
+        tokens = sum(ids.size for ids in self.parts.values())
+        with report.track(f"Calibrating {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens") as advance:
             for step in remaining:
                 self._layer(step, calls, advance)
         if self._watched(None):
@@ -184,7 +185,7 @@ class Stream:
             for batch, ids in self.parts.items():
                 with watch.observing(batch) as cache:
                     after.write(batch, calls[ids.shape][index].run(layer, before.read(batch, self.device), cache))
-                advance(1)
+                advance(ids.size)
             amax = self._weight_amax(index)
         after.flush()
         self._save(step, watch, amax)

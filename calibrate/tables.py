@@ -57,7 +57,7 @@ def _kind(field: "pa.Field[Any]") -> Kind:
 def _column_bytes(file: "parquet.ParquetFile", group: int, column: Column) -> int:
     metadata = file.metadata.row_group(group)
     chunks = (metadata.column(number) for number in range(metadata.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column.name)
+    return sum(chunk.total_uncompressed_size for chunk in chunks if (chunk.path_in_schema + ".").startswith(f"{column.name}."))
 
 
 def _parquet_rows(file: "parquet.ParquetFile", groups: list[int], every: int, name: str) -> Iterator[tuple[str, Row]]:

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..progress import SILENT, Reporter
 from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
 from .hub import is_hub_name
-from .rows import Documents, Reading, choose_column, documents, kinds_of
+from .rows import Documents, Reading, choose_column, documents, kinds_of, local_path
 from .tables import read_hub, read_parquet, read_saved
 
 FORMS = "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or name:config:split)"
@@ -30,7 +30,7 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
 
     Raises InputError when there is no such thing, it does not read, or it holds nothing but white space.
     """
-    path = Path(spec).expanduser()
+    path = local_path(spec)
     reader = _READERS.get(path.suffix.lower())
     if path.is_dir():
         if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -97,6 +97,8 @@ def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str,
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}: {where} is not JSON ({error.msg} at column {error.colno}); each line must be one object") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise InputError(f"{path}: {where} is no JSON that can be read ({' '.join(str(error).split())}); each line must be one object") from None
         if not isinstance(row, dict):
             raise InputError(f'{path}: {where} is no object but {line[:20].strip()}; each line must be one like {{"text": …}}')
         yield where, row

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
+from ..calibrate.architecture import max_positions
 from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
@@ -166,6 +167,8 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
 def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
+    if source.max_positions is not None and max_positions(config) is None:
+        config["max_position_embeddings"] = source.max_positions  # transformers' default for the class, which whoever has no transformers would not know
     config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         config["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it

@@ -65,6 +65,7 @@ def rescaled(
     Raises InputError when the run was not measured.
     """
     run.require(run.statistics, "measure")
+    run.refuse_stale("measure")
     before = run.record().stages.get("quantize")
     kept = asdict(ScaleOptions()) | (before.options if before else {})
     asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip, "only": only}

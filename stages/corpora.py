@@ -140,6 +140,9 @@ def share_out(
         because = f"of which {texts[scarcest].name} is to give {whole:.1%} and has {available[scarcest]:,} windows of {seq_len:,} tokens"
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
     counts = mixture.shares(samples, weights)
+    if any(count > there for count, there in zip(counts, available, strict=True)):  # rounded shares do not all shrink with the whole
+        nearest = mixture.largest_total(available, weights, samples)
+        raise InputError(f"--samples {samples:,}: cannot be shared out by these weights, {because}; ask for {nearest:,} or {most:,}")
     for text, part, count in zip(texts, parts, counts, strict=True):
         if not count:
             raise InputError(

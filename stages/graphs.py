@@ -56,7 +56,8 @@ def exported_dtype(run: Run) -> Literal["bf16", "fp16"]:
 
 
 def fp8_files(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote."""
+    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there now. Raises InputError."""
+    run.refuse_stale("measure", "quantize", "export")
     hashes: dict[str, str] = {}
     for by in ("quantize", "export"):
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}

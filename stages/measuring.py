@@ -1,6 +1,8 @@
 """The stage `measure`: the float model on the calibration windows, in memory or streamed, by one process or several ranks, and on other text."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
@@ -14,8 +16,6 @@ from .sources import source_of
 from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..calibrate.moments import SecondMoments
     from ..calibrate.ranks import World
     from ..calibrate.source import Source
@@ -166,6 +166,7 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     from ..calibrate import corpus
     from ..calibrate.measure import measure as run_model
     from ..calibrate.source import load_model, load_tokenizer
+    from ..calibrate.stream import measure_streamed
     from ..run import read_document
 
     record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
@@ -175,4 +176,7 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
         raise InputError(f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated; give more text")
     windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))
     measured = Corpus(name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size)
+    if streamed(source, None, notes):
+        with TemporaryDirectory() as folder:
+            return measure_streamed(source, windows, record.model, measured, notes, Path(folder), device())
     return run_model(load_model(source, torch.bfloat16, device()), windows, record.model, measured, notes)

@@ -61,6 +61,7 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
     texts: dict[str, Tokens] = {}
     for run in runs:
         corpus, windows = measured[run].record.corpus, load_tokens(run, run.calibration)
+        run.refuse_stale("measure")
         starts = np.cumsum([text.windows for text in corpus.parts])[:-1]
         texts.update((text.fingerprint, part) for text, part in zip(corpus.parts, np.split(windows, starts)))
     held_out = {digest(tokens): tokens for tokens in (load_tokens(run, run.evaluation) for run in runs)}
@@ -101,11 +102,12 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
 
 def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:
     """Raise InputError when a tenth of what one run held out was calibrated on by another; note it when a hundredth was."""
-    from ..calibrate.overlap import SAME, WORTH_A_NOTE, shares
+    from ..calibrate.overlap import SAME, WORTH_A_NOTE, run_within, shares
     from ..calibrate.source import load_tokenizer
 
     tokenizer = load_tokenizer(source)
-    share = max(shares(tokenizer.batch_decode(merged.windows), tokenizer.batch_decode(merged.evaluation[None])))
+    calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
+    share = max(shares(calibrated, held_out, run_within(merged.windows.shape[1])))
     if share >= SAME:
         raise InputError(
             f"{share:.0%} of what these runs held out for evaluation was calibrated on by another of them; give them --eval-data apart from all texts"

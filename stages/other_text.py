@@ -40,7 +40,7 @@ def evaluation(run: Run, data: str | None, context: int | None, stride: int | No
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
     name = str(run.record().stages["corpus"].options["eval_data"])
     if data is not None:
-        tokenizer = AutoTokenizer.from_pretrained(run.model)
+        tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
         text = read_other(run, data, tokenizer, vocabulary(run.model), report)
         check_other(run, text, tokenizer, report)
         name, ids = data, text.ids
@@ -52,11 +52,10 @@ def evaluation(run: Run, data: str | None, context: int | None, stride: int | No
 def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", report: Reporter) -> None:
     """Raise InputError when a tenth of `text` was calibrated on, or the other way round; note it when a hundredth was.
 
-    The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to compare have none. Short windows
-    that were cut apart from each other share only short runs with the text they were cut from, so runs are a quarter of a window at most.
+    The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to compare have none.
     """
     from ..calibrate.corpus import fingerprint
-    from ..calibrate.overlap import RUN, SAME, WORTH_A_NOTE, shares
+    from ..calibrate.overlap import SAME, WORTH_A_NOTE, run_within, shares
     from ..calibrate.statistics import StatisticsRecord
 
     corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
@@ -66,7 +65,7 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
         )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
-    of_run, of_text = shares(decoded, text.documents.texts, max(min(RUN, windows.shape[1] // 4), 1))
+    of_run, of_text = shares(decoded, text.documents.texts, run_within(windows.shape[1]))
     share, what = max((of_text, f"it was calibrated on with {run.root}"), (of_run, f"what {run.root} was calibrated on is in it"))
     if share >= SAME:
         raise InputError(f"--data {text.name}: {share:.0%} of {what}; evaluate on other text, or leave --data out to evaluate on what was held out")

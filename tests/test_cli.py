@@ -11,6 +11,7 @@ import pytest
 from fp8q import __version__
 
 Fp8q = Callable[..., Any]
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
 @pytest.fixture
@@ -99,6 +100,25 @@ def test_a_directory_of_other_things_is_left_alone(fp8q: Fp8q, demo_checkpoint: 
 def test_a_run_that_is_not_there(fp8q: Fp8q, tmp_path: Path, command: str) -> None:
     line = fp8q(command, tmp_path / "run").complaint()
     assert line == f"{tmp_path}/run: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {tmp_path}/run`"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is 0 of 2, and MASTER_ADDR is not set; start the ranks with torchrun, or unset RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "x"} | MASTER, "WORLD_SIZE is 'x', which is no number; start the ranks with torchrun, or unset RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"} | MASTER, "RANK is 2 of 2, and the last is 1; start the ranks with torchrun, or unset RANK"),
+    ],
+)  # fmt: skip
+def test_rank_variables_that_make_no_sense_are_one_line(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert fp8q("doctor").complaint() == message
+
+
+def test_a_text_that_no_file_can_be_called_is_one_line(fp8q: Fp8q, demo_checkpoint: Path, tmp_path: Path) -> None:
+    line = fp8q("calibrate", demo_checkpoint, "--data", "x" * 300 + ".txt", "--out", tmp_path / "run").complaint()
+    assert line == f"'{'x' * 60}…': is no name that a file can have (File name too long); give another"
 
 
 def test_without_a_command_the_help_is_all_there_is_to_say(fp8q: Fp8q) -> None:

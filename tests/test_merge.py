@@ -15,6 +15,7 @@ import pytest
 from fp8q import api
 from fp8q.calibrate.source import open_source
 from fp8q.calibrate.statistics import load_statistics
+from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.progress import SILENT
 from fp8q.run import Run, sha256_file
@@ -156,3 +157,37 @@ def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_
     with pytest.raises(api.InputError, match=rf"^{other.statistics}: is not the file that `fp8q calibrate` wrote \(its SHA-256 differs from run.json\); "):
         api.merge([one.root, other.root], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(part: Measure, demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    """The scales are of one text then, and what is held out of another."""
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    options = CalibrateOptions(samples=4, seq_len=64, batch_size=2, batches=(0, 1))
+    api.calibrate(str(demo_checkpoint), str(demo_texts.evaluation), run.root, str(demo_texts.calibration), options)
+    message = f"{run.root}: what the stage quantize wrote is of other files than are there now, which were made anew since; run `fp8q calibrate` again"
+    for use in (api.validate, api.build_engine, api.triton, api.inspect):
+        with pytest.raises(InputError) as refused:
+            use(run.root)
+        assert str(refused.value) == message
+
+
+def test_a_part_has_no_checkpoint_to_validate(part: Measure) -> None:
+    run = part(0, 2)
+    with pytest.raises(InputError, match=r"model\.onnx: is missing; `fp8q export` writes it, run that first$"):
+        api.validate(run.root)
+
+
+def test_short_windows_do_not_hide_that_one_run_held_out_what_another_calibrated_on(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    text = demo_texts.calibration.read_text(encoding="utf-8")
+    first, second, other = tmp_path / "first.txt", tmp_path / "second.txt", tmp_path / "other.txt"
+    first.write_text(text[:20_000])
+    second.write_text(text[40_000:60_000])
+    other.write_text(text[80_000:90_000])
+    options = CalibrateOptions(samples=16, seq_len=64, batch_size=4, batches=(0, 4))
+    runs = [
+        api.calibrate(str(demo_checkpoint), str(first), tmp_path / "a", str(other), options),
+        api.calibrate(str(demo_checkpoint), str(second), tmp_path / "b", str(first), options),
+    ]
+    added = merging.add([run.root for run in runs], tmp_path / "merged")
+    with pytest.raises(InputError, match="of what these runs held out for evaluation was calibrated on by another of them"):
+        merging.check_held_out(added, open_source(str(demo_checkpoint)), Notes(SILENT))

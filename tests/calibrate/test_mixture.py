@@ -77,6 +77,15 @@ def test_the_rarest_text_limits_the_whole() -> None:
     assert largest_total([7], [Fraction(5)]) == 7
 
 
+def test_a_smaller_total_may_fit_where_the_largest_does_and_this_does_not() -> None:
+    weights, available = [Fraction(4), Fraction(20), Fraction(15), Fraction(6)], [1, 8, 11, 7]
+    assert largest_total(available, weights) == 17
+    assert shares(16, weights) == [2, 7, 5, 2]  # two of the first text, which has one
+    nearest = largest_total(available, weights, 16)
+    assert nearest < 16
+    assert all(share <= count for share, count in zip(shares(nearest, weights), available, strict=True))
+
+
 def test_windows_are_interleaved_by_their_place_in_their_own_text() -> None:
     first, second = np.arange(4)[:, None], np.array([[10], [11]])
     # Places 1/8 3/8 5/8 7/8 and 1/4 3/4.

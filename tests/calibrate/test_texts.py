@@ -226,3 +226,11 @@ def test_without_a_network_a_hub_data_set_is_an_error_with_a_remedy(hub_data: "H
         "acme/poems: there is no such file or directory, and the hub cannot be reached to look for a data set of that name; "
         "connect, or save its text to a .txt or .jsonl file elsewhere and give that"
     )
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "1" * 5_000 + "}"], ids=["brackets without end", "a number of 5,000 digits"])
+def test_json_that_python_cannot_read_is_refused_in_a_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError, match=rf"^{path}: line 1 is no JSON that can be read \(.+\); each line must be one object$"):
+        load_texts(str(path))

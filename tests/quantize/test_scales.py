@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8q.calibrate.histogram import Histogram
 from fp8q.errors import InputError
-from fp8q.options import Clipping, Method
+from fp8q.options import Clipping, Method, ScaleOptions
 from fp8q.quantize.clip import power_of_two_ceil, scale_of, squared_error
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.scales import LARGEST_SCALE, SMALLEST_SCALE, TensorScale, tensor_scale
@@ -104,3 +104,10 @@ def test_numbers_that_mean_nothing(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(InputError) as refused:
         Clipping(**wrong)  # type: ignore[arg-type]
     assert str(refused.value) == message
+
+
+def test_a_choice_that_is_none_is_refused_whoever_makes_it() -> None:
+    with pytest.raises(InputError, match="^--weight-method mes: is none of amax, mse$"):
+        ScaleOptions(weight_method="mes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="^--kv-cache fp4: is none of off, v, fp8$"):
+        ScaleOptions(kv_cache="fp4")  # type: ignore[arg-type]
