@@ -16,14 +16,25 @@ from .calibrate.histogram import Histogram, magnitudes
 from .calibrate.place import place
 from .calibrate.statistics import Statistics, load_statistics
 from .errors import BackendError, Fp8qError, GateError, InputError
-from .options import DEFAULT_SEQ_LEN, CalibrateOptions, Clipping, EngineOptions, ExportOptions, KvCache, ScaleOptions, ValidateOptions, WeightMethod
+from .options import (
+    DEFAULT_SEQ_LEN,
+    WITHOUT_FP8,
+    CalibrateOptions,
+    Clipping,
+    EngineOptions,
+    ExportOptions,
+    KvCache,
+    ScaleOptions,
+    ValidateOptions,
+    WeightMethod,
+)
 from .progress import SILENT, Reporter
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
+from .stages import baselines, choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
@@ -133,7 +144,7 @@ def calibrate(
         progress.note(f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the other batches and goes on")
     else:
         choosing.quantize(found, source, products, options, notes)
-        graphs.export(found, export_options.dtype, notes)
+        graphs.export(found, export_options, notes)
     return found
 
 
@@ -182,7 +193,7 @@ def merge(
             notes.note(f"{len(left)} batches were measured by none of the runs: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}")
     merging.write(found, source, merged, notes)
     choosing.quantize(found, source, products, options, notes)
-    graphs.export(found, export_options.dtype, notes)
+    graphs.export(found, export_options, notes)
     return found
 
 
@@ -195,11 +206,17 @@ def check_model(found: Run, before: Mapping[str, str], source: "Source") -> None
 
 
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
-    """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them."""
+    """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
+
+    With `options.precision` bf16 or int8: the same model in that precision, made of the source checkpoint, into `baselines/`.
+    """
     needs("calibrate", CALIBRATE_MODULES)
 
-    found = open_run(path)
-    graphs.export(found, options.dtype, Notes(progress))
+    found, notes = open_run(path), Notes(progress)
+    if options.precision == "fp8":
+        graphs.export(found, options, notes)
+    else:
+        baselines.export_baseline(found, options.precision, notes)
     return found
 
 
@@ -225,31 +242,34 @@ def scales(
     options = choosing.rescaled(found, clip, weight_method, kv_cache, skip, only)
     source = sources.source_of(found)
     choosing.quantize(found, source, sources.products_of(source, options.skip, options.only), options, notes)
-    graphs.export(found, graphs.exported_dtype(found), notes)
+    graphs.export(found, graphs.exported_options(found), notes)
     return found
 
 
 def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT) -> "list[EngineInfo]":
     """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on both sides.
 
+    With `options.precision` bf16 or int8: of that graph, into `engines/<precision>/`; nothing is promised of it, and the engine says what it runs.
     Raises GateError when fewer than `options.min_fp8_share` of them do, or when that cannot be told; BackendError when the runtime is missing.
     """
     from .calibrate.corpus import lower_default
-    from .export.engine import build_engines, check_share, load_engines, resolve
+    from .export.engine import build_engines, check_share, engine_stage, load_engines, resolve
 
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)
-    inputs, promised = graphs.fp8_files(found), load_scales(found).promised
+    precision, name = options.precision, engine_stage(options.precision)
+    inputs, promised = graphs.files_of(found, precision), load_scales(found).promised if precision == "fp8" else []
     limit = other_text.positions(found)
     max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
     options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
     chosen.pop("min_fp8_share")
-    if not found.is_current("build-engine", inputs, chosen):
-        with stage(found, "build-engine", inputs, chosen, notes) as log:
+    if not found.is_current(name, inputs, chosen):
+        with stage(found, name, inputs, chosen, notes) as log:
             log.outputs += build_engines(found, promised, options, notes)
-    built = load_engines(found)
-    check_share(built, options.min_fp8_share)
+    built = load_engines(found, precision)
+    if precision == "fp8":
+        check_share(built, options.min_fp8_share)
     return built
 
 
@@ -272,9 +292,11 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
     from .validate.runtimes import forwards, vocabulary
 
     found, notes = open_run(path), Notes(progress)
-    files = graphs.fp8_files(found)
+    inputs = graphs.fp8_files(found)
+    for precision in options.baselines:
+        inputs |= graphs.files_of(found, precision)
     evaluation = other_text.evaluation(found, data, options.context, options.stride, notes)
-    inputs = files | {"tokens": evaluation.protocol.sha256}
+    inputs["tokens"] = evaluation.protocol.sha256
     chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
     if not found.is_current("validate", inputs, chosen):
         with stage(found, "validate", inputs, chosen, notes) as log:
@@ -293,7 +315,7 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
     """
     if limit is None:
         return
-    increases = {name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in ("bf16", "source")}
+    increases = {name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in WITHOUT_FP8}
     if not increases or None in increases.values():
         raise InputError(
             f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are {', '.join(accuracy.runtimes)}; add what is missing to --runtimes"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from . import __version__
-from .options import AmaxAlgorithm, KvCache, Method, ScaleGrid, WeightMethod, WeightRounding
+from .options import RUNTIMES, AmaxAlgorithm, KvCache, Method, Precision, ScaleGrid, WeightMethod, WeightRounding
 
 # How the help groups them.
 TEXT, SCALES, ENGINE, EVALUATION, MODEL = "Text", "Scales", "Graph and engine", "Evaluation", "Model and machine"
@@ -118,6 +118,13 @@ Batches = Annotated[
     typer.Option("--batches", metavar="A:B", rich_help_panel=TEXT, help="Measure batches A up to B alone (B itself not), for `fp8q merge`; choose no scales."),
 ]
 Dtype = Annotated[Literal["bf16", "fp16"], typer.Option("--dtype", rich_help_panel=ENGINE, help="What the graph computes in outside its FP8 products.")]
+PrecisionOption = Annotated[
+    Precision, typer.Option("--precision", rich_help_panel=ENGINE, help="The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
+]
+AttentionOption = Annotated[
+    Literal["wide", "fp8"],
+    typer.Option("--attention", rich_help_panel=ENGINE, help="Multiply queries by keys and probabilities by values in the compute type, or in FP8."),
+]
 RuntimeOption = Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], typer.Option("--runtime", rich_help_panel=ENGINE, help="What builds the engine.")]
 Target = Annotated[
     list[str] | None,
@@ -161,9 +168,7 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="R
 EvaluationText = Annotated[
     str | None, typer.Option("--data", metavar="TEXT", rich_help_panel=EVALUATION, help="Text to evaluate on.", show_default="what was held out")
 ]
-Runtimes = Annotated[
-    str, typer.Option("--runtimes", metavar="LIST", rich_help_panel=EVALUATION, help="Of bf16, reference, onnxruntime, tensorrt; separated by commas.")
-]
+Runtimes = Annotated[str, typer.Option("--runtimes", metavar="LIST", rich_help_panel=EVALUATION, help=f"Of {', '.join(RUNTIMES)}; separated by commas.")]
 Context = Annotated[
     int | None,
     typer.Option("--context", metavar="N", rich_help_panel=EVALUATION, help="Tokens in an evaluation window.", show_default="the calibration window"),

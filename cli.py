@@ -20,6 +20,7 @@ from . import __version__
 from .arguments import (
     Against,
     Algorithm,
+    AttentionOption,
     Batches,
     BatchSize,
     BuiltTarget,
@@ -56,6 +57,7 @@ from .arguments import (
     Out,
     Percentile,
     PlanFile,
+    PrecisionOption,
     Revision,
     RunArgument,
     RunsArgument,
@@ -230,13 +232,16 @@ def merge(
 
 
 @app.command()
-def export(run: RunArgument, dtype: Dtype = ExportOptions.dtype, as_json: Json = False) -> None:
-    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this)."""
+def export(
+    run: RunArgument, dtype: Dtype = ExportOptions.dtype, precision: PrecisionOption = ExportOptions.precision,
+    attention: AttentionOption = ExportOptions.attention, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in a precision to compare FP8 with."""
     from . import api
 
     speak = terminal()
     with showing(speak, run, as_json):
-        api.export(run, ExportOptions(dtype), speak)
+        api.export(run, ExportOptions(dtype, precision, attention), speak)
 
 
 @app.command()
@@ -254,12 +259,15 @@ def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
 def build_engine(
     run: RunArgument, runtime: RuntimeOption = EngineOptions.runtime, target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch,
     max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None, opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None,
-    workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False,
+    workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share,
+    precision: PrecisionOption = EngineOptions.precision, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Build a TensorRT engine for each target, and prove which products run in FP8."""
     from . import api
 
-    options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
+    options = EngineOptions(
+        runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace, precision
+    )  # fmt: skip
     speak = terminal()
     with showing(speak, run, as_json):
         api.build_engine(run, options, speak)

@@ -11,7 +11,9 @@ from .errors import InputError
 #: Calibration windows and their length, where the model and the text hold as much.
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
-RUNTIMES = ("bf16", "reference", "onnxruntime", "tensorrt")
+RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt")
+#: What runs no FP8: the float model, and what FP8 is compared with.
+WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8"})
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
@@ -20,6 +22,9 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
 WeightRounding = Literal["nearest", "gptq"]
+#: What FP8 is compared with.
+Baseline = Literal["bf16", "int8"]
+Precision = Literal["fp8", "bf16", "int8"]
 
 
 def at_least_one(options: object, names: tuple[str, ...]) -> None:
@@ -109,14 +114,27 @@ class CalibrateOptions(ScaleOptions):
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of `fp8q export`: the type the FP8 graph computes in outside its products."""
+    """Options of `fp8q export`. `dtype`: the type the FP8 graph computes in outside its products; the graphs of other precisions compute in BF16."""
 
     dtype: Literal["bf16", "fp16"] = "bf16"
+    precision: Precision = "fp8"
+    attention: Literal["wide", "fp8"] = "wide"
+
+    def __post_init__(self) -> None:
+        """Refuse a type for graphs that have no other, and attention in FP8 in what is compared with FP8."""
+        one_of(self, ("dtype", "precision", "attention"))
+        if self.precision != "fp8" and self.attention != "wide":
+            raise InputError(f"--attention {self.attention}: is for the FP8 graph, not for --precision {self.precision}; leave one of them out")
+        if self.precision != "fp8" and self.dtype != ExportOptions.dtype:
+            raise InputError(f"--dtype {self.dtype}: is for the FP8 graph, and --precision {self.precision} computes in BF16; leave one of them out")
 
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context."""
+    """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
+
+    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export --precision` writes.
+    """
 
     runtimes: tuple[str, ...] = RUNTIMES[:3]
     context: int | None = None
@@ -130,6 +148,11 @@ class ValidateOptions:
             raise InputError(
                 f"--runtimes {','.join(self.runtimes) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no runtime; choose from {', '.join(RUNTIMES)}"
             )
+
+    @property
+    def baselines(self) -> "tuple[Baseline, ...]":
+        """The precisions beside FP8 that the runtimes need the graphs of."""
+        return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
 
 
 @dataclass(frozen=True)
@@ -149,9 +172,11 @@ class EngineOptions:
     opt_batch: int | None = None
     opt_seq_len: int | None = None
     workspace: int | None = None
+    precision: Precision = "fp8"
 
     def __post_init__(self) -> None:
         """Refuse sizes and shares that mean nothing, or do not fit together."""
+        one_of(self, ("runtime", "precision"))
         at_least_one(self, ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"))
         for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
             value, most = getattr(self, name), getattr(self, limit)

@@ -49,7 +49,11 @@ DISTRIBUTIONS = [
 
 
 #: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then exports.
-COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrate"}
+COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrate", "queries": "export --attention fp8"} | {
+    f"{stage}-{precision}": f"{stage} --precision {precision}" for stage in ("export", "build-engine") for precision in ("bf16", "int8")
+}
+#: What the graph is called beside its weights, and the same graph computing in FP32.
+GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 
 
 class Strict(BaseModel):
@@ -114,16 +118,27 @@ class Run:
     statistics = _Path("statistics.safetensors")
     statistics_json = _Path("statistics.json")
     moments = _Path("moments")
+    queries = _Path("queries.safetensors")
     scales = _Path("scales.json")
+    attention = _Path("attention.json")
     model = _Path("model")
-    onnx = _Path("model/model.onnx")
-    onnx_fp32 = _Path("model/model.fp32.onnx")
+    onnx = _Path(f"model/{GRAPH}")
+    onnx_fp32 = _Path(f"model/{GRAPH_FP32}")
+    baselines = _Path("baselines")
     engines = _Path("engines")
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
     triton = _Path("triton")
     report_html = _Path("report.html")
     report_ipynb = _Path("report.ipynb")
+
+    def checkpoint(self, precision: str) -> Path:
+        """The folder of the weights of a precision, and of their graphs: `model/` for fp8."""
+        return self.model if precision == "fp8" else self.baselines / precision
+
+    def engines_of(self, precision: str) -> Path:
+        """The folder of the engines of a precision: `engines/` for fp8."""
+        return self.engines if precision == "fp8" else self.engines / precision
 
     def exists(self) -> bool:
         """Whether a stage was begun here."""

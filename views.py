@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: Findings of one rule that are shown; the rest are counted.
 LISTED = 8
 #: What a run holds for people to open, in the order of the stages.
-FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
+FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "baselines", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
 
 
 def summary(speak: "Terminal", path: Path, as_json: bool) -> None:

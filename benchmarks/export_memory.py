@@ -45,7 +45,7 @@ def write(checkpoint: str, out: str) -> None:
     """The stages `quantize` and `export`, each named on standard output when it begins."""
     print("start", flush=True)
     from fp8q.calibrate.source import open_source
-    from fp8q.options import ScaleOptions
+    from fp8q.options import ExportOptions, ScaleOptions
     from fp8q.progress import SILENT
     from fp8q.stages import choosing, graphs, sources
     from fp8q.stages.steps import Notes
@@ -55,7 +55,7 @@ def write(checkpoint: str, out: str) -> None:
     print("quantize", flush=True)
     choosing.quantize(run, source, products, ScaleOptions(), notes)
     print("export", flush=True)
-    graphs.export(run, "bf16", notes)
+    graphs.export(run, ExportOptions(), notes)
 
 
 def build(checkpoint: str, out: str) -> None:

@@ -25,7 +25,6 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, calibrate
-from fp8q.export.operators import ONNX_E4M3
 from fp8q.quantize.linear import FP8Linear, encode
 from fp8q.quantize.reference import Reference, load_reference
 from fp8q.run import Run
@@ -37,6 +36,7 @@ from fp8q.validate.runtimes import float_model, reference
 
 LIMITS = {"logit_difference": 1e-4, "perplexity_difference": 0.001, "perplexity_difference_bf16": 0.005, "kl_share": 0.1}
 Codes = dict[str, np.ndarray]
+ONNX_E4M3 = onnx.TensorProto.FLOAT8E4M3FN
 
 
 @dataclass

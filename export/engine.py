@@ -16,14 +16,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..errors import BackendError, GateError, InputError
-from ..options import DEFAULT_SEQ_LEN, EngineOptions
+from ..options import DEFAULT_SEQ_LEN, EngineOptions, Precision
 from ..progress import Reporter
-from ..run import Run, Strict, read_document, replacing, write_document
+from ..run import COMMANDS, GRAPH, Run, Strict, read_document, replacing, write_document
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain
 from .lint import lint
-from .plan import Evidence, evidence, read_inspector, read_plan
+from .plan import Evidence, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
@@ -42,6 +42,7 @@ class EngineInfo(Strict):
     promised_products: int = Field(description="modules that scales.json promises on FP8")
     fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
     wide_products: list[str] = Field(description="the others")
+    ran: dict[str, int] | None = Field(default=None, description="of an engine that promises none: how many modules' products are of which types")
     evidence: Literal["plan", "inspector", "unknown"]
     profiles: list[Profile]
     build_seconds: float
@@ -82,23 +83,25 @@ def load(runtime: Runtime) -> Any:
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it, and how trtexec builds it; returns the files.
 
-    `promised`: the modules whose product must run on FP8. Whether enough of them do is for `check_share` to say: an engine that falls short stays,
+    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays,
     with its JSON, so that it can be looked into. Engines of other targets, built from an earlier graph, are removed.
     Raises InputError when the graph breaks a rule of `lint`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
-    check_graph(run.onnx, promised)
+    graph, directory = run.checkpoint(options.precision) / GRAPH, run.engines_of(options.precision)
+    if options.precision == "fp8":
+        check_graph(graph, promised)
     wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
     written: list[Path] = []
     for target in options.targets:
-        path, timings = run.engines / f"{target}.plan", run.engines / f"{target}.timings"
-        info, found = build_engine(run.onnx, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
+        path, timings = directory / f"{target}.plan", directory / f"{target}.timings"
+        info, found = build_engine(graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
         write_document(path.with_suffix(".json"), info)
-        write_script(path.with_suffix(".sh"), run.onnx, info, options.workspace)
+        write_script(path.with_suffix(".sh"), graph, info, options.workspace)
         written += [path, path.with_suffix(".json"), path.with_suffix(".sh")]
-        for line in remarks(info, found):
+        for line in remarks(info, found) if options.precision == "fp8" else []:
             report.note(line)
-    for stale in [path for kind in ("plan", "json", "sh") for path in run.engines.glob(f"*.{kind}")]:
+    for stale in [path for kind in ("plan", "json", "sh") for path in directory.glob(f"*.{kind}")]:
         if stale not in written:
             stale.unlink()
     return written
@@ -134,10 +137,12 @@ def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str],
         partial.write_bytes(plan)
     looked = read_inspector(inspect(plan)) if job.runtime == "tensorrt" else read_plan(plan)
     found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
+    kind = found.kind if promised or looked is None else looked.kind
+    ran = None if promised or looked is None else modules_by_types(looked)
     info = EngineInfo(
         runtime=job.runtime, version=load(job.runtime).__version__, target=job.target, bytes=plan.nbytes, promised_products=len(promised),
-        fp8_products=len(found.fp8), wide_products=[module for module in promised if module not in found.fp8], evidence=found.kind,
-        profiles=list(job.profiles), build_seconds=seconds,
+        fp8_products=len(found.fp8), wide_products=[module for module in promised if module not in found.fp8], evidence=kind,
+        profiles=list(job.profiles), build_seconds=seconds, ran=ran,
     )  # fmt: skip
     return info, found
 
@@ -152,15 +157,21 @@ def remarks(info: EngineInfo, found: Evidence) -> list[str]:
     return lines
 
 
-def load_engines(run: Run) -> list[EngineInfo]:
-    """What is known of the engines that `fp8q build-engine` wrote, in the order of their targets.
+def engine_stage(precision: Precision) -> str:
+    """The stage that builds the engines of a precision."""
+    return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
+
+
+def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
+    """What is known of the engines of a precision that `fp8q build-engine` wrote, in the order of their targets.
 
     Raises InputError when there are none, or one is not as it was written.
     """
-    stage = run.record().stages.get("build-engine")
-    files = [run.require(run.root / name, "build-engine") for name in (stage.outputs if stage else {}) if name.endswith(".json")]
+    name = engine_stage(precision)
+    stage = run.record().stages.get(name)
+    files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
-        raise InputError(f"{run.engines}: holds no engine; run `fp8q build-engine {run.root}` first")
+        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `fp8q {COMMANDS.get(name, name)} {run.root}` first")
     return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
 
 

@@ -26,11 +26,17 @@ ATTENTION = "fp8q"
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the cache that are codes, of `kv`."""
+    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the cache that are codes, of `kv`.
+
+    `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all else computes in.
+    `attention`: whether its products take codes too.
+    """
 
     groups: Mapping[str, list[str]]
     cache: str
     dtype: torch.dtype
+    code: torch.dtype = CODE
+    attention: bool = False
 
 
 class QuantizedInput(nn.Module):
@@ -38,7 +44,7 @@ class QuantizedInput(nn.Module):
 
     def __init__(self, plan: GraphPlan):
         super().__init__()
-        self.dtype = plan.dtype
+        self.dtype, self.code = plan.dtype, plan.code
         self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -47,7 +53,7 @@ class QuantizedInput(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` quantized and dequantized, in the compute type."""
         if self._last is None or self._last[0] is not x:
-            self._last = (x, operators.dequantize(operators.quantize(x, self.scale), self.scale, self.dtype))
+            self._last = (x, operators.dequantize(operators.quantize(x, self.scale, self.code), self.scale, self.dtype))
         return self._last[1]
 
 
@@ -58,7 +64,7 @@ class GraphLinear(nn.Module):
         """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_axis(linear)
-        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=CODE, device="meta"))
+        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
         self.register_buffer("weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta"))
         self.bias = linear.bias
         self.quantized = [quantized]  # in a list, so that only the first registers it
@@ -87,7 +93,7 @@ class QuantizedCache(nn.Module):
 
     def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as values, and the new codes."""
-        codes = operators.quantize(new, self.scale)
+        codes = operators.quantize(new, self.scale, CODE)
         values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
         return torch.cat(values, dim=-2), codes
 
@@ -165,7 +171,9 @@ def attention(
     if sliding_window is not None:
         allowed = allowed & (queries - keys < sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not has_fused_kernel(*query.shape[1::2]):
+    if (own := getattr(module, "fp8q_attention", None)) is not None:
+        output = own(query, key, value, allowed, scale)
+    elif not has_fused_kernel(*query.shape[1::2]):
         output = plain_attention(query, key, value, allowed, scale)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
@@ -186,6 +194,33 @@ def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return torch.matmul(weights.to(value.dtype), value)
 
 
+class MatMul(nn.Module):
+    """A product as a module, so that its node has a name."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """`a` [..., n, k] by `b` [..., k, m]."""
+        return torch.matmul(a, b)
+
+
+class QuantizedAttention(nn.Module):
+    """Attention as two products of codes and a softmax in FP32. Query heads that share a key head are one matrix, so that nothing is repeated."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.q, self.k, self.v, self.p = (QuantizedInput(plan) for _ in "qkvp")
+        self.scores, self.values = MatMul(), MatMul()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
+        """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1, seq, length]."""
+        batch, heads, seq, size = query.shape
+        kv_heads, length = key.shape[1:3]
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads * seq, size)
+        scores = self.scores(self.q(grouped), self.k(key).transpose(-1, -2)).float().reshape(batch, heads, seq, length) * scale
+        weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1).reshape((*grouped.shape[:3], length))
+        output: torch.Tensor = self.values(self.p(weights), self.v(value)).reshape(query.shape)
+        return output
+
+
 def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in place)."""
     AttentionInterface.register(ATTENTION, attention)
@@ -200,5 +235,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     replace_linears(model, layers)
     for name in attention_modules(model).values():
         module = model.get_submodule(name)
+        if plan.attention:
+            module.fp8q_attention = QuantizedAttention(plan)
         module.fp8q_k, module.fp8q_v = (QuantizedCache(plan) if part in plan.cache else PlainCache() for part in "kv")
     return Graph(model.eval())

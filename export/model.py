@@ -1,4 +1,4 @@
-"""From the FP8 checkpoint in a run to `model.onnx` and `model.fp32.onnx` beside it.
+"""From a checkpoint in a run to `model.onnx` and `model.fp32.onnx` beside it: the FP8 one, or one that FP8 is compared with.
 
 Both are traced from the checkpoint's config.json on the meta device, once for each type: no weight is read, so memory
 does not grow with the model, and the run is all that is needed.
@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,26 +24,35 @@ from ..errors import BackendError
 from ..progress import Reporter
 from ..quantize.linear import CODE
 from ..quantize.scales import Scales
-from ..run import Run, replacing
+from ..run import GRAPH, GRAPH_FP32, Run, replacing
 from . import operators, passes
 from .graph import Graph, GraphPlan, prepare
 from .heads import split_by_heads
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_model(run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter) -> list[Path]:
-    """Write both graphs of the checkpoint in `run`, computing in `dtype` and in FP32; returns their paths.
+def export_model(run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, fp8_attention: bool = False) -> list[Path]:
+    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32; returns their paths."""
+    return export_graphs(run.model, GraphPlan(promised_groups(record.groups, scales), scales.cache_parts, DTYPES[dtype], attention=fp8_attention), report)
+
+
+def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
+    """Write both graphs of the weights in `directory` that FP8 is compared with: INT8 products of `groups`, BF16 where there are none."""
+    return export_graphs(directory, GraphPlan(groups, "", torch.bfloat16, torch.int8), report)
+
+
+def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Path]:
+    """Write both graphs of the checkpoint in `directory`, as `plan` says and the same in FP32; returns their paths.
 
     Raises BackendError where torch's exporter cannot trace the architecture.
     """
-    plans = {run.onnx: dtype, run.onnx_fp32: "fp32"}
-    groups = promised_groups(record.groups, scales)
+    plans = {directory / GRAPH: plan, directory / GRAPH_FP32: replace(plan, dtype=torch.float32)}
     with report.track("Exporting to ONNX", len(plans), "graphs") as advance:
-        for path, name in plans.items():
-            model = trace(run.model, GraphPlan(groups, scales.cache_parts, DTYPES[name]))
+        for path, planned in plans.items():
+            model = trace(directory, planned)
             with replacing(path) as partial:
                 ir.save(model, partial)
             advance(1)

@@ -5,7 +5,9 @@
 
 import re
 
-_MODULE = re.compile(r"(?P<module>.+)\.(?:matmul|bias_add|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past))")
+_MODULE = re.compile(
+    r"(?P<module>.+)\.(?:matmul|bias_add|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past)|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
+)
 
 
 def matmul(module: str) -> str:
@@ -46,6 +48,21 @@ def cache_dequantize(module: str, part: str) -> str:
 def cache_dequantize_past(module: str, part: str) -> str:
     """DequantizeLinear of A's past keys or values."""
     return f"{module}.{part}.dequantize_past"
+
+
+def attention_quantize(module: str, part: str) -> str:
+    """QuantizeLinear in front of a product of A's attention; parts q, k, v, and p for probabilities."""
+    return f"{module}.{part}.attention_quantize"
+
+
+def attention_dequantize(module: str, part: str) -> str:
+    """Its DequantizeLinear."""
+    return f"{module}.{part}.attention_dequantize"
+
+
+def attention_product(module: str, product: str) -> str:
+    """The product of A's attention that makes its `scores`, or its `values`."""
+    return f"{module}.attention_{product}"
 
 
 def module_of(node: str) -> str | None:

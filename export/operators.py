@@ -8,21 +8,18 @@ from collections.abc import Callable
 
 import torch
 
-from ..quantize.linear import CODE, encode
-
-#: ONNX's number of FLOAT8E4M3FN.
-ONNX_E4M3 = 17
+from ..quantize.linear import CODE, encode, encode_int8
 
 
 @torch.library.custom_op("fp8q::quantize", mutates_args=())
-def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes of x / scale, float8_e4m3fn of x's shape; `scale` float32 []."""
-    return encode(x, scale)
+def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    """Codes of x / scale, of x's shape in the type `code`: float8_e4m3fn, or int8; `scale` float32 []."""
+    return encode(x, scale) if code == CODE else encode_int8(x, scale)
 
 
 @quantize.register_fake
-def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=CODE, device=x.device)
+def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=code, device=x.device)
 
 
 @torch.library.custom_op("fp8q::dequantize", mutates_args=())
@@ -41,8 +38,8 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """The ONNX form of both operators, for `torch.onnx.export(custom_translation_table=…)`."""
     from onnxscript import opset23 as op
 
-    def onnx_quantize(x, scale):  # type: ignore[no-untyped-def]  # traced by onnxscript, whose values have no public type
-        return op.QuantizeLinear(x, scale, output_dtype=ONNX_E4M3)
+    def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]  # traced by onnxscript, whose values have no public type
+        return op.QuantizeLinear(x, scale, output_dtype=int(code))
 
     def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
         return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))

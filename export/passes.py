@@ -19,7 +19,7 @@ from . import names
 
 #: safetensors' names of element types, as ONNX's.
 ELEMENT_TYPES = {
-    "BF16": ir.DataType.BFLOAT16, "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "BF16": ir.DataType.BFLOAT16, "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "F8_E4M3": ir.DataType.FLOAT8E4M3FN, "I8": ir.DataType.INT8,
     "I64": ir.DataType.INT64, "I32": ir.DataType.INT32, "BOOL": ir.DataType.BOOL,
 }  # fmt: skip
 #: The version of ONNX's file format that came with opset 23.
@@ -87,7 +87,8 @@ def name_nodes(model: ir.Model) -> None:
     """Give every product, Q and DQ the name of its Hugging Face module, from the scopes the exporter noted.
 
     1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and DQ of the activation.
-    3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its MatMul and Add.
+    3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its MatMul and Add. 5. In a layer's
+    `fp8q_attention`: both products, Q and DQ.
     """
     scopes = {node: _scope(node) for node in model.graph}
     matrices = {name.removeprefix("model.").removesuffix(".weight") for name in model.graph.initializers if name.endswith(".weight")}
@@ -107,6 +108,11 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     owner, _, last = scope.rpartition(".")
     if last == "input":
         return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(node.op_type)
+    if owner.endswith(".fp8q_attention"):
+        module = owner.removesuffix(".fp8q_attention")
+        if last in ("scores", "values"):
+            return names.attention_product(module, last)
+        return {"QuantizeLinear": names.attention_quantize(module, last), "DequantizeLinear": names.attention_dequantize(module, last)}.get(node.op_type)
     if last in ("fp8q_k", "fp8q_v"):
         part = last[-1]
         past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
@@ -121,7 +127,7 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
 def point_at_weights(model: ir.Model, directory: Path, aliases: Mapping[str, str], buffers: Mapping[str, ir.TensorProtocol]) -> None:
     """Make every initializer external data in the safetensors of `directory`.
 
-    1. `M.input.scale` and `A.fp8q_k.scale` are stored as `M.input_scale` and `A.k_scale`. 2. A tied tensor lies under its other name (`aliases`).
+    1. `M.input.scale`, `A.fp8q_k.scale` and `A.fp8q_attention.q.scale` are stored as `M.input_scale`, `A.k_scale` and `A.attention.q_scale`. 2. A tied tensor lies under its other name (`aliases`).
     3. A buffer that no file holds (rotary frequencies) has its value in `buffers` and is kept in the graph. 4. A scale stored [N, 1] or [1] is
     declared [N] or []: the bytes are the same.
     """
@@ -133,6 +139,7 @@ def point_at_weights(model: ir.Model, directory: Path, aliases: Mapping[str, str
             continue
         if name.startswith("model."):
             key = plain.replace(".input.scale", ".input_scale").replace(".fp8q_k.scale", ".k_scale").replace(".fp8q_v.scale", ".v_scale")
+            key = re.sub(r"\.fp8q_attention\.([qkvp])\.scale$", r".attention.\1_scale", key)
             at = stored.get(key) or stored[aliases[key]]
             shape = value.shape if value.shape is not None else ir.Shape(at.shape)
             value.const_value = ir.ExternalTensor(at.file, at.offset, at.length, at.dtype, shape=shape, name=key, base_dir=directory)

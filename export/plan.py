@@ -27,9 +27,12 @@ TensorRT proper needs a GPU to look into an engine; its inspector answers in JSO
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from . import names
 
 #: What the plan and the inspector call an element type -> the name used here.
 TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8"}
@@ -211,6 +214,15 @@ def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) 
     narrow = frozenset(module for module in fp8 for products in shown[module] for product in products if product.result != "fp32")
     known = any(any(products) for products in shown.values())
     return Evidence(plan.kind if known else "unknown", fp8, wide, narrow)
+
+
+def modules_by_types(plan: Plan) -> dict[str, int]:
+    """How many modules' products are of which types, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs between profiles is joined by `and`."""
+    shown: dict[str, set[str]] = {}
+    for product in (product for products in plan.profiles.values() for product in products):
+        for module in filter(None, map(names.module_of, product.nodes)):
+            shown.setdefault(module, set()).add(str(product))
+    return dict(Counter(" and ".join(sorted(types)) for types in shown.values()).most_common())
 
 
 def _why_wide(products: list[list[Product]]) -> str | None:

@@ -10,7 +10,7 @@ of a cache that compressed-tensors has no words or no place for lie in `CACHE_FI
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +22,9 @@ from ..calibrate.source import Source, Weights
 from ..errors import InputError
 from ..progress import Reporter
 from .card import model_card
-from .form import UNLOADABLE, Form, form_of
-from .scales import Scales, Skipped, TensorScale, WeightScales
+from .form import INTEGERS, UNLOADABLE, Form, form_of
+from .formats import E4M3, INT8
+from .scales import Scales, Skipped, WeightScales
 from .stored import CACHE_FILE
 from .weights import Rounding, quantize_weight
 
@@ -45,7 +46,8 @@ COMPANIONS = (
 def quantize_checkpoint(source: Source, directory: Path, scales: Scales, rounding: Rounding, report: Reporter) -> Scales:
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
-    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`.
+    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of `scales.format`; a checkpoint of
+    integers is for the graph beside it (`quantize.baselines`), and so has no tokenizer and no model card.
     Raises InputError when the source stores a module's weight under another name than transformers does.
     """
     weights, form = Weights(source), form_of(source, scales)
@@ -62,7 +64,7 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             if module := modules.get(name):
-                decision = _quantized_tensors(module, weights.tensor(name), form.axis(module), scales.activations[module], rounding)
+                decision = _quantized_tensors(module, weights.tensor(name), form.axis(module), scales, rounding)
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
@@ -82,11 +84,15 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
             save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
         writer.close()
     done = Scales(
+        format=scales.format,
         weights={module: summaries[module] for module in scales.activations if module in summaries},
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
         kv_cache=scales.kv_cache,
         skipped=scales.skipped | skipped,
     )
+    if scales.format == "int8":
+        write_config(source, directory, INTEGERS)
+        return done
     _write_companions(source, directory, done, form)
     if remark := form.remark(source.architecture, scales.cache_parts):
         report.note(remark)
@@ -94,17 +100,17 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
 
 
 def _quantized_tensors(
-    module: str, weight: torch.Tensor, axis: Literal[0, 1], activation: TensorScale, rounding: Rounding
+    module: str, weight: torch.Tensor, axis: Literal[0, 1], scales: Scales, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
     compensation = rounding.compensations.of(module) if rounding.compensations else None
     rows = weight.to(torch.bfloat16).movedim(axis, 0).contiguous()
-    quantized = quantize_weight(rows, rounding.method, compensation)
+    quantized = quantize_weight(rows, rounding.method, compensation, INT8 if scales.format == "int8" else E4M3)
     if isinstance(quantized, Skipped):
         return quantized
     return quantized.summary.model_copy(update={"axis": axis}), {
         f"{module}.weight": quantized.codes.movedim(0, axis),
         f"{module}.weight_scale": quantized.scale[:, None].movedim(0, axis),
-        f"{module}.input_scale": torch.tensor([activation.scale], dtype=torch.float32),
+        f"{module}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
     }
 
 
@@ -164,15 +170,21 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
     return dict(config.model_dump(mode="json", exclude_none=True))
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
+def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
+    """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     if source.max_positions is not None and max_positions(config) is None:
         config["max_position_embeddings"] = source.max_positions  # transformers' default for the class, which whoever has no transformers would not know
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE}
-    if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
-        config["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
+    config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
+    more = {}
+    if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
+        more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
+    write_config(source, directory, quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE, **more)
     for path in _companions(source.path):
         if path.is_dir():
             shutil.copytree(path, directory / path.name)

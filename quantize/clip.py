@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..calibrate.histogram import INFINITY, Histogram, magnitudes
 from ..options import Clipping, Method, ScaleGrid
-from .formats import Format
+from .formats import Grid
 
 METHODS: tuple[str, ...] = get_args(Method)
 #: The optimum lies between amax / 2^CLIP_OCTAVES and amax for any distribution worth quantizing.
@@ -25,7 +25,7 @@ CLIP_OCTAVES = 10
 Float64s = npt.NDArray[np.float64]
 
 
-def squared_error(histogram: Histogram, format: Format, scales: npt.ArrayLike) -> Float64s:
+def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
     """Sum over all finite values of (value - dequantized)², float64 [len(scales)], for float32 `scales` [candidates]."""
     counts = _finite_counts(histogram)
     x = _MAGNITUDES.astype(np.float64)
@@ -36,7 +36,7 @@ def squared_error(histogram: Histogram, format: Format, scales: npt.ArrayLike) -
     return error
 
 
-def entropy(histogram: Histogram, format: Format, scales: npt.ArrayLike) -> Float64s:
+def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
     """KL divergence, in nats, of the quantized distribution from the real one, float64 [len(scales)], for float32 `scales` [candidates].
 
     TensorRT's entropy calibrator (Migacz 2017, "8-bit inference with TensorRT", GTC S7310) with exact BF16 patterns for its 2,048 bins and the cells
@@ -75,7 +75,7 @@ def _finite_counts(histogram: Histogram) -> Float64s:
     return histogram.dense()[:INFINITY].astype(np.float64)
 
 
-def _cuts(scales: npt.NDArray[np.float32], format: Format) -> npt.NDArray[np.int64]:
+def _cuts(scales: npt.NDArray[np.float32], format: Grid) -> npt.NDArray[np.int64]:
     """For `scales` [candidates, 1]: the first pattern above each midpoint, int64 [candidates, midpoints]. A value on a midpoint goes to the even code."""
     with np.errstate(over="ignore"):  # infinity is a cut that no finite value reaches
         bits = (scales * format.midpoints).view(np.uint32)
@@ -93,7 +93,7 @@ def _cell_sums(weights: tuple[Float64s, ...], cuts: npt.NDArray[np.int64], end: 
     return np.diff(prefix[:, edges], axis=2)
 
 
-def sqnr_db(histogram: Histogram, format: Format, scale: float) -> float:
+def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float:
     """Signal-to-quantization-noise ratio of the finite values at `scale`, in dB; infinite where the error is zero."""
     values, counts = histogram.finite
     signal = float((values.astype(np.float64) ** 2 * counts).sum())
@@ -101,30 +101,30 @@ def sqnr_db(histogram: Histogram, format: Format, scale: float) -> float:
     return 10 * float(np.log10(signal / noise)) if noise > 0 else float("inf")
 
 
-def saturation(histogram: Histogram, format: Format, scale: float) -> float:
+def saturation(histogram: Histogram, format: Grid, scale: float) -> float:
     """Share of the finite values beyond the clip, a fraction."""
     values, counts = histogram.finite
     return float(counts[values > np.float64(scale) * format.max].sum() / max(counts.sum(), 1))
 
 
-def underflow(histogram: Histogram, format: Format, scale: float) -> float:
+def underflow(histogram: Histogram, format: Grid, scale: float) -> float:
     """Share of the finite, non-zero values that round to code 0, a fraction."""
     values, counts = histogram.finite
     lost = counts[(values > 0) & (values <= np.float64(scale) * format.midpoints[0])].sum()
     return float(lost / max(counts[values > 0].sum(), 1))
 
 
-def clip_amax(histogram: Histogram, format: Format, clipping: Clipping) -> float:
+def clip_amax(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """The largest finite magnitude: nothing saturates."""
     return histogram.amax
 
 
-def clip_percentile(histogram: Histogram, format: Format, clipping: Clipping) -> float:
+def clip_percentile(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """The observed magnitude at `clipping.percentile`."""
     return histogram.percentile(clipping.percentile)
 
 
-def clip_mse(histogram: Histogram, format: Format, clipping: Clipping) -> float:
+def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """The clip of the BF16 scale with the least squared error; of equals the largest, for headroom.
 
     What lies beyond a clip errs by its distance from it at least, and more for every smaller clip: candidates for which that alone exceeds the error
@@ -147,19 +147,19 @@ def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
     return error
 
 
-def clip_entropy(histogram: Histogram, format: Format, clipping: Clipping) -> float:
+def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """The clip of the BF16 scale with the least KL divergence (`entropy`); of equals the largest, for headroom."""
     candidates = candidate_scales(histogram.amax, format)
     return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.max
 
 
-def candidate_scales(amax: float, format: Format) -> npt.NDArray[np.float32]:
+def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
     """Every BF16 scale from that of `amax` down to `CLIP_OCTAVES` octaves below, float32, descending; none below the smallest normal number."""
     top = int(scale_of(amax, format).view(np.uint32) >> 16)
     return magnitudes(np.arange(max(top - 128 * CLIP_OCTAVES, 0x80), top + 1))[::-1]
 
 
-CLIPPERS: dict[str, Callable[[Histogram, Format, Clipping], float]] = {
+CLIPPERS: dict[str, Callable[[Histogram, Grid, Clipping], float]] = {
     "amax": clip_amax,
     "percentile": clip_percentile,
     "mse": clip_mse,
@@ -179,7 +179,7 @@ def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
 
 
-def scale_of(clip: npt.ArrayLike, format: Format, grid: ScaleGrid = "bf16") -> npt.NDArray[np.float32]:
+def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt.NDArray[np.float32]:
     """The scale of a clip: FP32 clip / FP32 maximum, rounded up to the grid of scales, float32 of the same shape.
 
     Rounded up so that the clip itself never saturates; on the BF16 grid so that whoever loads the checkpoint, in BF16 or in FP32,

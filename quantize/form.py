@@ -21,6 +21,8 @@ UNLOADABLE = {
     "format": "fp8q",
     "reason": "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this checkpoint, transformers and vLLM cannot",
 }
+#: The same for the INT8 weights that FP8 is compared with.
+INTEGERS = {"format": "fp8q", "reason": "INT8 codes for the ONNX graphs beside them; transformers and vLLM cannot load this, `model/` in the run is for them"}
 #: What compressed-tensors knows an attention module with a cache by (its `_KV_CACHE_PROJECTION_NAMES`).
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 

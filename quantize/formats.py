@@ -1,4 +1,4 @@
-"""The 8-bit floating-point formats, as data: exponent bits, mantissa bits, bias and what the extreme codes mean.
+"""The 8-bit formats, as data: exponent bits, mantissa bits, bias and what the extreme codes mean; and INT8, which FP8 is compared with.
 
 Everything else (maximum, grid, midpoints, rounding) is derived. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning", table 1 (E4M3, E5M2; the "fn" in E4M3FN says finite, with NaN only in the all-ones codes); ONNX, "Float stored in
@@ -10,11 +10,32 @@ to the even one; NaN stays NaN. Infinity is clipped as every large value is.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Float32s = npt.NDArray[np.float32]
+
+
+class Grid(Protocol):
+    """The magnitudes that codes stand for: all that choosing a scale needs to know of a format."""
+
+    @property
+    def name(self) -> str:
+        """As `e4m3`."""
+
+    @property
+    def grid(self) -> Float32s:
+        """The finite magnitudes, ascending from 0, float32."""
+
+    @property
+    def max(self) -> float:
+        """The largest of them."""
+
+    @property
+    def midpoints(self) -> Float32s:
+        """Between neighbours, float32 [len(grid) - 1]: where rounding changes, ties to the even index."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +114,31 @@ class Format:
         return self.grid[self.encode(magnitudes)]
 
 
+@dataclass(frozen=True)
+class Integers:
+    """Signed integers of `bits` bits, used symmetrically: the largest magnitude is that of both signs, and the code below it (-128) is left to what saturates."""
+
+    name: str
+    bits: int
+
+    @cached_property
+    def grid(self) -> Float32s:
+        """0, 1, 2 …, float32."""
+        return np.arange(1 << (self.bits - 1), dtype=np.float32)
+
+    @cached_property
+    def max(self) -> float:
+        """The largest of `grid`."""
+        return float(self.grid[-1])
+
+    @cached_property
+    def midpoints(self) -> Float32s:
+        """The halves between them, float32."""
+        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
+
+
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7)
 E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, ieee=True)
 E4M3FNUZ = Format("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, unsigned_zero=True)
 FORMATS = {kind.name: kind for kind in (E4M3, E5M2, E4M3FNUZ)}
+INT8 = Integers("int8", bits=8)

@@ -33,6 +33,15 @@ def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(CODE)
 
 
+def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Signed integers of x / scale, int8 of x's shape: ONNX's QuantizeLinear with zero point 0, as `encode` but for the codes."""
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+#: Name of a format -> what makes its codes.
+ENCODERS = {"e4m3": encode, "int8": encode_int8}
+
+
 def code_table(scale: torch.Tensor) -> torch.Tensor:
     """The codes of all 65,536 BF16 bit patterns under a scalar float32 `scale`, as BF16 numbers [65536].
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from ..calibrate.names import renamed_in
 from ..calibrate.observe import attention_modules, output_axis
 from ..calibrate.skeleton import skeleton
+from .attention import ATTENTION_SCALES, attend_in_codes
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
 from .stored import stored_tensors
@@ -60,4 +61,6 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     assert not unset, f"the checkpoint has no {unset[0]}"
     caches = {name.removesuffix("_scale"): float(read(name)[0]) for name in where if name.endswith((".k_scale", ".v_scale"))}
     torch.nn.Module.to(model, device)
+    if (directory / ATTENTION_SCALES).is_file():
+        attend_in_codes(model, directory / ATTENTION_SCALES)
     return Reference(model, caches)

@@ -18,7 +18,7 @@ from ..options import Clipping, KvCache
 from ..run import Run, Strict, read_document
 from .clip import CLIPPERS, clip_mse, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
-from .formats import E4M3, Format
+from .formats import E4M3, Grid
 
 #: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
 CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
@@ -66,7 +66,7 @@ class Scales(Strict):
     """`scales.json`. Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
-    format: Literal["e4m3"] = "e4m3"
+    format: Literal["e4m3", "int8"] = "e4m3"
     weights: dict[str, WeightScales]
     activations: dict[str, TensorScale]
     kv_cache: dict[str, TensorScale] = Field(default_factory=dict)
@@ -101,7 +101,7 @@ def unfit(histogram: Histogram | None) -> Skipped | None:
     return None
 
 
-def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3, amax_batches: npt.NDArray[np.float32] | None = None) -> TensorScale:
+def tensor_scale(histogram: Histogram, clipping: Clipping, format: Grid = E4M3, amax_batches: npt.NDArray[np.float32] | None = None) -> TensorScale:
     """Choose the scale of one tensor and say what it does to the values it was chosen for.
 
     The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
@@ -121,7 +121,7 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Format = E4M3
     )
 
 
-def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Format, amax_batches: npt.NDArray[np.float32] | None) -> tuple[str, float, float]:
+def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Grid, amax_batches: npt.NDArray[np.float32] | None) -> tuple[str, float, float]:
     """The method, clip and scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin goes as far as scales do."""
     method: str = clipping.method
     if clipping.method == "delayed":
@@ -141,7 +141,9 @@ def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
     return {member: first for first, members in groups.items() for member in members}
 
 
-def activation_scales(statistics: Statistics, modules: Iterable[str], clipping: Clipping) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
+def activation_scales(
+    statistics: Statistics, modules: Iterable[str], clipping: Clipping, format: Grid = E4M3
+) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """Scales of the inputs of `modules`, and those that have none. Members of a group repeat theirs."""
     scales: dict[str, TensorScale] = {}
     skipped: dict[str, Skipped] = {}
@@ -150,7 +152,7 @@ def activation_scales(statistics: Statistics, modules: Iterable[str], clipping: 
     for module in modules:
         name = f"{first.get(module, module)}.input"
         if name not in chosen:
-            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping)
+            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, format)
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision
@@ -159,12 +161,12 @@ def activation_scales(statistics: Statistics, modules: Iterable[str], clipping: 
     return scales, skipped
 
 
-def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping) -> TensorScale | Skipped:
+def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping, format: Grid) -> TensorScale | Skipped:
     histogram = tensor.histogram if tensor else None
     reason = unfit(histogram)
     if reason is not None or tensor is None:
         return reason or Skipped(reason="never observed", samples=0)
-    return tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+    return tensor_scale(tensor.histogram, clipping, format, tensor.amax_batches)
 
 
 def kv_cache_scales(statistics: Statistics, clipping: Clipping, parts: str = "kv") -> dict[str, TensorScale]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from .clip import scale_of
-from .formats import E4M3
-from .linear import CODE, encode
+from .formats import E4M3, Grid
+from .linear import ENCODERS
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
 from .weight_mse import mse_scales
 from .weight_rounding import Compensations, compensated_codes
@@ -35,22 +35,22 @@ class Rounding:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Codes float8_e4m3fn [out, in], scale float32 [out], and what to write of them."""
+    """Codes float8_e4m3fn (or int8) [out, in], scale float32 [out], and what to write of them."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     summary: WeightScales
 
 
-def quantize_weight(weight: torch.Tensor, method: WeightMethod, compensation: torch.Tensor | None = None) -> QuantizedWeight | Skipped:
+def quantize_weight(weight: torch.Tensor, method: WeightMethod, compensation: torch.Tensor | None = None, format: Grid = E4M3) -> QuantizedWeight | Skipped:
     """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped.
 
-    `compensation` float32 [in, in]: of `weight_rounding`; without it weights are rounded to nearest.
+    `compensation` float32 [in, in]: of `weight_rounding`; without it weights are rounded to nearest. Both `mse` and `compensation` are for E4M3.
     """
-    scale = channel_scales(weight, method)
+    scale = channel_scales(weight, method, format)
     if scale is None:
         return Skipped(reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel())
-    codes = nearest_codes(weight, scale) if compensation is None else compensated_codes(weight, scale, compensation)
+    codes = nearest_codes(weight, scale, format) if compensation is None else compensated_codes(weight, scale, compensation)
     zero = int((_amax(weight) == 0).sum())
     summary = WeightScales(
         method=method,
@@ -65,22 +65,23 @@ def quantize_weight(weight: torch.Tensor, method: WeightMethod, compensation: to
     return QuantizedWeight(codes, scale, summary)
 
 
-def channel_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor | None:
+def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4M3) -> torch.Tensor | None:
     """Scale of each row of a finite BF16 `weight` [out, in], float32 [out] on the BF16 grid; None where all vanish.
 
     A row of zeros is exact with any scale and takes the largest of the others'.
     """
     amax = _amax(weight).float().numpy()
-    fit = scale_of(amax, E4M3) >= SMALLEST_SCALE
+    fit = scale_of(amax, format) >= SMALLEST_SCALE
     if not fit.any():
         return None
-    scale = np.where(fit, scale_of(amax, E4M3) if method == "amax" else mse_scales(weight), 0)
+    scale = np.where(fit, scale_of(amax, format) if method == "amax" else mse_scales(weight), 0)
     return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
 
 
-def nearest_codes(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The E4M3 codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn [out, in]."""
-    codes = torch.empty(weight.shape, dtype=CODE)
+def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:
+    """The codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn (or int8) [out, in]."""
+    encode = ENCODERS[format.name]
+    codes = torch.empty(weight.shape, dtype=encode(weight[:0], scale[:0, None]).dtype)
     for rows in _blocks(weight):
         codes[rows] = encode(weight[rows], scale[rows, None])
     return codes

@@ -108,7 +108,8 @@ def write_repository(run: Run, options: TritonOptions, report: Reporter) -> list
 def weight_files(run: Run) -> list[Path]:
     """The files of `RUN/model` that the model reads: the FP32 graph, what its external data lie in, and `COMPANIONS`."""
     graph = run.require(run.onnx_fp32, "export")
-    stored = [run.require(run.model / name, "quantize") for name in external_data(graph)]
+    exported = run.record().stages["export"].outputs  # the scales of attention in FP8 are; the weights are older
+    stored = [run.require(run.model / name, "export" if f"{run.model.name}/{name}" in exported else "quantize") for name in external_data(graph)]
     optional = run.model / COMPANIONS[-1]
     companions = [run.require(run.model / name, "quantize") for name in COMPANIONS[:-1]] + ([run.require(optional, "quantize")] if optional.exists() else [])
     return [graph, *stored, *companions]

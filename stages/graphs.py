@@ -1,15 +1,22 @@
 """The stage `export`: both ONNX graphs beside the checkpoint; and the files that every FP8 runtime reads."""
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import Fp8qError
-from ..options import ExportOptions
-from ..run import Run, sha256_file
+from ..errors import Fp8qError, InputError
+from ..options import Clipping, ExportOptions, Precision
+from ..run import GRAPH, Run, replacing, sha256_file, write_document
+from .queries import measure_queries
 from .steps import Notes, stage
 
+if TYPE_CHECKING:
+    from ..export.rules import Finding
 
-def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
+
+def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
     from ..calibrate.statistics import StatisticsRecord
     from ..export.lint import lint
@@ -21,24 +28,59 @@ def export(run: Run, dtype: Literal["bf16", "fp16"], notes: Notes) -> None:
     scales = load_scales(run)
     written = run.record().stages["quantize"].outputs
     inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {"scales.json": written["scales.json"]}
-    options = {"dtype": dtype}
+    options = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
+    if asked.attention == "fp8":
+        measure_queries(run, notes)
+        inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages["measure"].outputs
     if run.is_current("export", inputs, options):
         return
-    for name in inputs:
+    for name in written:
         run.require(run.root / name, "quantize")
     record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
     carried = has_graphs(run) and run.record().stages["export"].options == options
     with stage(run, "export", inputs, options, notes) as log:
-        log.outputs += [run.onnx, run.onnx_fp32] if carried else export_model(run, record, scales, dtype, notes)
+        attention = write_attention(run, asked)
+        log.outputs += attention
+        graphs = [run.onnx, run.onnx_fp32] if carried else export_model(run, record, scales, asked.dtype, notes, bool(attention))
+        log.outputs += graphs
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
-        for path in log.outputs:
-            findings = lint(path, promised, weight_scales)
-            for finding in findings:
-                notes.note(f"{path.name}: {finding}")
-            errors = [finding for finding in findings if finding.severity == "error"]
-            if errors:
-                raise Fp8qError(f"{path}: the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
+        for path in graphs:
+            say(path, lint(path, promised, weight_scales), notes)
+
+
+def write_attention(run: Run, asked: ExportOptions) -> list[Path]:
+    """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where not, take them away."""
+    from ..calibrate.statistics import load_arrays, load_statistics
+    from ..quantize.attention import ATTENTION_SCALES, attention_scales, save_scales
+
+    stored = run.model / ATTENTION_SCALES
+    for path in (stored, run.attention):
+        path.unlink(missing_ok=True)
+    if asked.attention == "wide":
+        return []
+    queries, _ = load_arrays(run.require(run.queries, "queries"))
+    scales = attention_scales({**load_statistics(run).tensors, **queries}, clipping_of(run))
+    with replacing(stored) as partial:
+        save_scales(partial, scales)
+    write_document(run.attention, scales)
+    return [stored, run.attention]
+
+
+def clipping_of(run: Run) -> Clipping:
+    """How the run's scales were chosen."""
+    chosen = run.record().stages["quantize"].options
+    options: dict[str, Any] = {field.name: chosen[field.name] for field in fields(Clipping)}
+    return Clipping(**options)
+
+
+def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
+    """Note what the lint found in the graph just written at `path`; an error is fp8q's own."""
+    for finding in findings:
+        notes.note(f"{path.name}: {finding}")
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise Fp8qError(f"{path}: the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
 
 
 def has_graphs(run: Run) -> bool:
@@ -49,20 +91,40 @@ def has_graphs(run: Run) -> bool:
     return all((run.root / name).is_file() and sha256_file(run.root / name) == digest for name, digest in exported.outputs.items())
 
 
-def exported_dtype(run: Run) -> Literal["bf16", "fp16"]:
-    """The type the run's graph computes in; the default where there is none."""
+def exported_options(run: Run) -> ExportOptions:
+    """What the run's graph was exported with; the defaults where there is none."""
     before = run.record().stages.get("export")
-    return "fp16" if before and before.options["dtype"] == "fp16" else ExportOptions.dtype
+    options: dict[str, Any] = dict(before.options) if before else {}
+    return ExportOptions(**options)
 
 
 def fp8_files(run: Run) -> dict[str, str]:
     """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there now. Raises InputError."""
     run.refuse_stale("measure", "quantize", "export")
+    hashes = _written(run, "quantize", "export")
+    run.require(run.onnx, "export")
+    return hashes
+
+
+def files_of(run: Run, precision: Precision) -> dict[str, str]:
+    """The same of the files that the runtimes of a precision read."""
+    if precision == "fp8":
+        return fp8_files(run)
+    hashes = _written(run, f"export-{precision}")
+    run.require(run.checkpoint(precision) / GRAPH, f"export-{precision}")
+    if run.is_stale(f"export-{precision}"):
+        raise InputError(
+            f"{run.checkpoint(precision)}: was made of other statistics or scales than the run has now; run `fp8q export {run.root} --precision {precision}` again"
+        )
+    return hashes
+
+
+def _written(run: Run, *stages: str) -> dict[str, str]:
+    """Name -> SHA-256 of what `stages` wrote, each file found to be still that."""
     hashes: dict[str, str] = {}
-    for by in ("quantize", "export"):
+    for by in stages:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}
         for name, digest in outputs.items():
             run.require(run.root / name, by)
             hashes[name] = digest
-    run.require(run.onnx, "export")
     return hashes

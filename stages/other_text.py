@@ -74,7 +74,7 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
 
 
 def positions(run: Run) -> int | None:
-    """How many positions the run's checkpoint can tell apart, by its config.json."""
+    """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing or changed."""
     from ..calibrate.architecture import max_positions
 
-    return max_positions(json.loads((run.model / "config.json").read_text(encoding="utf-8")))
+    return max_positions(json.loads(run.require(run.model / "config.json", "quantize").read_text(encoding="utf-8")))

@@ -143,7 +143,10 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
     [
         (["--nonsense"], "No such option: --nonsense"),
         (["calibrate"], "Missing argument 'MODEL'."),
-        (["validate", "run", "--runtimes", "abacus"], "--runtimes abacus: abacus is no runtime; choose from bf16, reference, onnxruntime, tensorrt"),
+        (
+            ["validate", "run", "--runtimes", "abacus"],
+            "--runtimes abacus: abacus is no runtime; choose from bf16, reference, onnxruntime, onnxruntime-bf16, onnxruntime-int8, tensorrt",
+        ),
         (["validate", "run", "--max-ppl-increase", "much"], "--max-ppl-increase much: is no share; give one such as 1% or 0.01"),
         (["build-engine", "run", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
         (["build-engine", "run", "--min-fp8-share", "2"], "--min-fp8-share 2.0: must lie in [0, 1]"),

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from ..export.engine import listed
 from .findings import AgainstRow, DelayedRow, Finding
-from .tables import AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
+from .tables import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 
 Row = TypeVar("Row")
 
@@ -221,11 +221,12 @@ def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
 def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
     """Every engine, with what was promised and what was found in it."""
     columns = (
-        Column[EngineRow]("target", lambda row: row.target, numeric=False),
+        Column[EngineRow]("target", lambda row: f"{row.target} {PRECISIONS[row.precision]}".strip(), numeric=False),
         Column[EngineRow]("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),
         Column[EngineRow]("promised products", lambda row: row.promised_products, count),
         Column[EngineRow]("in FP8", lambda row: row.fp8_products, count),
         Column[EngineRow]("ran wider", lambda row: listed(row.wide) or None, numeric=False),
+        Column[EngineRow]("ran", lambda row: row.ran, numeric=False),
         Column[EngineRow]("evidence", lambda row: row.evidence, numeric=False),
         Column[EngineRow]("size", lambda row: row.bytes, size),
         Column[EngineRow]("built in", lambda row: row.build_seconds, duration),

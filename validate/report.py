@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibrate.statistics import load_statistics
 from ..errors import BackendError
+from ..options import WITHOUT_FP8
 from ..progress import Reporter
 from ..quantize.formats import E4M3
 from ..run import Run, replacing
 from . import columns, curves, tables
 from .accuracy import Protocol, load_accuracy, load_tokens
 from .columns import Table
-from .tables import FLOAT_RUNTIMES, AccuracyRow, EngineRow, ModuleRow
+from .tables import AccuracyRow, EngineRow, ModuleRow
 
 if TYPE_CHECKING:
     from .plots import Plot
@@ -117,7 +118,7 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
     """Is it still the same model? In two sentences."""
     products = sum(row.kind == "product" for row in modules)
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (", keys and values are cached in FP8." if len(modules) > products else ".")
-    compared = [row for row in accuracy if row.runtime not in FLOAT_RUNTIMES and row.perplexity_increase is not None]
+    compared = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.perplexity_increase is not None]
     base = next((row for row in accuracy if row.runtime == "bf16"), None)
     if not compared or base is None:
         return f"{done} What that costs has not been evaluated yet."
@@ -137,8 +138,9 @@ def protocol(run: Run) -> Protocol | None:
     return load_accuracy(run).protocol if tables.wrote(run, run.accuracy, "validate") else None
 
 
-def engines(rows: Sequence[EngineRow]) -> str:
-    """What the engines prove, in a sentence; empty where there are none."""
+def engines(built: Sequence[EngineRow]) -> str:
+    """What the FP8 engines prove, in a sentence; empty where there are none."""
+    rows = [row for row in built if row.precision == "fp8"]
     if not rows:
         return ""
     unproven = [row.target for row in rows if row.fp8_products is None]

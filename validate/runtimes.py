@@ -28,12 +28,13 @@ def reference(run: Run, device: str) -> Forward:
 
 
 def session(run: Run, runtime: str) -> Forward:
-    """The graph in the run on ONNX Runtime or TensorRT: each window is a prompt of its own.
+    """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a prompt of its own.
 
     Raises BackendError when the runtime is missing or refuses the graph.
     """
     try:
-        opened = open_session(run.model, runtime)
+        name, _, precision = runtime.partition("-")
+        opened = open_session(run.checkpoint(precision or "fp8"), name)
     except SessionError as error:
         raise BackendError(str(error)) from error
 

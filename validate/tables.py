@@ -8,20 +8,21 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..calibrate.statistics import StatisticsRecord, TensorStatistics, load_statistics
-from ..export.engine import load_engines
+from ..export.engine import engine_stage, load_engines
+from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
 from ..run import Run, read_document
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval
 from .findings import converged_after, outlier_channels
 
-#: Runtimes that compute in the types of the source model, not in FP8.
-FLOAT_RUNTIMES = frozenset({"bf16", "source"})
 #: What the cache is, by the parts of it that are codes.
 CACHES = {"": "not quantized", "v": "values in E4M3, a scale per layer; keys not quantized", "kv": "E4M3, K and V a scale each per layer"}
+#: What to call a precision beside FP8, which needs no name.
+PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
 #: What safetensors calls the type of the codes.
 CODE_DTYPE = "F8_E4M3"
 
@@ -63,17 +64,24 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider."""
+    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the products of one that is no FP8."""
 
     runtime: str
     version: str
     target: str
     bytes: int
-    promised_products: int
+    promised_products: int | None
     fp8_products: int | None
     wide: tuple[str, ...]
     evidence: str
     build_seconds: float
+    precision: Precision = "fp8"
+    ran: str | None = None
+
+    @property
+    def file(self) -> str:
+        """The engine's file, in the run."""
+        return f"engines/{'' if self.precision == 'fp8' else f'{self.precision}/'}{self.target}.plan"
 
 
 @dataclass(frozen=True)
@@ -167,19 +175,25 @@ def _fp8(
 
 
 def engine_rows(run: Run) -> list[EngineRow]:
-    """Every engine that was built, by target; what could not be read from one is None."""
-    found = load_engines(run) if "build-engine" in run.record().stages else []
+    """Every engine that was built, FP8 first, by target; what could not be read from one is None."""
+    return [row for precision in get_args(Precision) for row in _engine_rows(run, precision)]
+
+
+def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
+    found = load_engines(run, precision) if engine_stage(precision) in run.record().stages else []
     return [
         EngineRow(
             runtime=info.runtime,
             version=info.version,
             target=info.target,
             bytes=info.bytes,
-            promised_products=info.promised_products,
-            fp8_products=None if info.evidence == "unknown" else info.fp8_products,
+            promised_products=info.promised_products or None,
+            fp8_products=None if info.evidence == "unknown" or not info.promised_products else info.fp8_products,
             wide=() if info.evidence == "unknown" else tuple(info.wide_products),
             evidence=info.evidence,
             build_seconds=info.build_seconds,
+            precision=precision,
+            ran=None if info.ran is None else ", ".join(f"{number} {types}" for types, number in info.ran.items()),
         )
         for info in found
     ]
@@ -208,7 +222,10 @@ def size_rows(run: Run) -> list[SizeRow]:
     held = sum(path.stat().st_size for path in shards)
     rows = [SizeRow("weights in BF16", None, bf16, 1.0), SizeRow("FP8 checkpoint", "model/*.safetensors", held, held / bf16)]
     rows += [SizeRow(what, f"model/{path.name}", path.stat().st_size) for path, what in _graphs(run).items() if path.is_file()]
-    rows += [SizeRow(f"engine for {engine.target}", f"engines/{engine.target}.plan", engine.bytes, engine.bytes / bf16) for engine in engine_rows(run)]
+    rows += [
+        SizeRow(f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(), engine.file, engine.bytes, engine.bytes / bf16)
+        for engine in engine_rows(run)
+    ]
     return rows
 
 

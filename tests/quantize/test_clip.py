@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fp8q.calibrate.histogram import PATTERNS, Histogram
 from fp8q.options import Clipping
 from fp8q.quantize.clip import bf16_ceil, clip_mse, clip_percentile, saturation, scale_of, sqnr_db, squared_error, underflow
-from fp8q.quantize.formats import E4M3, E5M2, Format
+from fp8q.quantize.formats import E4M3, E5M2, INT8, Format
 
 
 def sample(seed: int, outliers: float = 1.0) -> torch.Tensor:
@@ -36,6 +36,16 @@ def test_squared_error_equals_quantizing_every_value(format: Format, seed: int, 
     scale = float(np.float32(scale))
     x = sample(seed, outliers=30)
     assert squared_error(histogram_of(x), format, [scale])[0] == pytest.approx(brute_force(x, scale, format), rel=1e-5)
+
+
+@given(seed=st.integers(0, 1000), scale=st.floats(1e-3, 1.0))
+@settings(max_examples=30)
+def test_squared_error_on_the_integers_equals_rounding_every_value(seed: int, scale: float) -> None:
+    scale = float(bf16_ceil(scale))
+    x = sample(seed, outliers=30)
+    values = x.double().numpy()
+    rounded = np.clip(np.rint(values / scale), -127, 127) * scale
+    assert squared_error(histogram_of(x), INT8, [scale])[0] == pytest.approx(((values - rounded) ** 2).sum(), rel=1e-9)
 
 
 @given(seed=st.integers(0, 1000), outliers=st.sampled_from([1.0, 10.0, 1000.0]))

@@ -1,0 +1,32 @@
+"""The stage `queries`: what attention in FP8 must know that calibration does not measure. Run once, when it is first asked for."""
+
+from ..errors import InputError
+from ..run import Run, read_document, sha256_file
+from .corpora import load_tokens
+from .measuring import streamed
+from .sources import source_of
+from .steps import Notes, device, stage
+
+
+def measure_queries(run: Run, notes: Notes) -> None:
+    """Run the float model on the calibration windows once more, and write `queries.safetensors`.
+
+    Raises InputError when the source checkpoint is gone, or memory does not hold it: this is not done layer by layer.
+    """
+    import torch
+
+    from ..calibrate.queries import measure_queries
+    from ..calibrate.source import load_model
+    from ..calibrate.statistics import StatisticsRecord, save_arrays
+
+    inputs = {"model": run.record().model["fingerprint"], "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
+    if run.is_current("queries", inputs, {}):
+        return
+    source = source_of(run)
+    if streamed(source, None, Notes(notes.report)):
+        raise InputError(f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold it; leave it out")
+    corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
+    with stage(run, "queries", inputs, {}, notes) as log:
+        measured = measure_queries(load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes)
+        save_arrays(run.queries, measured, {})
+        log.outputs.append(run.queries)

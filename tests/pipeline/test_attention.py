@@ -1,0 +1,171 @@
+"""`--attention fp8`: both products of attention on codes, from the queries' statistics to the engine."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from fp8q import api
+from fp8q.calibrate.statistics import load_arrays, load_statistics
+from fp8q.errors import InputError
+from fp8q.export.plan import read_plan
+from fp8q.quantize.attention import AttentionScales, attention_on_codes
+from fp8q.quantize.formats import E4M3
+from fp8q.quantize.reference import load_reference
+from fp8q.quantize.scales import load_scales
+from fp8q.run import Run, read_document
+from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.stages.corpora import load_tokens
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
+    """A Llama of one layer with a cache in FP8, two query heads to a key head, exported with attention in FP8."""
+    folder = tmp_path_factory.mktemp("attention")
+    model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
+    texts = [folder / "calibration.txt", folder / "evaluation.txt"]
+    for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
+        path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
+    return api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8"))
+
+
+@pytest.fixture
+def copied(run: Run, tmp_path: Path) -> Run:
+    """A copy of the run that a test may change."""
+    return Run(Path(shutil.copytree(run.root, tmp_path / "run")))
+
+
+def test_the_reference_multiplies_codes() -> None:
+    random = np.random.default_rng(0)
+    q, k, v = (random.normal(size=(1, heads, 3, 8)).astype(np.float32) for heads in (2, 1, 1))
+    scales = {"q": 0.0078125, "k": 0.015625, "v": 0.00390625, "p": 0.00225830078125}
+    module = torch.nn.Module()
+    object.__setattr__(module, "fp8q_scales", {part: torch.tensor(scale) for part, scale in scales.items()})
+    mask = np.triu(np.full((3, 3), np.finfo(np.float32).min), 1)[None, None]
+    query, key, value, added = map(torch.from_numpy, (q, k, v, mask))
+    found, _ = attention_on_codes(module, query, key, value, added)
+
+    def rounded(x: np.ndarray, part: str) -> np.ndarray:
+        return E4M3.decode(E4M3.encode(x / np.float32(scales[part]))).astype(np.float64) * scales[part]
+
+    scores = rounded(q, "q") @ rounded(k, "k").transpose(0, 1, 3, 2) / np.sqrt(8) + mask
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = rounded((weights / weights.sum(-1, keepdims=True)).astype(np.float32), "p")
+    np.testing.assert_allclose(found.numpy(), (weights @ rounded(v, "v")).transpose(0, 2, 1, 3), atol=1e-6)
+
+
+def test_queries_are_measured_after_the_rotary_embedding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, _ = load_arrays(run.queries)
+    assert measured.keys() == {f"{ATTENTION}.q"}
+    windows, largest = load_tokens(run, run.calibration), []
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        query, key = rotate(*arguments, **options)
+        largest.append(float(query.abs().max()))
+        return query, key
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", noting)
+    model = AutoModelForCausalLM.from_pretrained(run.record().model["path"], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for start in range(0, len(windows), 8):
+            model(input_ids=torch.from_numpy(windows[start : start + 8]))
+    assert measured[f"{ATTENTION}.q"].amax_batches.tolist() == largest
+    assert measured[f"{ATTENTION}.q"].histogram.samples == windows.size * 4 * 32
+
+
+def test_scales_follow_from_the_statistics_and_a_cache_in_fp8_keeps_its_own(run: Run) -> None:
+    scales = read_document(run.attention, AttentionScales)
+    cache, statistics = load_scales(run).kv_cache, load_statistics(run)
+    assert scales.tensors.keys() == {f"{ATTENTION}.{part}" for part in "qkv"}
+    assert scales.tensors[f"{ATTENTION}.k"] == cache[f"{ATTENTION}.k"]
+    assert scales.tensors[f"{ATTENTION}.v"].amax == statistics.tensors[f"{ATTENTION}.v"].histogram.amax
+    assert 1 / 448 <= scales.probabilities < 1 / 448 * 1.008
+    stored = load_file(run.model / "attention.safetensors")
+    expected = {part: scales.tensors[f"{ATTENTION}.{part}"].scale for part in "qkv"} | {"p": scales.probabilities}
+    assert {name: float(scale[0]) for name, scale in stored.items()} == {f"{ATTENTION}.attention.{part}_scale": scale for part, scale in expected.items()}
+
+
+def test_transformers_still_finds_every_key_it_knows(run: Run) -> None:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+    assert not any(loaded[1][kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(run: Run) -> None:
+    ids = load_tokens(run, run.evaluation)[:24].reshape(2, 12)
+    reference = load_reference(run.model, "exact", torch.float32)
+    with torch.inference_mode():
+        expected = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
+    session = OnnxRuntimeSession(run.onnx_fp32)
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(12), ids.shape))
+    at_once, _ = session.forward(ids, np.ones_like(ids), positions)
+    past = {
+        f"past_key_values.0.{part}": np.zeros((2, 2, 0, 32), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN)) for part in ("key", "value")
+    }
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions, **past}
+    (by_onnx,) = ReferenceEvaluator(onnx.load(run.onnx_fp32)).run(["logits"], inputs)
+    cache, steps = session.new_cache(2, 16), []
+    for at in range(12):
+        filled = (np.arange(17) < at) | (np.arange(17) == 16)
+        logits, new = session.forward(ids[:, at : at + 1], np.tile(filled, (2, 1)).astype(np.int64), positions[:, at : at + 1].copy(), cache.past(0, 2))
+        cache.write(0, positions[:, at : at + 1], new)
+        steps.append(logits[:, 0])
+    for logits in (at_once, np.asarray(by_onnx), np.stack(steps, 1)):
+        difference = np.abs(logits - expected).max(-1)
+        assert (difference < 1e-4).mean() > 0.7  # a code that rounds the other way changes the positions behind it
+        assert difference[:, 0].max() < 1e-4
+
+
+def test_the_engine_multiplies_codes_in_two_products(copied: Run) -> None:
+    options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89", "sm120"), max_seq_len=64)
+    assert [engine.fp8_products for engine in api.build_engine(copied.root, options)] == [7, 7]
+    for target in options.targets:
+        plan = read_plan((copied.engines / f"{target}.plan").read_bytes())
+        assert plan is not None
+        for profile in plan.profiles:
+            for product in ("scores", "values"):
+                (found,) = plan.products(f"{ATTENTION}.attention_{product}", profile)
+                assert found.fp8
+
+
+def test_a_triton_repository_takes_the_scales_along(copied: Run) -> None:
+    (written,) = [path for path in api.triton(copied.root) if path.name == "attention.safetensors"]
+    assert written.read_bytes() == (copied.model / "attention.safetensors").read_bytes()
+
+
+def test_scales_chosen_again_keep_it_and_a_wide_export_takes_it_away(copied: Run) -> None:
+    before = copied.queries.stat().st_mtime_ns
+    api.scales(copied.root, api.Clipping("percentile", 99.0))
+    assert {scale.method for scale in read_document(copied.attention, AttentionScales).tensors.values()} == {"percentile"}
+    assert copied.queries.stat().st_mtime_ns == before
+    api.export(copied.root)
+    assert not copied.attention.exists()
+    assert not (copied.model / "attention.safetensors").exists()
+    assert "Attention" in {node.op_type for node in onnx.load(copied.onnx, load_external_data=False).graph.node}
+
+
+def test_what_cannot_be_is_said_before_any_work(copied: Run, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        api.ExportOptions(precision="int8", attention="fp8")
+    assert str(error.value) == "--attention fp8: is for the FP8 graph, not for --precision int8; leave one of them out"
+    copied.queries.unlink()
+    record = json.loads(copied.record_file.read_text())
+    record["model"]["path"] = str(tmp_path / "gone")
+    copied.record_file.write_text(json.dumps(record))
+    with pytest.raises(InputError) as error:
+        api.export(copied.root, api.ExportOptions(attention="fp8"))
+    assert str(error.value) == f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
+    assert copied.onnx.is_file()

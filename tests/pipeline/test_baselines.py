@@ -1,0 +1,240 @@
+"""BF16 and INT8 beside FP8: the same graph in three precisions, run by others than the code that wrote it, built, and validated in one table."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from fp8q import api
+from fp8q.errors import GateError, InputError
+from fp8q.export.engine import load_engines
+from fp8q.options import Baseline
+from fp8q.quantize.scales import Scales, load_scales
+from fp8q.run import Run, read_document
+from fp8q.stages.corpora import load_tokens
+from fp8q.validate.report import summary
+from fp8q.validate.tables import accuracy_rows, engine_rows, module_rows, size_rows
+
+MODULES = 7
+RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
+    """A Llama of one layer, calibrated and exported in all three precisions."""
+    folder = tmp_path_factory.mktemp("baselines")
+    model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2, "tie_word_embeddings": True})
+    texts = [folder / "calibration.txt", folder / "evaluation.txt"]
+    for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
+        path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
+    made = api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options)
+    for precision in ("bf16", "int8"):
+        api.export(made.root, api.ExportOptions(precision=precision))
+    return made
+
+
+@pytest.fixture
+def copied(run: Run, tmp_path: Path) -> Run:
+    """A copy of the run that a test may change."""
+    return Run(Path(shutil.copytree(run.root, tmp_path / "run")))
+
+
+@pytest.fixture(scope="module")
+def ids(run: Run) -> np.ndarray:
+    return load_tokens(run, run.evaluation)[: 2 * 24].reshape(2, 24)
+
+
+def feeds(ids: np.ndarray) -> dict[str, np.ndarray]:
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
+    past = np.zeros((len(ids), 2, 0, 32), np.float32)
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions, "past_key_values.0.key": past, "past_key_values.0.value": past}
+
+
+def on_onnxruntime(graph: Path, ids: np.ndarray, fusions: bool = False) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "0" if fusions else "1")
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(["logits"], feeds(ids))[0])
+
+
+def source_model(run: Run) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(run.record().model["path"], dtype=torch.float32)
+
+
+class Int8Linear(torch.nn.Module):
+    """The oracle: integers multiplied as integers, scaled once."""
+
+    def __init__(self, weights: dict[str, np.ndarray], module: str):
+        super().__init__()
+        self.weight, self.scale = weights[f"{module}.weight"].astype(np.int64), weights[f"{module}.weight_scale"][:, 0].astype(np.float64)
+        self.input_scale = weights[f"{module}.input_scale"][0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = np.clip(np.rint(x.numpy() / self.input_scale), -128, 127).astype(np.int64)
+        return torch.from_numpy(((codes @ self.weight.T) * (float(self.input_scale) * self.scale)).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def expected(run: Run, ids: np.ndarray) -> np.ndarray:
+    """Logits of the source in FP32, its products in integers."""
+    weights = load_file(run.checkpoint("int8") / "model-00001-of-00001.safetensors")
+    model = source_model(run)
+    for name in load_scales(run).promised:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Int8Linear(weights, name))
+    with torch.inference_mode():
+        return np.asarray(model(input_ids=torch.from_numpy(ids)).logits)
+
+
+def agreement(logits: np.ndarray, expected: np.ndarray) -> float:
+    """Share of positions whose logits agree: a code that rounds the other way changes those after it."""
+    return float((np.abs(logits - expected).max(-1) < 1e-4).mean())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_the_graph_is_standard_onnx_beside_its_weights(run: Run, precision: Baseline) -> None:
+    for name in ("model.onnx", "model.fp32.onnx"):
+        path = run.checkpoint(precision) / name
+        onnx.checker.check_model(path)
+        graph = onnx.load(path, load_external_data=False).graph
+        kinds = [node.op_type for node in graph.node]
+        assert {"bf16": (0, 0), "int8": (4, 11)}[precision] == (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear"))
+        modules = {node.name.removesuffix(".matmul") for node in graph.node if node.name.endswith(".matmul")}
+        assert modules == {*load_scales(run).promised, "lm_head"}
+        types = {tensor.name.rpartition(".")[0]: tensor.data_type for tensor in graph.initializer if tensor.name.endswith(".weight")}
+        wanted = onnx.TensorProto.INT8 if precision == "int8" else onnx.TensorProto.BFLOAT16
+        assert {types.pop(module) for module in load_scales(run).promised} == {wanted}
+        assert set(types.values()) == {onnx.TensorProto.BFLOAT16}
+
+
+def test_int8_is_what_integers_make_of_it(run: Run, ids: np.ndarray, expected: np.ndarray) -> None:
+    graph = run.checkpoint("int8") / "model.fp32.onnx"
+    assert agreement(on_onnxruntime(graph, ids), expected) > 0.9
+    (by_onnx,) = ReferenceEvaluator(onnx.load(graph)).run(["logits"], feeds(ids))
+    assert agreement(np.asarray(by_onnx), expected) > 0.9
+
+
+def test_onnx_runtimes_own_fusions_compute_the_same_int8(run: Run, ids: np.ndarray, expected: np.ndarray) -> None:
+    graph = run.checkpoint("int8") / "model.fp32.onnx"
+    fused = on_onnxruntime(graph, ids, fusions=True)
+    assert agreement(fused, expected) > 0.9
+    assert agreement(fused, on_onnxruntime(graph, ids)) > 0.9
+
+
+def test_bf16_is_the_source(run: Run, ids: np.ndarray) -> None:
+    with torch.inference_mode():
+        expected = np.asarray(source_model(run)(input_ids=torch.from_numpy(ids)).logits)
+    np.testing.assert_allclose(on_onnxruntime(run.checkpoint("bf16") / "model.fp32.onnx", ids), expected, atol=1e-4)
+
+
+def test_int8_scales_follow_from_the_same_statistics(run: Run) -> None:
+    int8, fp8 = read_document(run.checkpoint("int8") / "scales.json", Scales), load_scales(run)
+    assert int8.format == "int8"
+    assert int8.weights.keys() == fp8.weights.keys()
+    assert not int8.kv_cache
+    for module, scale in int8.activations.items():
+        assert scale.amax == fp8.activations[module].amax
+        assert scale.amax / 127 <= scale.scale < scale.amax / 127 * 1.008
+        assert scale.saturation == 0
+        assert int8.weights[module].method == "amax"
+
+
+def test_engines_of_all_precisions_say_what_they_run(copied: Run) -> None:
+    for precision in ("fp8", "bf16", "int8"):
+        options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64, precision=precision)
+        (engine,) = api.build_engine(copied.root, options)
+        assert engine.evidence == "plan"
+    assert (copied.engines / "int8" / "sm89.plan").is_file()
+    assert [load_engines(copied, precision)[0].ran for precision in ("fp8", "bf16", "int8")] == [
+        None,
+        {"bf16 × bf16 -> bf16": MODULES + 1},
+        {"int8 × int8 -> fp32": MODULES, "bf16 × bf16 -> bf16": 1},
+    ]
+    rows = engine_rows(copied)
+    assert [(row.precision, row.promised_products, row.fp8_products) for row in rows] == [("fp8", 7, 7), ("bf16", None, None), ("int8", None, None)]
+    assert rows[2].ran == "7 int8 × int8 -> fp32, 1 bf16 × bf16 -> bf16"
+    assert [row.path for row in size_rows(copied) if row.what.endswith("engine for sm89")] == [f"engines/{kind}sm89.plan" for kind in ("", "bf16/", "int8/")]
+
+
+def test_all_precisions_stand_in_one_table_and_the_gate_is_for_fp8_alone(copied: Run) -> None:
+    accuracy = api.validate(copied.root, options=api.ValidateOptions(RUNTIMES, max_ppl_increase=0.5))
+    assert list(accuracy.runtimes) == list(RUNTIMES)
+    kl = {name: runtime.kl_mean_nats or 0.0 for name, runtime in accuracy.runtimes.items()}
+    assert 0 < kl["onnxruntime-bf16"] < min(kl["onnxruntime"], kl["onnxruntime-int8"])
+    rows = accuracy_rows(copied)
+    assert {row.runtime for row in rows} == set(RUNTIMES)
+    said = summary(rows, module_rows(copied), [])
+    assert "onnxruntime-int8" not in said
+    with pytest.raises(GateError) as gate:
+        api.validate(copied.root, options=api.ValidateOptions(RUNTIMES, max_ppl_increase=0.0))
+    assert "int8" not in str(gate.value)
+
+
+def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(copied: Run) -> None:
+    before = (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns
+    api.export(copied.root, api.ExportOptions(precision="int8"))
+    assert (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns == before
+    api.scales(copied.root, api.Clipping("percentile", 99.0))
+    with pytest.raises(InputError) as error:
+        api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-int8")))
+    assert str(error.value) == (
+        f"{copied.root}/baselines/int8: was made of other statistics or scales than the run has now; run `fp8q export {copied.root} --precision int8` again"
+    )
+    api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-bf16")))
+    api.export(copied.root, api.ExportOptions(precision="int8"))
+    int8 = read_document(copied.checkpoint("int8") / "scales.json", Scales)
+    assert {scale.method for scale in int8.activations.values()} == {"percentile"}
+    assert all(0 < scale.saturation <= 0.01 for scale in int8.activations.values())
+
+
+def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path) -> None:
+    shutil.rmtree(copied.baselines)
+    for call in (
+        lambda: api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-int8"))),
+        lambda: api.build_engine(copied.root, api.EngineOptions(precision="int8")),
+    ):
+        with pytest.raises(InputError) as error:
+            call()
+        assert str(error.value) == f"{copied.root}/baselines/int8/config.json: is missing; `fp8q export --precision int8` writes it, run that first"
+    record = json.loads(copied.record_file.read_text())
+    record["model"]["path"] = str(tmp_path / "gone")
+    copied.record_file.write_text(json.dumps(record))
+    with pytest.raises(InputError) as error:
+        api.export(copied.root, api.ExportOptions(precision="bf16"))
+    assert str(error.value) == f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
+    assert not copied.baselines.exists()
+
+
+def test_a_run_without_its_checkpoint_says_so(copied: Run) -> None:
+    shutil.rmtree(copied.model)
+    engine = api.EngineOptions(runtime="tensorrt-rtx")
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("README.md", lambda: api.export(copied.root)),
+        ("README.md", lambda: api.export(copied.root, api.ExportOptions(attention="fp8"))),
+        ("README.md", lambda: api.build_engine(copied.root, engine)),
+        ("config.json", lambda: api.build_engine(copied.root, replace(engine, precision="int8"))),
+        ("README.md", lambda: api.validate(copied.root)),
+        ("README.md", lambda: api.triton(copied.root)),
+    ]
+    for name, call in calls:
+        with pytest.raises(InputError) as error:
+            call()
+        assert str(error.value) == f"{copied.model}/{name}: is missing; `fp8q calibrate` writes it, run that first"
+
+
+def test_the_compute_type_is_for_the_fp8_graph() -> None:
+    with pytest.raises(InputError) as error:
+        api.ExportOptions("fp16", "int8")
+    assert str(error.value) == "--dtype fp16: is for the FP8 graph, and --precision int8 computes in BF16; leave one of them out"
