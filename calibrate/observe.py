@@ -162,7 +162,7 @@ class Observer:
         return TensorStatistics(Histogram.from_dense(self._counts.cpu().numpy()), self.amax_batches, magnitudes(self._channels.cpu().numpy()))
 
 
-class _ObservedLayer(DynamicLayer):
+class ObservedLayer(DynamicLayer):
     """A cache layer that shows what is written to it and keeps nothing."""
 
     def __init__(self, see: Callable[[torch.Tensor, torch.Tensor], None]):
@@ -213,7 +213,7 @@ class Watch:
             return see
 
         cache = DynamicCache()
-        cache.layers = [_ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
+        cache.layers = [ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
         with hooked({first: see_input(first) for first in self.groups}, self.modules):
             yield cache
 
