@@ -180,7 +180,7 @@ def attention(
 
 def has_fused_kernel(heads: int, size: int) -> bool:
     """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for single tokens (found by building)."""
-    return heads >= 4 and size >= 16 and size % 8 == 0
+    return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
