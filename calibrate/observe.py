@@ -6,6 +6,7 @@ identity, and only the first of a group is watched. Keys and values are observed
 embedding, by a cache that stores nothing: that works for every architecture that has a cache, without a list of attention classes.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from .statistics import TensorStatistics
 
 #: Fewer values a thread than these are counted sooner than shared out.
 WORTH_SHARING = 1 << 17
+#: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm, OPTLearnedPositionalEmbedding, but no NormalProjection.
+NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
 
 
 def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -46,7 +49,7 @@ def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
         if name not in products
         and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         and not isinstance(module, nn.Embedding)
-        and not any(word in type(module).__name__.lower() for word in ("norm", "embedding"))
+        and not NO_PRODUCT.search(type(module).__name__)
     }
 
 
