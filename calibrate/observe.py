@@ -6,6 +6,7 @@ identity, and only the first of a group is watched. Keys and values are observed
 embedding, by a cache that stores nothing: that works for every architecture that has a cache, without a list of attention classes.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from .statistics import TensorStatistics
 
 #: Fewer values a thread than these are counted sooner than shared out.
 WORTH_SHARING = 1 << 17
+#: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm, OPTLearnedPositionalEmbedding, but no NormalProjection.
+NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
 
 
 def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -46,7 +49,7 @@ def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
         if name not in products
         and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         and not isinstance(module, nn.Embedding)
-        and not any(word in type(module).__name__.lower() for word in ("norm", "embedding"))
+        and not NO_PRODUCT.search(type(module).__name__)
     }
 
 
@@ -162,7 +165,7 @@ class Observer:
         return TensorStatistics(Histogram.from_dense(self._counts.cpu().numpy()), self.amax_batches, magnitudes(self._channels.cpu().numpy()))
 
 
-class _ObservedLayer(DynamicLayer):
+class ObservedLayer(DynamicLayer):
     """A cache layer that shows what is written to it and keeps nothing."""
 
     def __init__(self, see: Callable[[torch.Tensor, torch.Tensor], None]):
@@ -213,7 +216,7 @@ class Watch:
             return see
 
         cache = DynamicCache()
-        cache.layers = [_ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
+        cache.layers = [ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
         with hooked({first: see_input(first) for first in self.groups}, self.modules):
             yield cache
 

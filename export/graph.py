@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -96,6 +96,12 @@ class QuantizedCache(nn.Module):
         codes = operators.quantize(new, self.scale, CODE)
         values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
         return torch.cat(values, dim=-2), codes
+
+
+def cache_shape(text: PreTrainedConfig) -> tuple[int, int]:
+    """KV heads and head size of the cache, of keys as of values and in every layer, by the configuration of the text model."""
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 class PlainCache(nn.Module):
@@ -182,7 +188,7 @@ def attention(
 
 def has_fused_kernel(heads: int, size: int) -> bool:
     """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for single tokens (found by building)."""
-    return heads >= 4 and size >= 16 and size % 8 == 0
+    return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:

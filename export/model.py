@@ -26,7 +26,7 @@ from ..quantize.linear import CODE
 from ..quantize.scales import Scales
 from ..run import GRAPH, GRAPH_FP32, Run, replacing
 from . import operators, passes
-from .graph import Graph, GraphPlan, prepare
+from .graph import Graph, GraphPlan, cache_shape, prepare
 from .heads import split_by_heads
 
 OPSET = 23
@@ -121,9 +121,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tuple[object, ...], dict[str, object]]:
     """Inputs to trace with, on the meta device, and which of their dimensions are dynamic. The sizes differ, so that none are taken for equal."""
     batch, seq, capacity = 2, 3, 5
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads, size = cache_shape(config.get_text_config())
     stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -6,7 +6,7 @@
 import re
 
 _MODULE = re.compile(
-    r"(?P<module>.+)\.(?:matmul|bias_add|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past)|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
+    r"(?P<module>.+)\.(?:matmul|bias_add|attention|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past)|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
 
 
@@ -18,6 +18,11 @@ def matmul(module: str) -> str:
 def bias_add(module: str) -> str:
     """The addition of M's bias."""
     return f"{module}.bias_add"
+
+
+def attention(module: str) -> str:
+    """The Attention of A."""
+    return f"{module}.attention"
 
 
 def weight_dequantize(module: str) -> str:

@@ -88,7 +88,7 @@ def name_nodes(model: ir.Model) -> None:
 
     1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and DQ of the activation.
     3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its MatMul and Add. 5. In a layer's
-    `fp8q_attention`: both products, Q and DQ.
+    `fp8q_attention`: both products, Q and DQ. 6. The Attention of an attention module.
     """
     scopes = {node: _scope(node) for node in model.graph}
     matrices = {name.removeprefix("model.").removesuffix(".weight") for name in model.graph.initializers if name.endswith(".weight")}
@@ -106,6 +106,8 @@ def _scope(node: ir.Node) -> str:
 
 def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     owner, _, last = scope.rpartition(".")
+    if node.op_type == "Attention" and scope:
+        return names.attention(scope)
     if last == "input":
         return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(node.op_type)
     if owner.endswith(".fp8q_attention"):

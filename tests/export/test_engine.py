@@ -431,8 +431,8 @@ def test_a_product_of_two_types_names_module_and_reason(decoder: Decoders, edite
 @pytest.mark.parametrize("options", [{"head_size": 8}, {"compute": TensorProto.FLOAT}, {"heads": 2, "key_value_heads": 1}])
 def test_attention_without_a_kernel_says_what_it_takes(decoder: Decoders, options: dict[str, int], capfd: pytest.CaptureFixture[str]) -> None:
     assert failure(decoder(**options).path) == (
-        "node model.layers.0.self_attn.attention: there is no fused attention kernel for its type, head size or number of heads; "
-        "it takes BF16 or FP16, a head size that is a multiple of 16, and at least 4 heads to decode with; other models need plain products and a softmax"
+        "model.layers.0.self_attn (node model.layers.0.self_attn.attention): there is no fused attention kernel for its type, head size or number of heads; "
+        "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode with; other models need plain products and a softmax"
     )
     assert capfd.readouterr().out == ""  # standard output is for results
 

@@ -50,7 +50,7 @@ ARCHITECTURES = [
     Architecture("gemma", "scaled embeddings, wide heads", "off"),
     Architecture("gpt2", "Conv1D, fused q/k/v without rotary embedding, learned positions", "fp8"),
     Architecture("stories260k", "heads too small for a fused attention kernel", "fp8", text="tinystories"),
-    Architecture("mistral", "a window shorter than the text", "fp8", config="MistralConfig", fields={"num_key_value_heads": 2, "sliding_window": 12}),
+    Architecture("mistral", "a window shorter than the text", "fp8", config="MistralConfig", fields={"num_key_value_heads": 2, "sliding_window": 4}),
     Architecture("qwen3", "q/k norms, heads wider than the model", "off", config="Qwen3Config", fields={"num_key_value_heads": 2, "head_dim": 48}),
     Architecture("gpt_neox", "fused q/k/v, partial rotary embedding, a head stored under another name", "fp8", config="GPTNeoXConfig"),
     Architecture("phi3", "fused q/k/v and gate/up", "fp8", config="Phi3Config", fields={"num_key_value_heads": 2, "pad_token_id": 0}),

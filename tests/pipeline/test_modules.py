@@ -91,8 +91,26 @@ def test_norms_and_embeddings_are_no_products_whatever_their_shape() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4, 16))
 
-    model: Any = nn.ModuleDict({"norm": HeadNorm(), "embed": nn.Embedding(4, 4), "linear": nn.Linear(4, 4), "conv": nn.Conv2d(4, 4, 1)})
+    class Positions(HeadNorm):
+        pass
+
+    Positions.__name__ = "LearnedPositionalEmbedding"
+    model: Any = nn.ModuleDict(
+        {"norm": HeadNorm(), "embed": nn.Embedding(4, 4), "positions": Positions(), "linear": nn.Linear(4, 4), "conv": nn.Conv2d(4, 4, 1)}
+    )
     assert list(other_products(model)) == ["conv"]
+
+
+@pytest.mark.parametrize("name", ["NormedProjection", "LayerNormMLP", "AbnormalMixer", "EmbeddingProjection", "PatchEmbedder"])
+def test_a_module_with_a_matrix_is_not_hidden_by_a_norm_or_an_embedding_within_its_name(name: str) -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 16))
+
+    Mixer.__name__ = name
+    model: Any = nn.ModuleDict({"mix": Mixer()})
+    assert list(other_products(model)) == ["mix"]
 
 
 def stored(run: Run, name: str) -> torch.Tensor:
