@@ -23,7 +23,7 @@ from . import names, targets
 from .build_progress import Progress
 from .failures import explain
 from .lint import lint
-from .plan import Evidence, evidence, read_inspector, read_plan
+from .plan import Evidence, doubt, evidence, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
@@ -133,6 +133,8 @@ def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str],
     with replacing(path) as partial:
         partial.write_bytes(plan)
     looked = read_inspector(inspect(plan)) if job.runtime == "tensorrt" else read_plan(plan)
+    if job.runtime == "tensorrt-rtx" and looked and doubt(plan, looked, job.target):
+        looked = None
     found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
     info = EngineInfo(
         runtime=job.runtime, version=load(job.runtime).__version__, target=job.target, bytes=plan.nbytes, promised_products=len(promised),
