@@ -5,9 +5,11 @@ TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it
 is looked for with FP8 on both sides in every profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
 """
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +20,7 @@ from pydantic import Field
 from ..errors import BackendError, GateError, InputError
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..progress import Reporter
-from ..run import Run, Strict, read_document, replacing, write_document
+from ..run import PARTIAL, Run, Strict, read_document, replacing, write_document
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain
@@ -83,25 +85,39 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it, and how trtexec builds it; returns the files.
 
     `promised`: the modules whose product must run on FP8. Whether enough of them do is for `check_share` to say: an engine that falls short stays,
-    with its JSON, so that it can be looked into. Engines of other targets, built from an earlier graph, are removed.
+    with its JSON, so that it can be looked into. Nothing is replaced before all are built; engines of other targets, built from an earlier graph, are removed then.
     Raises InputError when the graph breaks a rule of `lint`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     check_graph(run.onnx, promised)
     wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
-    written: list[Path] = []
-    for target in options.targets:
-        path, timings = run.engines / f"{target}.plan", run.engines / f"{target}.timings"
-        info, found = build_engine(run.onnx, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
-        write_document(path.with_suffix(".json"), info)
-        write_script(path.with_suffix(".sh"), run.onnx, info, options.workspace)
-        written += [path, path.with_suffix(".json"), path.with_suffix(".sh")]
-        for line in remarks(info, found):
-            report.note(line)
+    with together(run.engines) as fresh:
+        for target in options.targets:
+            path, timings = fresh / f"{target}.plan", run.engines / f"{target}.timings"
+            info, found = build_engine(run.onnx, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
+            write_document(path.with_suffix(".json"), info)
+            write_script(path.with_suffix(".sh"), run.onnx, info, options.workspace)
+            for line in remarks(info, found):
+                report.note(line)
+    written = [run.engines / f"{target}.{kind}" for target in options.targets for kind in ("plan", "json", "sh")]
     for stale in [path for kind in ("plan", "json", "sh") for path in run.engines.glob(f"*.{kind}")]:
         if stale not in written:
             stale.unlink()
     return written
+
+
+@contextmanager
+def together(directory: Path) -> Iterator[Path]:
+    """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails or is interrupted."""
+    fresh = directory.with_name(f".{directory.name}{PARTIAL}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        yield fresh
+        directory.mkdir(exist_ok=True)
+        for file in sorted(fresh.iterdir()):
+            file.replace(directory / file.name)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def check_graph(onnx_file: Path, promised: Sequence[str]) -> None:

@@ -217,6 +217,27 @@ def test_engines_of_an_earlier_build_do_not_outlive_it(run: tuple[Run, Any]) -> 
 
 
 @RTX
+def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fails(run: tuple[Run, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    where, written = run
+    where.record_file.write_text("{}")
+    with where.stage("build-engine", {}, {}) as log:
+        log.outputs += build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 16), SILENT)
+    before = {path.name: path.read_bytes() for path in where.engines.iterdir()}
+
+    def fails_for_the_second(onnx_file: Path, job: Job, report: Any) -> memoryview:
+        if job.target == "sm120":
+            raise BackendError("the builder failed")
+        return build(onnx_file, job, report)
+
+    monkeypatch.setattr(engine, "build", fails_for_the_second)
+    with pytest.raises(BackendError, match="the builder failed"), where.stage("build-engine", {}, {}) as log:
+        log.outputs += build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 32), SILENT)
+    assert {path.name: path.read_bytes() for path in where.engines.iterdir()} == before
+    assert [info.target for info in load_engines(where)] == ["sm89", "sm120"]  # the record still counts them
+    assert not [path.name for path in where.root.iterdir() if "engines" in path.name and path != where.engines]
+
+
+@RTX
 def test_the_options_of_a_build_reach_its_profiles_and_its_script(run: tuple[Run, Any]) -> None:
     where, written = run
     options = EngineOptions("tensorrt-rtx", ("sm89",), 4, 128, max_prompt=64, opt_batch=2, opt_seq_len=32, workspace=512)
