@@ -367,6 +367,7 @@ CASES = [
     Case("F313", (f"{DOWN}.input.quantize: reads nowhere, which nothing makes; {EXPORT}",), lambda model: node(model, f"{DOWN}.input.quantize").input.__setitem__(0, "nowhere")),
     Case("F313", (f"{DOWN}.input.quantize: reads {{gated}}, which is made only later; {EXPORT}",), late),
     Case("F313", (f"nothing makes the output elsewhere; {EXPORT}",), lambda model: setattr(model.graph.output.add(), "name", "elsewhere"), foreign=True),
+    Case("F314", (f"{DOWN}.matmul: MatMul has 1 inputs and takes 2 at least; {EXPORT}",), lambda model: node(model, f"{DOWN}.matmul").input.pop()),
     Case("F401", (f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file beside the graph",),
          set_place(f"{DOWN}.weight", location="../model.safetensors")),
     Case("F401", (f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the graph",), set_place(f"{DOWN}.weight", location="/etc/hostname")),
