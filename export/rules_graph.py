@@ -197,3 +197,13 @@ def value_made(graph: Indexed) -> Broken:
     for name in graph.outputs:
         if name not in made:
             yield "", f"nothing makes the output {name}; {WRITE_AGAIN}"
+
+
+@rule("F315", "made-once")
+def made_once(graph: Indexed) -> Broken:
+    """No value is made twice, as an input, a tensor or a node's output: which of them is meant, each reader decides for itself."""
+    stored = [tensor.name for tensor in graph.model.graph.initializer]
+    outputs = [name for node in graph.nodes for name in node.output if name]
+    for name, count in Counter([*graph.inputs, *stored, *outputs]).items():
+        if count > 1:
+            yield "", f"{name} is made {count} times; {WRITE_AGAIN}"
