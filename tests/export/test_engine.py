@@ -172,6 +172,19 @@ def test_a_dimension_of_another_name_is_refused(dimension: str, what: str) -> No
     assert str(refused.value) == f"features: its dimension {dimension!r} has no range ({what}); export the graph with `fp8q export`"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_batch": 99_999_999_999}, "--max-batch 99,999,999,999: is more than 2,147,483,647, the most that a runtime takes"),
+        ({"workspace": 99_999_999_999_999}, "--workspace 99,999,999,999,999: is more than 8,796,093,022,207, the most that a runtime takes"),
+    ],
+)
+def test_sizes_that_no_runtime_takes_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        EngineOptions(**sizes)  # type: ignore[arg-type]
+    assert str(refused.value) == message
+
+
 # Building.
 
 
