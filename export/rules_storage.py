@@ -105,11 +105,11 @@ def external_tensor(graph: Indexed) -> Broken:
             yield tensor.name, f"no tensor of {where.location} begins at byte {where.offset}; {AGAIN}"
         elif tensor.name in stored and stored[tensor.name][0] != where.offset:
             yield tensor.name, f"its data are those of {here[0]} in {where.location}; {AGAIN}"
-        elif stored[here[0]][1] != _SAFETENSORS.get(type_name(tensor.data_type)):
+        elif stored[here[0]][1] != _SAFETENSORS.get(type_name(tensor.data_type), stored[here[0]][1]):
             yield tensor.name, f"its data are {stored[here[0]][1]} in {where.location}, and {type_name(tensor.data_type)} in the graph; {AGAIN}"
 
 
-#: ONNX's names of element types -> safetensors'.
+#: ONNX's names of element types -> safetensors'; of those that are not here nothing is said.
 _SAFETENSORS = {
     "FLOAT": "F32", "FLOAT16": "F16", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "F8_E4M3", "FLOAT8E5M2": "F8_E5M2",
     "INT64": "I64", "INT32": "I32", "INT8": "I8", "UINT8": "U8", "BOOL": "BOOL",

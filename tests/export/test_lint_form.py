@@ -1,5 +1,6 @@
 """Files that no exporter should write and that a lint must survive: each gets a finding, or none where it is valid, and never a fault or an endless walk."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,14 @@ def test_an_operator_of_another_domain_may_take_what_it_likes(tmp_path: Path) ->
         model.graph.node.append(helper.make_node("Attention", [], ["z"], name="attend", domain="theirs"))
 
     assert [finding.rule for finding in lint(quantized(change, tmp_path))] == ["F303"]
+
+
+def test_a_type_that_the_safetensors_table_lacks_is_no_error(tmp_path: Path) -> None:
+    header = json.dumps({"u": {"dtype": "U16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "data.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+    def change(model: ModelProto) -> None:
+        with_tensor(TensorProto.UINT16, (2,), "data.safetensors")(model)
+        model.graph.initializer[-1].external_data.add(key="offset", value=str(8 + len(header)))
+
+    assert lint(quantized(change, tmp_path)) == []
