@@ -346,8 +346,9 @@ CASES = [
     Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives"
                        for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))), options={"hidden": 24}),
     Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
-    Case("F301", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT both run in FP8; export with opset 23",),
+    Case("F316", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset 23",),
          versions(24, 12)),
+    Case("F301", ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",), versions(25, 13)),
     Case("F302", ("IR version 10 is older than opset 23, which came with 11; write IR version 11",), versions(23, 10)),
     Case("F302", (f"IR version 99 is newer than {onnx.IR_VERSION}, the newest that onnx {onnx.__version__} knows; write IR version 11",), versions(23, 99)),
     Case("F303", ("node_Softplus: com.example.Softplus is no standard operator; express it in standard ones",),
