@@ -16,6 +16,8 @@ RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime
 WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8"})
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16
+#: The largest dimension that a runtime takes, and MiB of workspace: int32, and int64 in bytes.
+LARGEST_SIZE, LARGEST_WORKSPACE = 2**31 - 1, (2**63 - 1) >> 20
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -178,6 +180,10 @@ class EngineOptions:
         """Refuse sizes and shares that mean nothing, or do not fit together."""
         one_of(self, ("runtime", "precision"))
         at_least_one(self, ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"))
+        for name in ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"):
+            value, most = getattr(self, name), LARGEST_WORKSPACE if name == "workspace" else LARGEST_SIZE
+            if value is not None and value > most:
+                raise InputError(f"--{name.replace('_', '-')} {value:,}: is more than {most:,}, the most that a runtime takes")
         for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
             value, most = getattr(self, name), getattr(self, limit)
             if value is not None and most is not None and value > most:

@@ -5,9 +5,11 @@ TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it
 is looked for with FP8 on both sides in every profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
 """
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,12 +20,12 @@ from pydantic import Field
 from ..errors import BackendError, GateError, InputError
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, Precision
 from ..progress import Reporter
-from ..run import COMMANDS, GRAPH, Run, Strict, read_document, replacing, write_document
+from ..run import COMMANDS, GRAPH, PARTIAL, Run, Strict, read_document, replacing, write_document
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain
 from .lint import lint
-from .plan import Evidence, evidence, modules_by_types, read_inspector, read_plan
+from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
@@ -83,8 +85,9 @@ def load(runtime: Runtime) -> Any:
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it, and how trtexec builds it; returns the files.
 
-    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays,
-    with its JSON, so that it can be looked into. Engines of other targets, built from an earlier graph, are removed.
+    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is noted instead. Whether enough of
+    them do is for `check_share` to say: an engine that falls short stays, with its JSON, so that it can be looked into. Nothing is replaced before all are
+    built; engines of other targets, built from an earlier graph, are removed then.
     Raises InputError when the graph breaks a rule of `lint`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
@@ -92,19 +95,33 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     if options.precision == "fp8":
         check_graph(graph, promised)
     wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
-    written: list[Path] = []
-    for target in options.targets:
-        path, timings = directory / f"{target}.plan", directory / f"{target}.timings"
-        info, found = build_engine(graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
-        write_document(path.with_suffix(".json"), info)
-        write_script(path.with_suffix(".sh"), graph, info, options.workspace)
-        written += [path, path.with_suffix(".json"), path.with_suffix(".sh")]
-        for line in remarks(info, found) if options.precision == "fp8" else []:
-            report.note(line)
+    with together(directory) as fresh:
+        for target in options.targets:
+            path, timings = fresh / f"{target}.plan", directory / f"{target}.timings"
+            info, found = build_engine(graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
+            write_document(path.with_suffix(".json"), info)
+            write_script(path.with_suffix(".sh"), graph, info, options.workspace)
+            for line in remarks(info, found) if options.precision == "fp8" else []:
+                report.note(line)
+    written = [directory / f"{target}.{kind}" for target in options.targets for kind in ("plan", "json", "sh")]
     for stale in [path for kind in ("plan", "json", "sh") for path in directory.glob(f"*.{kind}")]:
         if stale not in written:
             stale.unlink()
     return written
+
+
+@contextmanager
+def together(directory: Path) -> Iterator[Path]:
+    """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails or is interrupted."""
+    fresh = directory.with_name(f".{directory.name}{PARTIAL}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        yield fresh
+        directory.mkdir(exist_ok=True)
+        for file in sorted(fresh.iterdir()):
+            file.replace(directory / file.name)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def check_graph(onnx_file: Path, promised: Sequence[str]) -> None:
@@ -136,6 +153,8 @@ def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str],
     with replacing(path) as partial:
         partial.write_bytes(plan)
     looked = read_inspector(inspect(plan)) if job.runtime == "tensorrt" else read_plan(plan)
+    if job.runtime == "tensorrt-rtx" and looked and doubt(plan, looked, job.target):
+        looked = None
     found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
     kind = found.kind if promised or looked is None else looked.kind
     ran = None if promised or looked is None else modules_by_types(looked)

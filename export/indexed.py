@@ -3,6 +3,8 @@
 No weight is read. Constants are looked up one at a time, and only scales and zero points are: those may lie in files, at an offset.
 """
 
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +28,14 @@ _MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "
 #: Operators whose result holds the values they are given first, and so FP8 codes where those are.
 _CARRYING = {"Transpose", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Slice", "Split", "Gather", "Expand", "TensorScatter"}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
-_PACKED = (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
+#: Element types narrower than a byte, and their bits.
+_PACKED: dict[int, int] = {
+    TensorProto.DataType.Value(name): bits
+    for name, bits in (("INT4", 4), ("UINT4", 4), ("FLOAT4E2M1", 4), ("INT2", 2), ("UINT2", 2))
+    if name in TensorProto.DataType.DESCRIPTOR.values_by_name
+}
+#: Operators whose inputs are looked at whatever their domain.
+READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Constant")
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,8 @@ class Indexed:
         """Tensors in the file, or pointed at by it, by name; `Constant` nodes included."""
         found = {tensor.name: tensor for tensor in self.model.graph.initializer}
         for node in self.nodes:
-            if node.op_type == "Constant":
-                found[node.output[0]] = next((entry.t for entry in node.attribute if entry.name == "value"), TensorProto())
+            if node.op_type == "Constant" and node.output:
+                found[node.output[0]] = constant_of(node)
         return found
 
     @cached_property
@@ -151,7 +160,9 @@ class Indexed:
     def operand(self, value: str) -> Operand:
         """Follow one input of a product back to the DequantizeLinear it comes from, if it does."""
         between: list[NodeProto] = []
-        while (node := self.producers.get(value)) is not None:
+        passed: set[str] = set()
+        while value not in passed and (node := self.producers.get(value)) is not None:
+            passed.add(value)
             if node.op_type == "DequantizeLinear":
                 return Operand(node, tuple(between)) if node.input[0] in self.codes else Operand(None, tuple(between), node)
             computed = [name for name in node.input if name and name not in self.initializers]
@@ -172,14 +183,33 @@ class Indexed:
         return self._constants[value]
 
     def _read(self, value: str) -> Array | None:
-        tensor, node = self.initializers.get(value), self.producers.get(value)
-        if tensor is not None:
-            return read_tensor(tensor, self.directory)
-        if node is not None and node.op_type in ("Cast", "Identity"):
-            inner = self.constant(node.input[0])
-            to = helper.tensor_dtype_to_np_dtype(attribute(node, "to", 0)) if node.op_type == "Cast" else None
-            return inner.astype(to) if inner is not None and to is not None else inner
-        return None
+        types: list[int] = []
+        passed: set[str] = set()
+        while value not in self.initializers:
+            node = self.producers.get(value)
+            if value in passed or node is None or node.op_type not in ("Cast", "Identity"):
+                return None
+            passed.add(value)
+            types += [attribute(node, "to", 0)] if node.op_type == "Cast" else []
+            value = node.input[0]
+        numbers = read_tensor(self.initializers[value], self.directory)
+        for kind in reversed(types):
+            numbers = None if numbers is None or kind == TensorProto.STRING else numbers.astype(helper.tensor_dtype_to_np_dtype(kind))
+        return numbers
+
+
+def constant_of(node: NodeProto) -> TensorProto:
+    """The tensor of a `Constant`, whichever attribute holds it; an empty one for strings and sparse tensors."""
+    for entry in node.attribute:
+        if entry.name == "value":
+            held: TensorProto = entry.t
+            return held
+        if entry.name in ("value_float", "value_int"):
+            return helper.make_tensor("", *((TensorProto.FLOAT, [], [entry.f]) if entry.name == "value_float" else (TensorProto.INT64, [], [entry.i])))
+        if entry.name in ("value_floats", "value_ints"):
+            kind, values = (TensorProto.FLOAT, entry.floats) if entry.name == "value_floats" else (TensorProto.INT64, entry.ints)
+            return helper.make_tensor("", kind, [len(values)], values)
+    return TensorProto()
 
 
 def attribute(node: NodeProto, name: str, default: int) -> int:
@@ -189,8 +219,9 @@ def attribute(node: NodeProto, name: str, default: int) -> int:
 
 def bytes_of(tensor: TensorProto) -> int:
     """The size of a tensor's data in bytes, from its type and shape."""
-    elements = int(np.prod(tensor.dims, dtype=np.int64)) if tensor.dims else 1
-    return (elements * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize) if tensor.data_type not in _PACKED else (elements + 1) // 2
+    bits = _PACKED.get(tensor.data_type) or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    elements: int = math.prod(tensor.dims)
+    return -(-elements * bits // 8)
 
 
 @dataclass(frozen=True)
@@ -211,15 +242,19 @@ def stored_at(tensor: TensorProto) -> Stored | None:
 
 
 def read_tensor(tensor: TensorProto, directory: Path) -> Array | None:
-    """A tensor's numbers, those in a file included; None where the file does not hold them."""
+    """A tensor's numbers, those in a file included; None where the file does not hold them, or they are none."""
+    if tensor.data_type == TensorProto.STRING:
+        return None
     try:
         if (where := stored_at(tensor)) is None:
             return numpy_helper.to_array(tensor)
         with open(directory / where.location, "rb") as handle:
+            if where.offset + bytes_of(tensor) > os.fstat(handle.fileno()).st_size:
+                return None
             handle.seek(where.offset)
             data = handle.read(bytes_of(tensor))
         return np.frombuffer(data, helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

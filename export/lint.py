@@ -7,11 +7,13 @@ against the interface that serving relies on. The rules are in `rules_codes` (F1
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import rules_codes, rules_graph, rules_products, rules_storage  # noqa: F401  # they enter their rules
+from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # they enter their rules
 from .indexed import Array, Indexed, load_graph
 from .rules import RULES, Finding, Promise, Rule
 
-__all__ = ["RULES", "Finding", "Rule", "lint", "lint_graph"]
+#: The rule that the others take for granted.
+FORM = "F314"
+__all__ = ["FORM", "RULES", "Finding", "Rule", "lint", "lint_graph"]
 
 
 def lint(onnx_file: Path, promised: Mapping[str, float | None] | None = None, weight_scales: Mapping[str, Array] | None = None) -> list[Finding]:
@@ -24,5 +26,10 @@ def lint(onnx_file: Path, promised: Mapping[str, float | None] | None = None, we
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
-    """The rules that a graph breaks, in the order of their numbers; without a promise those for others' graphs, with one those for `fp8q export`'s."""
+    """The rules that a graph breaks, in the order of their numbers; without a promise those for others' graphs, with one those for `fp8q export`'s.
+
+    Where nodes or tensors are not of their form, that alone is said: no other rule could be held against them.
+    """
+    if malformed := list(RULES[FORM].findings(graph, promise)):
+        return malformed
     return [finding for number in sorted(RULES) for finding in RULES[number].findings(graph, promise)]

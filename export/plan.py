@@ -74,11 +74,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Plan:
-    """The matrix products of an engine by optimization profile, who told (`kind`), and the kernels around them."""
+    """The matrix products of an engine by optimization profile, who told (`kind`), the kernels around them, and the `targets` that its programs name (sm89)."""
 
     profiles: Mapping[Profile, tuple[Product, ...]]
     kind: Kind = "plan"
     kernels: Mapping[Profile, tuple[Kernel, ...]] = field(default_factory=dict, compare=False)
+    targets: frozenset[str] = field(default=frozenset(), compare=False)
 
     def products(self, node: str, profile: Profile) -> list[Product]:
         """The products that compute an ONNX node in one profile."""
@@ -90,7 +91,7 @@ class Evidence:
     """What an engine makes of the promised products.
 
     `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: every other promised module, and what ran instead. `narrow`: those of `fp8`
-    whose product answers, unscaled, in less than FP32. `unknown` is said when the engine does not read, misses a profile, or names no promised product at all.
+    whose product answers, unscaled, in less than FP32. `unknown` is said when the engine does not read, misses a profile or has more, or names no promised product at all.
     """
 
     kind: Kind
@@ -104,6 +105,8 @@ _PROGRAM = re.compile(rb"header \{\n  version = \d[\t\n\x1f\x20-\x7e\x80-\xff]*"
 _TENSOR = re.compile(rb'^  (?:sub_)?tensor=\{[^\n]*? name="([^"\n]*)"[^\n]*? type=(\w+) \}$', re.MULTILINE)
 _PRODUCT = re.compile(rb'^  fully_connected=\{ name="([^"\n]*)" output=\{([^\n]*?)\} input=\{([^\n]*?)\} [a-z]([^\n]*)', re.MULTILINE)
 _KERNEL = re.compile(rb"^  function=\{ name=(\S+) [^\n]*? input_args=\{([^\n]*?)\} [^\n]*?output_args=\{([^\n]*?)\} ([^\n]*)", re.MULTILINE)
+# What a program runs on; that of a single kernel may say `*`, any.
+_TARGET = re.compile(rb"^  accelerators=\{([^\n}]*)\}$", re.MULTILINE)
 _LAYERS = re.compile(rb' layers="([^"\n]*)"')
 _QUOTED = re.compile(rb'"([^"\n]*)"')
 _NODE = re.compile(r"(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?")
@@ -116,14 +119,27 @@ def read_plan(plan: bytes | bytearray | memoryview) -> Plan | None:
     """
     found: dict[Profile, list[Product]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
+    targets: set[str] = set()
     for program in _PROGRAM.finditer(memoryview(plan).cast("B")):
         types = {name: _type_name(kind.decode()) for name, kind in _TENSOR.findall(program.group())}
         products = list(_products(program.group(), types))
+        targets.update(name for listed in _TARGET.findall(program.group()) for name in listed.decode().split())
         for profile, product in products:
             found.setdefault(profile, []).append(product)
         if products:  # a program of one profile; those of single kernels repeat what it says
             kernels.setdefault(products[0][0], []).extend(_kernels(program.group(), types))
-    return Plan({profile: tuple(found[profile]) for profile in sorted(found)}, kernels={key: tuple(made) for key, made in kernels.items()}) if found else None
+    told = {profile: tuple(found[profile]) for profile in sorted(found)}
+    return Plan(told, kernels={profile: tuple(made) for profile, made in kernels.items()}, targets=frozenset(targets - {"*"})) if found else None
+
+
+def doubt(data: bytes | bytearray | memoryview, plan: Plan, target: str) -> str | None:
+    """Why a TensorRT-RTX engine is not what its text says, or not for `target`: the file is not as long as it states (8 bytes from 16), or its programs name another."""
+    stated = int.from_bytes(memoryview(data).cast("B")[16:24], "little")
+    if stated != len(data):
+        return f"it has {len(data)} bytes and states {stated}, so it is cut off or of another format"
+    if plan.targets != {target}:
+        return f"its programs are for {' and '.join(sorted(plan.targets)) or 'no target that it names'}"
+    return None
 
 
 def _products(program: bytes, types: Mapping[bytes, str]) -> Iterator[tuple[Profile, Product]]:
@@ -208,6 +224,8 @@ def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) 
         return Evidence("unknown", wide=dict.fromkeys(promised.values(), "the engine does not read"))
     if missing := [profile for profile in range(profiles) if profile not in plan.profiles]:
         return Evidence("unknown", wide=dict.fromkeys(promised.values(), f"the engine shows no product of profile {missing[0]}"))
+    if more := [profile for profile in plan.profiles if profile not in range(profiles)]:
+        return Evidence("unknown", wide=dict.fromkeys(promised.values(), f"the engine shows products of profile {more[0]}, and {profiles} are expected"))
     shown = {module: [plan.products(node, profile) for profile in range(profiles)] for node, module in promised.items()}
     wide = {module: reason for module, products in shown.items() if (reason := _why_wide(products))}
     fp8 = frozenset(shown.keys() - wide.keys())

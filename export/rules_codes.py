@@ -186,6 +186,21 @@ def constant_quantized(graph: Indexed) -> Broken:
             yield node.name, f"quantizes the constant {node.input[0]} when the graph is built; store its codes, behind a DequantizeLinear"
 
 
+@rule("F112", "pair-scales")
+def pair_scales(graph: Indexed) -> Broken:
+    """A DequantizeLinear multiplies by the number that its QuantizeLinear divided by: another one makes every value wrong by the same factor, in silence."""
+    for node in graph.quantizers:
+        quantize = graph.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if quantize is None or quantize.op_type != "QuantizeLinear":
+            continue
+        divided, multiplied = graph.constant(quantize.input[1]), graph.constant(node.input[1])
+        if divided is None or multiplied is None or divided.size != 1 or multiplied.size != 1:  # F104 and F107 have those
+            continue
+        ours, theirs = (np.float32(scale.astype(np.float32).ravel()[0]) for scale in (multiplied, divided))
+        if ours != theirs and np.isfinite([ours, theirs]).all():
+            yield node.name, f"multiplies by {ours:.9g}, and {quantize.name} has divided by {theirs:.9g}; use one scale for both"
+
+
 def _dequantized(graph: Indexed, values: list[str]) -> Iterator[str]:
     for value in values:
         dequantize = graph.operand(value).dequantize

@@ -14,6 +14,8 @@ from .rules_products import activation_of, quantize_of, weight_of
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU provider lacks Q/DQ on BF16.
 FIRST_OPSET, LAST_OPSET, FIRST_IR = 19, 23, 9
+#: The last that TensorRT-RTX (1.7.1) was seen to build in FP8.
+LAST_BUILT = 24
 #: Input -> its dimensions. Each layer has a key and a value of `PAST` dimensions, and answers with one of `NEW`.
 INPUTS = {"input_ids": ("batch", "seq"), "attention_mask": ("batch", "capacity + seq"), "position_ids": ("batch", "seq")}
 LOGITS = ("batch", "seq", int)
@@ -28,8 +30,8 @@ def opset(graph: Indexed) -> Broken:
     """The opset has FP8, and the runtimes have the opset: TensorRT parses one that it does not know as if it did."""
     if graph.opset < FIRST_OPSET:
         yield "", f"opset {graph.opset} has no FP8; export with opset {LAST_OPSET}"
-    if graph.opset > LAST_OPSET:
-        yield "", f"opset {graph.opset} is newer than {LAST_OPSET}, the last that ONNX Runtime and TensorRT both run in FP8; export with opset {LAST_OPSET}"
+    if graph.opset > LAST_BUILT:
+        yield "", f"opset {graph.opset} is newer than {LAST_BUILT}, the last that TensorRT-RTX was seen to build in FP8; export with opset {LAST_OPSET}"
 
 
 @rule("F302", "ir-version", "warning")
@@ -197,3 +199,20 @@ def value_made(graph: Indexed) -> Broken:
     for name in graph.outputs:
         if name not in made:
             yield "", f"nothing makes the output {name}; {WRITE_AGAIN}"
+
+
+@rule("F315", "made-once")
+def made_once(graph: Indexed) -> Broken:
+    """No value is made twice, as an input, a tensor or a node's output: which of them is meant, each reader decides for itself."""
+    stored = [tensor.name for tensor in graph.model.graph.initializer]
+    outputs = [name for node in graph.nodes for name in node.output if name]
+    for name, count in Counter([*graph.inputs, *stored, *outputs]).items():
+        if count > 1:
+            yield "", f"{name} is made {count} times; {WRITE_AGAIN}"
+
+
+@rule("F316", "newer-opset", "warning")
+def newer_opset(graph: Indexed) -> Broken:
+    """The opset is one that ONNX Runtime runs in FP8 as well: in opset 24, which TensorRT-RTX builds, its CPU provider lacks Q/DQ on BF16."""
+    if LAST_OPSET < graph.opset <= LAST_BUILT:
+        yield "", f"opset {graph.opset} is newer than {LAST_OPSET}, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset {LAST_OPSET}"

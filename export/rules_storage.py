@@ -4,18 +4,22 @@ Only sizes and the headers of safetensors files are read (8 bytes of length, JSO
 """
 
 import json
+import math
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from onnx import TensorProto
+from onnx import TensorProto, helper
+from onnx.external_data_helper import uses_external_data
 
-from .indexed import Indexed, Stored, bytes_of, stored_at
+from .indexed import FP8_TYPES, Indexed, Stored, bytes_of, stored_at
 from .rules import Broken, rule
 from .rules_codes import type_name
 
 AGAIN = "export the graph again"
+#: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.
+ONE_EACH = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.INT32, *FP8_TYPES)
 COPY = "copy the graph's whole directory again"
 
 
@@ -101,11 +105,11 @@ def external_tensor(graph: Indexed) -> Broken:
             yield tensor.name, f"no tensor of {where.location} begins at byte {where.offset}; {AGAIN}"
         elif tensor.name in stored and stored[tensor.name][0] != where.offset:
             yield tensor.name, f"its data are those of {here[0]} in {where.location}; {AGAIN}"
-        elif stored[here[0]][1] != _SAFETENSORS.get(type_name(tensor.data_type)):
+        elif stored[here[0]][1] != _SAFETENSORS.get(type_name(tensor.data_type), stored[here[0]][1]):
             yield tensor.name, f"its data are {stored[here[0]][1]} in {where.location}, and {type_name(tensor.data_type)} in the graph; {AGAIN}"
 
 
-#: ONNX's names of element types -> safetensors'.
+#: ONNX's names of element types -> safetensors'; of those that are not here nothing is said.
 _SAFETENSORS = {
     "FLOAT": "F32", "FLOAT16": "F16", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "F8_E4M3", "FLOAT8E5M2": "F8_E5M2",
     "INT64": "I64", "INT32": "I32", "INT8": "I8", "UINT8": "U8", "BOOL": "BOOL",
@@ -130,3 +134,19 @@ def external_overlap(graph: Indexed) -> Broken:
     for (file, start, end, name), (other_file, other_start, other_end, other) in pairwise(places):
         if file == other_file and other_start < end and (start, end) != (other_start, other_end):
             yield other, f"its data begin at byte {other_start} of {file}, inside those of {name} (to {end}); {AGAIN}"
+
+
+@rule("F407", "inline-size")
+def inline_size(graph: Indexed) -> Broken:
+    """The data of a tensor inside the file are those of its type and shape, bytes or numbers."""
+    for name, tensor in graph.initializers.items():
+        kind = f"{type_name(tensor.data_type)} {list(tensor.dims)}"
+        if uses_external_data(tensor) or tensor.data_type == TensorProto.UNDEFINED:
+            continue
+        if tensor.HasField("raw_data"):
+            if len(tensor.raw_data) != bytes_of(tensor):
+                yield name, f"its data are {len(tensor.raw_data)} bytes, and {kind} takes {bytes_of(tensor)}; {AGAIN}"
+        elif tensor.data_type in ONE_EACH:
+            found = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
+            if found != math.prod(tensor.dims):
+                yield name, f"it holds {found} numbers, and {kind} takes {math.prod(tensor.dims)}; {AGAIN}"

@@ -97,11 +97,12 @@ def read(
 ) -> "tuple[Plan | None, str | None]":
     """The plan of an engine, or why it cannot be read."""
     from ..export.engine import inspect
-    from ..export.plan import read_inspector, read_plan
+    from ..export.plan import doubt, read_inspector, read_plan
 
     if info.runtime == "tensorrt-rtx":
         plan = read_plan(data.data) if len(data) else None
-        return plan, None if plan else "its text does not read"
+        reason = doubt(data.data, plan, info.target) if plan else "its text does not read"
+        return None if reason else plan, reason
     try:
         plan = read_inspector(inspect(data.data))
     except BackendError as error:

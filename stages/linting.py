@@ -36,14 +36,15 @@ def lint(path: Path, run: Run | None) -> Linted:
     Raises InputError for what is no ONNX file, and for a run whose promises do not read.
     """
     from ..export.indexed import load_graph
-    from ..export.lint import lint_graph
+    from ..export.lint import FORM, lint_graph
     from ..export.rules_products import is_fp8
 
     graph = load_graph(path)
     around = run or run_around(path)
     findings = lint_graph(graph, promise(around) if around else None)
-    fp8_products = sum(is_fp8(product) for product in graph.products)
-    return Linted(path, graph.opset, len(graph.products), fp8_products, around.scales if around else None, findings)
+    products = [] if any(finding.rule == FORM for finding in findings) else graph.products
+    fp8_products = sum(is_fp8(product) for product in products)
+    return Linted(path, graph.opset, len(products), fp8_products, around.scales if around else None, findings)
 
 
 def run_around(path: Path) -> Run | None:

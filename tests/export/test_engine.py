@@ -172,6 +172,19 @@ def test_a_dimension_of_another_name_is_refused(dimension: str, what: str) -> No
     assert str(refused.value) == f"features: its dimension {dimension!r} has no range ({what}); export the graph with `fp8q export`"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_batch": 99_999_999_999}, "--max-batch 99,999,999,999: is more than 2,147,483,647, the most that a runtime takes"),
+        ({"workspace": 99_999_999_999_999}, "--workspace 99,999,999,999,999: is more than 8,796,093,022,207, the most that a runtime takes"),
+    ],
+)
+def test_sizes_that_no_runtime_takes_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        EngineOptions(**sizes)  # type: ignore[arg-type]
+    assert str(refused.value) == message
+
+
 # Building.
 
 
@@ -217,6 +230,27 @@ def test_engines_of_an_earlier_build_do_not_outlive_it(run: tuple[Run, Any]) -> 
 
 
 @RTX
+def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fails(run: tuple[Run, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    where, written = run
+    where.record_file.write_text("{}")
+    with where.stage("build-engine", {}, {}) as log:
+        log.outputs += build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 16), SILENT)
+    before = {path.name: path.read_bytes() for path in where.engines.iterdir()}
+
+    def fails_for_the_second(onnx_file: Path, job: Job, report: Any) -> memoryview:
+        if job.target == "sm120":
+            raise BackendError("the builder failed")
+        return build(onnx_file, job, report)
+
+    monkeypatch.setattr(engine, "build", fails_for_the_second)
+    with pytest.raises(BackendError, match="the builder failed"), where.stage("build-engine", {}, {}) as log:
+        log.outputs += build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 32), SILENT)
+    assert {path.name: path.read_bytes() for path in where.engines.iterdir()} == before
+    assert [info.target for info in load_engines(where)] == ["sm89", "sm120"]  # the record still counts them
+    assert not [path.name for path in where.root.iterdir() if "engines" in path.name and path != where.engines]
+
+
+@RTX
 def test_the_options_of_a_build_reach_its_profiles_and_its_script(run: tuple[Run, Any]) -> None:
     where, written = run
     options = EngineOptions("tensorrt-rtx", ("sm89",), 4, 128, max_prompt=64, opt_batch=2, opt_seq_len=32, workspace=512)
@@ -237,7 +271,7 @@ def test_a_graph_of_an_opset_that_the_parser_only_pretends_to_know_is_not_built(
     edited(written.path, newer)
     with pytest.raises(InputError) as refused:
         build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
-    message = "F301 opset: opset 40 is newer than 23, the last that ONNX Runtime and TensorRT both run in FP8; export with opset 23"
+    message = "F301 opset: opset 40 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23"
     assert str(refused.value).startswith(f"{written.path}: {message}")
     assert not where.engines.exists()
 

@@ -283,6 +283,23 @@ def test_an_engine_with_one_profile_alone_is_unknown(fp8q: Fp8q, demo_run: Run, 
     assert (view["evidence"], view["unknown"]) == ("unknown", "the engine shows no product of profile 1")
 
 
+@pytest.mark.parametrize("cut", [1, 1000, 3_000_000])
+def test_a_plan_that_is_cut_off_behind_its_text_is_unknown(fp8q: Fp8q, demo_run: Run, tmp_path: Path, cut: int) -> None:
+    data = (demo_run.engines / "sm89.plan").read_bytes()
+    plan = tmp_path / "cut.plan"
+    plan.write_bytes(data[:-cut])
+    code, view, error = shown(fp8q, demo_run, "sm89", plan)
+    reason = f"it has {len(data) - cut} bytes and states {len(data)}, so it is cut off or of another format"
+    assert (code, view["evidence"], view["unknown"], view["fp8_products"]) == (3, "unknown", reason, 0)
+    assert f"cannot be told ({reason}), which does not meet --min-fp8-share 1; " in error
+
+
+def test_a_plan_of_another_target_is_unknown(fp8q: Fp8q, demo_run: Run) -> None:
+    for target, other in (TARGETS, TARGETS[::-1]):
+        code, view, _ = shown(fp8q, demo_run, target, demo_run.engines / f"{other}.plan")
+        assert (code, view["evidence"], view["unknown"], view["fp8_products"]) == (3, "unknown", f"its programs are for {other}", 0)
+
+
 def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(fp8q: Fp8q, demo_run: Run, built: Built, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     shutil.copyfile(built(no_activation_quantized, "sm89"), run.engines / "sm89.plan")

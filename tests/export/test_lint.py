@@ -268,6 +268,21 @@ def start_of(name: str) -> Callable[[Path], int]:
     return read
 
 
+def other_pair_scale(model: ModelProto) -> None:
+    model.graph.initializer.append(helper.make_tensor("other", TensorProto.FLOAT, [], [0.25]))
+    node(model, f"{DOWN}.input.dequantize").input[1] = "other"
+
+
+def inline(data: bytes) -> Callable[[ModelProto], None]:
+    """The scales of DOWN's weight inside the file, as `data`."""
+
+    def change(model: ModelProto) -> None:
+        stored = tensor(model, f"{DOWN}.weight_scale")
+        stored.CopyFrom(TensorProto(name=stored.name, data_type=stored.data_type, dims=stored.dims, raw_data=data))
+
+    return change
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to break a rule. `foreign`: without a promise; `promised`: another promise than the graph's own."""
@@ -310,6 +325,7 @@ CASES = [
     Case("F109", ("relu: Relu reads FP8 codes " + f"{DOWN}.input.quantize_output (opset 23 allows no FP8 there); dequantize them first",), relu_of_codes),
     Case("F110", (f"{LAYER}.self_attn.attention: its input query comes from Q/DQ, which does not make it FP8 attention; leave it out, or use plain products",), quantized_query),
     Case("F111", ("table.quantize: quantizes the constant table when the graph is built; store its codes, behind a DequantizeLinear",), quantized_constant),
+    Case("F112", (f"{DOWN}.input.dequantize: multiplies by 0.25, and {DOWN}.input.quantize has divided by 0.01953125; use one scale for both",), other_pair_scale, foreign=True),
     Case("F201", (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",), cast_between),
     Case("F201", (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), scaled_weight),
     Case("F202", (f"{DOWN}.matmul: its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too",), options={"wide_inputs": (DOWN,)}, foreign=True),
@@ -330,8 +346,9 @@ CASES = [
     Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives"
                        for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))), options={"hidden": 24}),
     Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
-    Case("F301", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT both run in FP8; export with opset 23",),
+    Case("F316", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset 23",),
          versions(24, 12)),
+    Case("F301", ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",), versions(25, 13)),
     Case("F302", ("IR version 10 is older than opset 23, which came with 11; write IR version 11",), versions(23, 10)),
     Case("F302", (f"IR version 99 is newer than {onnx.IR_VERSION}, the newest that onnx {onnx.__version__} knows; write IR version 11",), versions(23, 99)),
     Case("F303", ("node_Softplus: com.example.Softplus is no standard operator; express it in standard ones",),
@@ -367,6 +384,9 @@ CASES = [
     Case("F313", (f"{DOWN}.input.quantize: reads nowhere, which nothing makes; {EXPORT}",), lambda model: node(model, f"{DOWN}.input.quantize").input.__setitem__(0, "nowhere")),
     Case("F313", (f"{DOWN}.input.quantize: reads {{gated}}, which is made only later; {EXPORT}",), late),
     Case("F313", (f"nothing makes the output elsewhere; {EXPORT}",), lambda model: setattr(model.graph.output.add(), "name", "elsewhere"), foreign=True),
+    Case("F314", (f"{DOWN}.matmul: MatMul has 1 inputs and takes 2 at least; {EXPORT}",), lambda model: node(model, f"{DOWN}.matmul").input.pop()),
+    Case("F315", (f"{DOWN}.weight_scale is made 2 times; {EXPORT}",), lambda model: model.graph.initializer.append(tensor(model, f"{DOWN}.weight_scale"))),
+    Case("F315", (f"logits is made 2 times; {EXPORT}",), lambda model: model.graph.node.append(helper.make_node("Identity", ["input_ids"], ["logits"], name="again"))),
     Case("F401", (f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file beside the graph",),
          set_place(f"{DOWN}.weight", location="../model.safetensors")),
     Case("F401", (f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the graph",), set_place(f"{DOWN}.weight", location="/etc/hostname")),
@@ -382,6 +402,7 @@ CASES = [
     Case("F406", (f"F405 external-tensor: {DOWN}.weight: no tensor of model.safetensors begins at byte {{down16}}; {EXPORT}",
                   f"{DOWN}.weight_scale: its data begin at byte {{scale}} of model.safetensors, inside those of {DOWN}.weight (to {{down_end16}}); {EXPORT}"),
          move_place(f"{DOWN}.weight", 16)),
+    Case("F407", (f"{DOWN}.weight_scale: its data are 3 bytes, and FLOAT [128] takes 512; {EXPORT}",), inline(b"abc")),
 ]  # fmt: skip
 
 

@@ -130,6 +130,12 @@ def test_an_engine_with_fewer_profiles_than_asked_for_is_unknown(engine_of: Engi
     assert found.wide[DOWN] == "the engine shows no product of profile 2"
 
 
+def test_an_engine_with_more_profiles_than_expected_is_unknown(engine_of: Engines) -> None:
+    found = evidence(read_plan(engine_of("sm89")[1]), promise(), profiles=1)
+    assert (found.kind, found.fp8) == ("unknown", frozenset())
+    assert found.wide[DOWN] == "the engine shows products of profile 1, and 1 are expected"
+
+
 def test_an_engine_whose_text_does_not_read_is_unknown(engine_of: Engines) -> None:
     _, engine = engine_of("sm89")
     for foreign in (b"", b"\x7fELF" * 100, engine.replace(b"fully_connected={", b"fully_combined_={"), engine.replace(b"header {", b"HEADER {")):
