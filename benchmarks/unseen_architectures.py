@@ -1,10 +1,12 @@
 """Does an architecture that nobody prepared fp8q for work, or is it refused by name before any work?
 
-    python benchmarks/unseen_architectures.py [--names Olmo2Config,BloomConfig]
+    python benchmarks/unseen_architectures.py [--names Olmo2Config,BloomConfig] [--graph]
 
-Takes configurations from transformers' own list, two layers of width 128 each with random weights, and an FP8 KV cache: calibrated, exported, ONNX Runtime's logits held
-against the exact reference at the first position (limit 1e-4: before any code can differ much), built by TensorRT-RTX for sm89, loaded by transformers.
-Nothing is said of accuracy: the weights are random. Prints a line for each, and last one line of JSON; exit status 1 when one neither works nor is refused.
+Takes configurations from transformers' own list, two layers of width 128 each with random weights. First attention, positions and cache, with nothing quantized: what the graph is traced
+from is run in FP32 and held against transformers' eager attention at every position, for a prompt of 32 tokens at once, and for one of 12 with 20 tokens decoded from a buffer (limit: 1e-4 of
+the largest logit; windows are 12); `--graph` ends there. Then all of it with an FP8 KV cache: calibrated, exported, ONNX Runtime's logits held against the exact reference at the first position of a row (limit
+1e-4; later a code may differ), built by TensorRT-RTX for sm89, loaded by transformers. Nothing is said of accuracy: the weights are random. Prints a line for each, and last one line of
+JSON; exit status 1 when one neither works nor is refused.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.api import CalibrateOptions, EngineOptions, InputError, build_engine, calibrate
+from fp8q.calibrate.source import open_source
+from fp8q.export.graph import GraphPlan, cache_shape, prepare
 from fp8q.quantize.reference import load_reference
 from fp8q.run import library_versions
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
+from fp8q.stages.sources import products_of
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 LIMIT = 1e-4
+PROMPT = 12
 SMALL = {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
@@ -40,9 +47,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("ApertusConfig", "ArceeConfig", "CohereConfig", "Exaone4Config", "GraniteConfig", "NanoChatConfig", "NemotronConfig", "OlmoConfig"), GROUPED
     ),
-    **dict.fromkeys(("Olmo2Config", "SmolLM3Config", "StableLmConfig", "Starcoder2Config"), GROUPED),
+    **dict.fromkeys(("Olmo2Config", "SmolLM3Config", "StableLmConfig", "DogeConfig", "DiffLlamaConfig"), GROUPED),
     **dict.fromkeys(("Ernie4_5Config", "GlmConfig", "Glm4Config", "HeliumConfig", "HunYuanDenseV1Config", "SeedOssConfig", "Gemma2Config"), HEADS),
-    **dict.fromkeys(("Olmo3Config", "Cohere2Config"), GROUPED | {"sliding_window": 12}),
+    **dict.fromkeys(("Olmo3Config", "Cohere2Config", "Starcoder2Config"), GROUPED | {"sliding_window": 12}),
     **dict.fromkeys(("PhiConfig", "PersimmonConfig", "FalconConfig", "GPTNeoXJapaneseConfig"), SMALL),
     **dict.fromkeys(("GPTJConfig", "CodeGenConfig"), GPT | {"rotary_dim": 8}),
     "GPTBigCodeConfig": GPT | {"n_inner": 192},
@@ -62,6 +69,35 @@ def random_checkpoint(path: Path, config: str) -> Path:
     return path
 
 
+def graph_difference(path: Path, ids: torch.Tensor) -> float:
+    """How far the graph's attention, positions and cache are from transformers' own: the largest difference of any logit at any position, as a share of the largest logit.
+
+    `ids` int64 [rows, length] run at once, and again prefilled up to `PROMPT` and decoded token by token from a buffer that is longer than the text.
+    """
+    with torch.inference_mode():
+        eager: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        expected = eager(input_ids=ids).logits
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        heads, size = cache_shape(model.config.get_text_config())
+        graph, (rows, length) = prepare(model, GraphPlan({}, "", torch.float32)), ids.shape
+        positions, capacity = torch.arange(length).expand(rows, -1), length + 8
+
+        def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return [(torch.zeros(rows, heads, slots, size), torch.zeros(rows, heads, slots, size)) for _ in graph.attention]
+
+        at_once = graph(ids, torch.ones_like(ids), positions, past(0))[0]
+        buffers, filled, parts = past(capacity), torch.zeros(rows, capacity, dtype=torch.int64), []
+        for span in (slice(PROMPT), *(slice(at, at + 1) for at in range(PROMPT, length))):
+            step = ids[:, span]
+            logits, *new = graph(step, torch.cat([filled, torch.ones_like(step)], 1), positions[:, span], buffers)
+            parts.append(logits)
+            filled[:, span] = 1
+            for buffer, states in zip((part for pair in buffers for part in pair), new, strict=True):
+                buffer[:, :, span] = states
+    differences = [float((logits - expected).abs().max()) for logits in (at_once, torch.cat(parts, 1))]
+    return max(differences) / float(expected.abs().max())
+
+
 def whole_way(config: str, folder: Path) -> dict[str, object]:
     """Calibrate, export, run, build and load one; raises InputError when it is refused."""
     text = folder / "text.txt"
@@ -76,6 +112,7 @@ def whole_way(config: str, folder: Path) -> dict[str, object]:
     (engine,) = build_engine(run.root, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=48, min_fp8_share=0))
     loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
     return {
+        "graph_difference": graph_difference(model, torch.from_numpy(ids)),
         "first_position_difference": float(np.abs(logits - expected)[:, 0].max(-1).min()),
         "promised_products": engine.promised_products,
         "fp8_products": engine.fp8_products,
@@ -83,29 +120,41 @@ def whole_way(config: str, folder: Path) -> dict[str, object]:
     }
 
 
-def outcome(config: str) -> dict[str, object]:
+def graph_alone(config: str, folder: Path) -> dict[str, object]:
+    """The graph's module alone; raises InputError when the configuration is refused."""
+    model = random_checkpoint(folder / "model", config)
+    products_of(open_source(str(model)), ())
+    return {"graph_difference": graph_difference(model, torch.arange(2, 66).reshape(2, 32))}
+
+
+def outcome(config: str, way: Callable[[str, Path], dict[str, object]] = whole_way) -> dict[str, object]:
     """What became of one configuration: numbers, or why it is refused."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return whole_way(config, Path(folder))
+            return way(config, Path(folder))
         except InputError as refused:
             return {"refused": str(refused).replace(f"{folder}/model: ", "")}
 
 
 def works(result: dict[str, object]) -> bool:
-    """Whether everything was as it should be."""
-    difference = result.get("first_position_difference")
-    return isinstance(difference, float) and difference < LIMIT and result["fp8_products"] == result["promised_products"] and not result["keys_that_do_not_fit"]
+    """Whether everything that was tried was as it should be."""
+    differences = [result[name] for name in ("graph_difference", "first_position_difference") if name in result]
+    right = bool(differences) and all(isinstance(difference, float) and difference < LIMIT for difference in differences)
+    return right and result.get("fp8_products") == result.get("promised_products") and not result.get("keys_that_do_not_fit")
 
 
 def main() -> int:
     """Try each, print, and say by the exit status whether each works or is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", default=",".join(sorted(CONFIGURATIONS)))
+    parser.add_argument(
+        "--graph", action="store_true", help="only hold the graph's attention against eager attention: seconds each, nothing quantized or built"
+    )
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     results = {}
-    for config in parser.parse_args().names.split(","):
-        results[config] = outcome(config)
+    for config in arguments.names.split(","):
+        results[config] = outcome(config, graph_alone if arguments.graph else whole_way)
         print(f"{config}: {'works' if works(results[config]) else results[config].get('refused', results[config])}", flush=True)
     good = all("refused" in result or works(result) for result in results.values())
     print(json.dumps({"results": results, "limit": LIMIT, "passed": good, "versions": library_versions()}))

@@ -1,0 +1,57 @@
+"""`benchmarks/unseen_architectures.py` sees a wrong attention: a window ignored, a scale, a cache that is a slot off."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fp8q.export import graph
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "unseen_architectures.py"
+
+
+@pytest.fixture(scope="module")
+def unseen() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("unseen_architectures", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def windowed(unseen: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = unseen.random_checkpoint(tmp_path_factory.mktemp("olmo3") / "model", "Olmo3Config")
+    return path
+
+
+IDS = torch.arange(2, 66).reshape(2, 32)
+
+
+def test_the_graph_says_what_eager_attention_says(unseen: ModuleType, windowed: Path) -> None:
+    assert unseen.graph_difference(windowed, IDS) < unseen.LIMIT
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda key, given: (key, given | {"sliding_window": None}),
+        lambda key, given: (key, given | {"scaling": 1.5 * given["scaling"]}),
+        lambda key, given: (key.roll(1, 2) if key.shape[2] > IDS.shape[1] else key, given),
+    ],
+    ids=["window", "scale", "slots"],
+)
+def test_a_wrong_attention_is_seen(broken: Callable[[Any, Any], Any], unseen: ModuleType, windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = graph.attention
+
+    def wrong(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
+        key, given = broken(key, given)
+        return right(module, query, key, value, attention_mask, **given)
+
+    monkeypatch.setattr(graph, "attention", wrong)
+    assert unseen.graph_difference(windowed, IDS) > 0.1
