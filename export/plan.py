@@ -189,6 +189,9 @@ def read_inspector(information: str) -> Plan | None:
         layers = [layer for layer in json.loads(information)["Layers"] if isinstance(layer, dict)]
     except (ValueError, KeyError, TypeError):
         return None
+    ends = [layer.get(end) or [] for layer in layers for end in ("Inputs", "Outputs")]
+    if not all(isinstance(tensors, list) and all(isinstance(tensor, dict) for tensor in tensors) for tensors in ends):
+        return None
     found: dict[Profile, list[Product]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
     for layer in layers:

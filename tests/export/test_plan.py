@@ -205,6 +205,18 @@ def test_kernels_around_a_product_and_attention_are_told_from_the_inspectors_jso
     assert attention_rows(plan, ["prefill", "decode"]) == [AttentionRow("prefill", "a", "attend", "_fmha_v2", ("bf16",) * 3, "bf16")]
 
 
-@pytest.mark.parametrize("information", ["", "no JSON", "[]", "{}", '{"Layers": ["a.matmul", "b.matmul"]}', '{"Layers": [{"Name": "a", "LayerType": "gemm"}]}'])
+@pytest.mark.parametrize(
+    "information",
+    [
+        "",
+        "no JSON",
+        "[]",
+        "{}",
+        '{"Layers": ["a.matmul", "b.matmul"]}',
+        '{"Layers": [{"Name": "a", "LayerType": "gemm"}]}',
+        '{"Layers": [{"LayerType": "gemm", "Inputs": ["x"]}]}',
+        '{"Layers": [{"LayerType": "gemm", "Inputs": 3}]}',
+    ],
+)
 def test_what_the_inspector_says_otherwise_is_unknown(information: str) -> None:
     assert read_inspector(information) is None
