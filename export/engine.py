@@ -100,7 +100,7 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
             path, timings = fresh / f"{target}.plan", directory / f"{target}.timings"
             info, found = build_engine(graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
             write_document(path.with_suffix(".json"), info)
-            write_script(path.with_suffix(".sh"), graph, info, options.workspace)
+            write_script(path.with_suffix(".sh"), graph, info, options.workspace, directory)
             for line in remarks(info, found) if options.precision == "fp8" else []:
                 report.note(line)
     written = [directory / f"{target}.{kind}" for target in options.targets for kind in ("plan", "json", "sh")]
@@ -117,7 +117,7 @@ def together(directory: Path) -> Iterator[Path]:
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         yield fresh
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         for file in sorted(fresh.iterdir()):
             file.replace(directory / file.name)
     finally:

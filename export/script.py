@@ -5,6 +5,7 @@ taken from their documentation and the tool's source (samples/common/sampleOptio
 """
 
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,18 +41,21 @@ trap 'rm -rf "$INPUTS"' EXIT
 """
 
 
-def write_script(path: Path, onnx_file: Path, info: "EngineInfo", workspace: int | None) -> None:
-    """Write the script that builds and times the engine `info` of a graph; `workspace` in MiB, None: the tool's own limit."""
+def write_script(path: Path, onnx_file: Path, info: "EngineInfo", workspace: int | None, directory: Path | None = None) -> None:
+    """Write the script that builds and times the engine `info` of a graph; `workspace` in MiB, None: the tool's own limit.
+
+    `directory`: where the script will lie, when it is written elsewhere first.
+    """
     with replacing(path) as partial:
-        partial.write_text(script(onnx_file, info, workspace), encoding="utf-8")
+        partial.write_text(script(onnx_file, info, workspace, directory or path.parent), encoding="utf-8")
 
 
-def script(onnx_file: Path, info: "EngineInfo", workspace: int | None) -> str:
-    """The script's text; the graph is named relative to the script, as `../model/model.onnx`."""
+def script(onnx_file: Path, info: "EngineInfo", workspace: int | None, directory: Path) -> str:
+    """The script's text; the graph is named relative to its `directory`, as `../model/model.onnx`."""
     inputs = load_graph(onnx_file).inputs
     dimensions = {name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for name, value in inputs.items()}
     integers = [name for name, value in inputs.items() if value.type.tensor_type.elem_type == TensorProto.INT64]
-    tool, graph = TOOLS[info.runtime], f"../{onnx_file.parent.name}/{onnx_file.name}"
+    tool, graph = TOOLS[info.runtime], os.path.relpath(onnx_file, directory)
     build = [f"--onnx={graph}", '--saveEngine="$ENGINE"', "--skipInference", *_flags(info, workspace), *_build(info.profiles, dimensions)]
     parts = [_HEAD.format(tool=tool, target=info.target, title=TITLES[info.runtime], version=info.version), _command(build)]
     for index, profile in enumerate(info.profiles):

@@ -61,8 +61,8 @@ def test_the_same_graph_is_built_in_the_same_profiles_and_both_are_timed(tmp_pat
         assert [set(np.fromfile(folder / name, np.int64)) for name in ("input_ids", "attention_mask", "position_ids")] == [{0}, {1}, {0}]
 
 
-def test_both_profiles_are_told_apart_by_their_number(decoder: Callable[..., Any]) -> None:
-    lines = [line.strip(" \\") for line in script(decoder().path, info("tensorrt-rtx", "1.7.1", "sm89"), None).splitlines()]
+def test_both_profiles_are_told_apart_by_their_number(decoder: Callable[..., Any], tmp_path: Path) -> None:
+    lines = [line.strip(" \\") for line in script(decoder().path, info("tensorrt-rtx", "1.7.1", "sm89"), None, tmp_path).splitlines()]
     at = [lines.index(f"--profile={index}") for index in (0, 1)]
     assert [line.partition("=")[0] for line in lines[at[0] : at[1] + 4]] == [*["--profile", "--minShapes", "--optShapes", "--maxShapes"]] * 2
     assert lines[at[1] + 3].startswith("--maxShapes=input_ids:4x1,attention_mask:4x129,position_ids:4x1,past_key_values.0.key:4x2x128x64,")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from fp8q import api
 from fp8q.errors import GateError, InputError
 from fp8q.export.engine import load_engines
-from fp8q.options import Baseline
+from fp8q.options import Baseline, Precision
 from fp8q.quantize.scales import Scales, load_scales
 from fp8q.run import Run, read_document
 from fp8q.stages.corpora import load_tokens
@@ -152,10 +152,12 @@ def test_int8_scales_follow_from_the_same_statistics(run: Run) -> None:
 
 
 def test_engines_of_all_precisions_say_what_they_run(copied: Run) -> None:
-    for precision in ("fp8", "bf16", "int8"):
+    graphs: dict[Precision, str] = {"int8": "../../baselines/int8/model.onnx", "bf16": "../../baselines/bf16/model.onnx", "fp8": "../model/model.onnx"}
+    for precision, graph in graphs.items():
         options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64, precision=precision)
         (engine,) = api.build_engine(copied.root, options)
         assert engine.evidence == "plan"
+        assert f"--onnx={graph} " in (copied.engines_of(precision) / "sm89.sh").read_text()
     assert (copied.engines / "int8" / "sm89.plan").is_file()
     assert [load_engines(copied, precision)[0].ran for precision in ("fp8", "bf16", "int8")] == [
         None,
