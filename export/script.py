@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 TOOLS = {"tensorrt": "trtexec", "tensorrt-rtx": "tensorrt_rtx"}
 #: From this version of TensorRT on, every network is strongly typed.
 ALWAYS_TYPED = 11
-#: Names of the inputs that trtexec must not fill with noise: token ids and positions are 0, every slot of the mask is filled.
+#: Inputs that trtexec must not fill itself, by the bytes of a value: noise would be no token, and FP8 it cannot fill at all (sampleInference.cpp asserts).
+LOADED: dict[int, int] = {TensorProto.INT64: 8, TensorProto.FLOAT8E4M3FN: 1}
+#: The input whose every slot is 1; all others that are loaded are 0.
 FILLED = "attention_mask"
 
 _HEAD = """\
@@ -54,15 +56,20 @@ def script(onnx_file: Path, info: "EngineInfo", workspace: int | None, directory
     """The script's text; the graph is named relative to its `directory`, as `../model/model.onnx`."""
     inputs = load_graph(onnx_file).inputs
     dimensions = {name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for name, value in inputs.items()}
-    integers = [name for name, value in inputs.items() if value.type.tensor_type.elem_type == TensorProto.INT64]
+    kinds = {name: value.type.tensor_type.elem_type for name, value in inputs.items()}
+    loaded = {name: LOADED[kind] for name, kind in kinds.items() if kind in LOADED}
     tool, graph = TOOLS[info.runtime], os.path.relpath(onnx_file, directory)
     build = [f"--onnx={graph}", '--saveEngine="$ENGINE"', "--skipInference", *_flags(info, workspace), *_build(info.profiles, dimensions)]
     parts = [_HEAD.format(tool=tool, target=info.target, title=TITLES[info.runtime], version=info.version), _command(build)]
     for index, profile in enumerate(info.profiles):
         shapes = {name: profile.shapes(name, sizes)[1] for name, sizes in dimensions.items()}
-        loaded = ",".join(f'{name}:"$INPUTS/{name}"' for name in integers)
-        run = [f"--useProfile={index}", f"--shapes={_shapes(shapes)}", f"--loadInputs={loaded}", "--noDataTransfers", "--useSpinWait"]
-        parts += [f"\n# {profile.name}\n", *(_fill(name, math.prod(shapes[name])) for name in integers), _command(['--loadEngine="$ENGINE"', *run])]
+        files = ",".join(f'{name}:"$INPUTS/{name}"' for name in loaded)
+        run = [f"--useProfile={index}", f"--shapes={_shapes(shapes)}", f"--loadInputs={files}", "--noDataTransfers", "--useSpinWait"]
+        parts += [
+            f"\n# {profile.name}\n",
+            *(_fill(name, math.prod(shapes[name]), size) for name, size in loaded.items()),
+            _command(['--loadEngine="$ENGINE"', *run]),
+        ]
     return "".join(parts)
 
 
@@ -87,11 +94,11 @@ def _shapes(shapes: Mapping[str, Sequence[int]]) -> str:
     return ",".join(f"{shlex.quote(name)}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
 
 
-def _fill(name: str, count: int) -> str:
-    """A file of `count` integers of 8 bytes: ones for the mask, else zeros."""
+def _fill(name: str, count: int, size: int) -> str:
+    """A file of `count` values of `size` bytes: ones for the mask, else zeros. trtexec gives an empty tensor one byte, and wants a file of that."""
     if name == FILLED:
         return f"printf '\\001\\0\\0\\0\\0\\0\\0\\0%.0s' $(seq {count}) > \"$INPUTS/{name}\"\n"
-    return f'head -c {8 * count} /dev/zero > "$INPUTS/{name}"\n'
+    return f'head -c {max(1, size * count)} /dev/zero > "$INPUTS/{name}"\n'
 
 
 def _command(arguments: Sequence[str]) -> str:
