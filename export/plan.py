@@ -35,7 +35,7 @@ from typing import Literal
 from . import names
 
 #: What the plan and the inspector call an element type -> the name used here.
-TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8"}
+TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8", "float8": "fp8", "float16": "fp16"}
 Profile = int
 Kind = Literal["plan", "inspector", "unknown"]
 
@@ -210,7 +210,7 @@ def read_inspector(information: str) -> Plan | None:
 _LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _IS_PRODUCT = re.compile("gemm|matrix|matmul", re.IGNORECASE)
 _PROFILE = re.compile(r"\[profile (\d+)\]")
-_INSPECTED = re.compile("fp8|bfloat16|bf16|half|fp16|float|fp32|int8", re.IGNORECASE)
+_INSPECTED = re.compile("fp8|float8|bfloat16|bf16|half|fp16|float16|float|fp32|int8", re.IGNORECASE)
 
 
 def _inspected_type(tensor: Mapping[str, object]) -> str:

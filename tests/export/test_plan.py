@@ -174,7 +174,10 @@ def layer(name: str, kind: str, nodes: tuple[str, ...], inputs: tuple[str, ...],
     }
 
 
-@pytest.mark.parametrize(("key", "fp8", "fp32"), [("Format/Datatype", "Row major linear FP8 format", "Row major linear FP32"), ("DataType", "FP8", "Float")])
+@pytest.mark.parametrize(
+    ("key", "fp8", "fp32"),
+    [("Format/Datatype", "Row major linear FP8 format", "Row major linear FP32"), ("DataType", "FP8", "Float"), ("DataType", "Float8", "Float")],
+)
 def test_the_inspectors_json_of_tensorrt_10_and_11_reads_as_documented(key: str, fp8: str, fp32: str) -> None:
     layers = [
         layer("q_myl0_1", "gemm", ("a.q.matmul", "a.q.weight.dequantize"), (fp8, fp8), fp32, key),
