@@ -74,7 +74,10 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
 
 
 def positions(run: Run) -> int | None:
-    """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing or changed."""
+    """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing."""
     from ..calibrate.architecture import max_positions
 
-    return max_positions(json.loads(run.require(run.model / "config.json", "quantize").read_text(encoding="utf-8")))
+    config = run.model / "config.json"
+    if not config.is_file():
+        raise InputError(f"{config}: is missing; `fp8q calibrate` writes it, run that first")
+    return max_positions(json.loads(config.read_text(encoding="utf-8")))
