@@ -4,7 +4,7 @@
 
 Makes checkpoints of 5 and 14 layers (`synthetic`: 4.3 and 8.2 GB). A process of its own runs all of `calibrate` but the ONNX export on a few windows.
 The largest layer is a decoder layer (0.44 GB), though the embedding (1.05 GB) is larger: that is the stricter
-limit, and says that the embedding is never copied. Growth is the difference of the two peaks of the stage `measure`, a layer; a layer that stayed would be 0.44 GB.
+limit, and says that the embedding is never copied. Growth is the largest difference of a stage's two peaks, a layer; a layer that stayed would be 0.44 GB.
 The ceiling beside it, what any way of running a layer needs, is that layer alone. Prints one JSON line; exit status 1 when a limit is not met.
 """
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import torch
 from synthetic import DEMO, commit, layer_shapes, sampled, write_checkpoint
@@ -49,7 +50,7 @@ def calibrate(checkpoint: str, out: str, windows: int, seq_len: int) -> None:
     choosing.quantize(run, source, products, options, notes)
 
 
-def measure_checkpoint(folder: Path, layers: int, windows: int, seq_len: int, limit: int) -> dict[str, object]:
+def measure_checkpoint(folder: Path, layers: int, windows: int, seq_len: int, limit: int) -> dict[str, Any]:
     """Write a checkpoint, calibrate it, remove it."""
     checkpoint, run = folder / "model", folder / "run"
     size = write_checkpoint(checkpoint, layers)
@@ -76,8 +77,8 @@ def main() -> int:
     limit, measured = FIXED_BYTES + LAYERS_HELD * layer, commit()
     with tempfile.TemporaryDirectory() as directory:
         found = [measure_checkpoint(Path(directory), layers, options.windows, options.seq_len, limit) for layers in options.layers]
-    peaks = [checkpoint["stages"]["measure"]["peak_anonymous_bytes"] for checkpoint in found]  # type: ignore[index]
-    growth = (peaks[1] - peaks[0]) / (options.layers[1] - options.layers[0])
+    small, large = (checkpoint["stages"] for checkpoint in found)
+    growth = max(large[stage]["peak_anonymous_bytes"] - small[stage]["peak_anonymous_bytes"] for stage in small) / (options.layers[1] - options.layers[0])
     passed = all(checkpoint["passed"] for checkpoint in found) and growth <= GROWTH_SHARE * layer
     result = {
         "benchmark": "memory", "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "versions": library_versions(), "commit": measured,
