@@ -10,12 +10,24 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, NameFixPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    DeduplicateInitializersPass,
+    InlinePass,
+    LiftConstantsToInitializersPass,
+    NameFixPass,
+    RemoveUnusedNodesPass,
+    RemoveUnusedOpsetsPass,
+)
 
 from . import names
+
+if TYPE_CHECKING:
+    from onnxscript.rewriter.pattern import RewriteRule
 
 #: safetensors' names of element types, as ONNX's.
 ELEMENT_TYPES = {
@@ -173,19 +185,39 @@ def simplify(model: ir.Model) -> None:
     Only shapes and small constants are folded: a quantized weight stays a constant in front of its DequantizeLinear, and no weight is read. Scales
     that happen to be equal stay apart, since scales chosen again may differ: to the optimizer each is another number, and none that a
     model computes with (it would make one constant of a scale and of an exponent 2).
+    The passes are those of `onnxscript.optimizer.optimize_ir` without the rules that no decoder needs: one of them (two Slices into a Split) looks
+    through the whole graph at every node, so that the time grew with the square of the layers.
     """
-    from onnxscript import optimizer
+    from onnxscript.optimizer import fold_constants_ir
+    from onnxscript.rewriter import RewritePass
 
     scales = {name: value.const_value for name, value in model.graph.initializers.items() if name.endswith("_scale")}
     for number, (name, scale) in enumerate(scales.items(), 1):
         assert scale is not None, "point_at_weights gave every scale its place"
         model.graph.initializers[name].const_value = ir.tensor(np.full(scale.shape.numpy(), 2.0**-100 * (1 + number * 2.0**-20), np.float32), name=name)
-    optimizer.optimize_ir(model, should_fold=_foldable)
-    CommonSubexpressionEliminationPass()(model)
-    RemoveUnusedNodesPass()(model)
-    NameFixPass()(model)
+    InlinePass()(model)
+    for _ in range(2):  # what one rule uncovers another folds
+        fold_constants_ir(model, onnx_shape_inference=True, should_fold=_foldable)
+        RewritePass(_rules())(model)
+        RemoveUnusedNodesPass()(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    for merge in (DeduplicateInitializersPass(), CommonSubexpressionEliminationPass(), RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass(), NameFixPass()):
+        merge(model)
     for name, value in model.graph.initializers.items():
         value.const_value = scales.get(name, value.const_value)
+
+
+def _rules() -> list["RewriteRule"]:
+    """What onnxscript can simplify in the graph of a decoder."""
+    from onnxscript.rewriter.rules import common
+
+    return [
+        *common.mul_by_1_rule.commute(), *common.add_0_rule.commute(), common.sub_0_rule, common.div_by_1_rule,
+        common.cast_cast_rule, common.no_op_cast_rule, common.cast_constant_of_shape_rule, common.cast_constant_of_shape_without_value_rule,
+        common.collapse_slice_rule, common.collapse_slice2_rule, common.no_op_expand_rule, common.no_op_transpose_rule, common.transpose_transpose_rule,
+        common.materialize_reshape_shape_rule, common.reshape_reshape_rule, common.squeeze_reshape_1d_rule, common.unsqueeze_unsqueeze_rule,
+        common.no_op_dynamic_scatter_nd_rule, common.no_op_static_scatter_nd_rule,
+    ]  # fmt: skip
 
 
 def _foldable(node: ir.Node) -> bool | None:
