@@ -7,12 +7,8 @@ a stage is done again when any of these, or the version of fp8q, has changed, an
 stage wrote is refused instead of used.
 """
 
-import errno
 import fcntl
-import hashlib
 import json
-import os
-import re
 import resource
 import shutil
 import time
@@ -21,15 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from safetensors import SafetensorError
+from pydantic import Field, JsonValue
 
 from . import __version__
 from .errors import InputError
+from .files import PARTIAL, Strict, disk_errors, read_document, remove, replacing, sha256_file, write_document
 
-PARTIAL = ".partial"
 #: How the folder ends that a killed stage goes on from.
 WORK = ".work"
 #: The distributions whose versions are written beside what they helped to make.
@@ -54,15 +49,6 @@ COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrat
 }
 #: What the graph is called beside its weights, and the same graph computing in FP32.
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
-
-
-class Strict(BaseModel):
-    """A JSON object of the run directory: frozen, unknown keys refused; infinity and NaN, which JSON lacks, are strings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
-
-
-Document = TypeVar("Document", bound=BaseModel)
 
 
 class StageRecord(Strict):
@@ -222,7 +208,7 @@ class Run:
                         machine=log.machine,
                     )
                     write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
-                    _remove(self._work_folder(name))
+                    remove(self._work_folder(name))
             except BaseException:
                 self._give_up(before, name, created)
                 raise
@@ -271,7 +257,7 @@ class Run:
         folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
         if not written.is_file() or written.read_text(encoding="utf-8") != wanted:
-            _remove(folder)
+            remove(folder)
             folder.mkdir(parents=True)
             with replacing(written) as partial:
                 partial.write_text(wanted, encoding="utf-8")
@@ -279,7 +265,7 @@ class Run:
             yield folder
         except (InputError, OSError):
             with suppress(OSError):  # a rank may still be writing there
-                _remove(folder) if not rank else self.leave_work(name, rank)
+                remove(folder) if not rank else self.leave_work(name, rank)
             raise
 
     def leave_work(self, name: str, rank: int) -> None:
@@ -314,85 +300,6 @@ LOCK = ".lock"
 
 def _is_ours(path: Path) -> bool:
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith((PARTIAL, WORK)))
-
-
-@contextmanager
-def disk_errors(where: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write into an InputError that names the directory and the remedy."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
-        remedies = {
-            errno.ENOSPC: "no space left on the disk; free some or name another directory",
-            errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
-            errno.EACCES: "permission denied; name a directory you may write to",
-            errno.EROFS: "the file system is read-only; name a directory you may write to",
-        }
-        if number not in remedies:
-            raise
-        raise InputError(f"{getattr(error, 'filename', None) or where}: {remedies[number]}") from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.parent / f".{path.name}{PARTIAL}"
-    _remove(partial)
-    try:
-        yield partial
-        _readable(partial)
-        if partial.is_file():
-            with open(partial, "rb+") as handle:
-                os.fsync(handle.fileno())
-        elif path.is_dir():
-            _remove(path)
-        partial.rename(path)
-    finally:
-        _remove(partial)
-
-
-def _readable(path: Path) -> None:
-    """Give files the permissions that the umask allows: safetensors writes them for the owner alone, and a server is often another user."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file() and found.stat().st_nlink == 1]:
-        file.chmod(0o666 & ~mask)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def write_document(path: Path, document: BaseModel) -> None:
-    """Write a pydantic model as indented JSON, atomically."""
-    with replacing(path) as partial:
-        partial.write_text(document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n", encoding="utf-8")
-
-
-def read_document(path: Path, kind: type[Document]) -> Document:
-    """Read and validate one of fp8q's JSON files.
-
-    Raises InputError naming the file, the first field that is wrong and what it holds.
-    """
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole file"
-        raise InputError(f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; restore it, or calibrate again into a new directory") from None
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def library_versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import BackendError, Fp8qError
-from ..run import Strict
+from ..files import Strict
 
 #: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more, for it may be waiting itself.
 INTERVAL_S, SILENCE_S, PATIENCE_S = 1.0, 30.0, 10.0

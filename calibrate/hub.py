@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..files import disk_errors
 from ..progress import SILENT, Reporter
-from ..run import disk_errors
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 #: Copies in subfolders and in other formats than Hugging Face's (Mistral's, Meta's).

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..run import Run, replacing
+from ..files import replacing
+from ..run import Run
 
 
 @contextmanager

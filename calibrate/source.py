@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError, InputError
+from ..files import sha256_file
 from ..progress import SILENT, Reporter
-from ..run import sha256_file
 from .architecture import load_config, max_positions, one_line, refuse_experts
 from .hub import fetch_model, is_hub_name
 from .silence import quiet

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..errors import InputError
-from ..run import Run, Strict, read_document, replacing, write_document
+from ..files import Strict, read_document, replacing, write_document
+from ..run import Run
 from .histogram import Histogram
 
 #: How the name of a weight's statistics ends.

@@ -18,9 +18,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..errors import BackendError, GateError, InputError
+from ..files import PARTIAL, Strict, read_document, replacing, write_document
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, Precision
 from ..progress import Reporter
-from ..run import COMMANDS, GRAPH, PARTIAL, Run, Strict, read_document, replacing, write_document
+from ..run import COMMANDS, GRAPH, Run
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain

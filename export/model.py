@@ -21,10 +21,11 @@ from ..calibrate.names import renamed_in
 from ..calibrate.skeleton import computed_buffers, skeleton
 from ..calibrate.statistics import StatisticsRecord
 from ..errors import BackendError
+from ..files import replacing
 from ..progress import Reporter
 from ..quantize.linear import CODE
 from ..quantize.scales import Scales
-from ..run import GRAPH, GRAPH_FP32, Run, replacing
+from ..run import GRAPH, GRAPH_FP32, Run
 from . import operators, passes
 from .graph import Graph, GraphPlan, cache_shape, prepare
 from .heads import split_by_heads

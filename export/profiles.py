@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from ..errors import InputError
-from ..run import Strict
+from ..files import Strict
 
 Range = tuple[int, int, int]
 Shape = tuple[int, ...]

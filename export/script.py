@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from onnx import TensorProto
 
-from ..run import replacing
+from ..files import replacing
 from .indexed import load_graph
 from .profiles import Profile
 from .targets import TITLES

@@ -20,8 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..calibrate.statistics import TensorStatistics
 from ..errors import InputError
+from ..files import Strict
 from ..options import Clipping
-from ..run import Strict
 from .clip import scale_of
 from .formats import E4M3
 from .linear import encode

@@ -1,16 +1,12 @@
 """What FP8 is compared with, as weights: the source in BF16, and INT8 of the same modules by the same statistics.
 
-BF16 weights are the source's own bytes. Where the file system can, a copy shares its blocks with the original and takes no room (reflink: Btrfs, XFS).
-A hard link would take none anywhere, but ONNX's own checker refuses external data with several links, as an attack. Weights in another type are cast to
-BF16, tensor by tensor.
+BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by tensor.
 
 INT8 is the ordinary kind: symmetric, weights amax / 127 per output channel, activations per tensor and static, without SmoothQuant. Its clips follow from the
 exact histograms by the method that the run chose its FP8 scales by, evaluated on the grid of the 128 integer magnitudes. Scales are BF16 numbers rounded up, as
 FP8's are: that costs INT8 0.07 dB at most. Embeddings, head, skipped modules and the cache stay wide.
 """
 
-import fcntl
-import shutil
 from pathlib import Path
 
 import torch
@@ -18,16 +14,13 @@ import torch
 from ..calibrate.source import Source, Weights
 from ..calibrate.statistics import Statistics
 from ..calibrate.weights import INDEX
+from ..files import share, write_document
 from ..options import Clipping
 from ..progress import Reporter
-from ..run import write_document
 from .checkpoint import ShardWriter, quantize_checkpoint, write_config
 from .formats import INT8
 from .scales import Scales, activation_scales
 from .weights import Rounding
-
-#: Linux's request to share the blocks of one file with another (linux/fs.h).
-FICLONE = 0x40049409
 
 
 def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
@@ -47,15 +40,6 @@ def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
             writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
     writer.close()
-
-
-def share(source: Path, target: Path) -> None:
-    """Copy a file, sharing its blocks where the file system can."""
-    with open(source, "rb") as read, open(target, "wb") as written:
-        try:
-            fcntl.ioctl(written.fileno(), FICLONE, read.fileno())
-        except OSError:
-            shutil.copyfileobj(read, written, 16 << 20)
 
 
 def write_int8(source: Source, directory: Path, statistics: Statistics, fp8: Scales, clipping: Clipping, report: Reporter) -> Scales:

@@ -16,7 +16,12 @@ activations with one static scale per tensor, {cache}. {quantized} matrix produc
 norms and {skipped} stay in BF16.
 
 {loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
-and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
+and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them. ONNX Runtime runs the second on
+a CPU, with its fusion of Q/DQ off, which makes FP8 nodes that it then rejects itself:
+
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = onnxruntime.InferenceSession("model.fp32.onnx", options)
 """
 #: What the cache is, by the parts of it that are codes.
 CACHES = {

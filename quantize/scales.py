@@ -14,8 +14,9 @@ from pydantic import Field
 from ..calibrate.histogram import INFINITY, Histogram, magnitudes
 from ..calibrate.statistics import Statistics, TensorStatistics
 from ..errors import InputError
+from ..files import Strict, read_document
 from ..options import Clipping, KvCache
-from ..run import Run, Strict, read_document
+from ..run import Run
 from .clip import CLIPPERS, clip_mse, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
 from .formats import E4M3, Grid

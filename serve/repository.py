@@ -7,13 +7,11 @@
       <name>/1/generate.py …    the loop and its neighbours, copied (`LOOP`): the server needs no fp8q
       <name>/1/weights/         the graph, the safetensors it points into, tokenizer and configuration
 
-Weights are hard links to those in `RUN/model`, so they cost no space, where the file system has links, else copies. A path to `../model`
-would cost none anywhere, but a repository is what people copy, mount and upload, and one that breaks then is none. (`cp -a`, `tar` and
-`rsync -H` keep links between the two; other tools copy the weights twice when they copy the whole run.) Nothing in a run is
-written in place, so a link never shows a file half-changed.
+Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A path to `../model` would
+take none anywhere, but a repository is what people copy, mount and upload, and one that breaks then is none. With hard links ONNX's checker, and with
+it `onnx.load`, refuses the graphs on both sides.
 """
 
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -24,8 +22,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..errors import BackendError, InputError
+from ..files import read_document, replacing, share
 from ..progress import Reporter
-from ..run import Run, read_document, replacing
+from ..run import Run
 
 LOOP = ("cache.py", "generate.py", "sampling.py", "sessions.py", "text.py")
 #: What the model reads beside its graph; the last is not in every checkpoint.
@@ -93,7 +92,7 @@ def write_repository(run: Run, options: TritonOptions, report: Reporter) -> list
         version = partial / name / "1"
         (version / WEIGHTS).mkdir(parents=True)
         for path in weights:
-            link(path, version / WEIGHTS / path.name)
+            share(path, version / WEIGHTS / path.name)
             advance(1)
         here = Path(__file__).parent
         shutil.copyfile(here / "triton_model.py", version / "model.py")
@@ -129,14 +128,6 @@ def external_data(graph: Path) -> list[str]:
         if Path(name).name != name:
             raise InputError(f"{graph}: keeps weights in {name}, which is not beside it; export it again with `fp8q export`")
     return names
-
-
-def link(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`, or a copy of it where that cannot be."""
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, one without links, or a file of another owner; a full disk speaks up in the copy
-        shutil.copyfile(source, target)
 
 
 def config_text(name: str, max_batch: int) -> str:

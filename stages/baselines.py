@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ..files import replacing
 from ..options import Baseline
-from ..run import Run, replacing
+from ..run import Run
 from .graphs import clipping_of, say
 from .sources import source_of
 from .steps import Notes, stage

@@ -3,8 +3,9 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..files import replacing, write_document
 from ..options import Clipping, KvCache, ScaleOptions, WeightMethod
-from ..run import Run, replacing, write_document
+from ..run import Run
 from .graphs import has_graphs
 from .steps import Notes, stage
 

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
+from ..files import replacing
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
 from ..progress import Reporter
-from ..run import Run, replacing
+from ..run import Run
 from .steps import Notes, stage
 
 if TYPE_CHECKING:

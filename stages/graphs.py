@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import Fp8qError, InputError
+from ..files import replacing, sha256_file, write_document
 from ..options import Clipping, ExportOptions, Precision
-from ..run import GRAPH, Run, replacing, sha256_file, write_document
+from ..run import GRAPH, Run
 from .queries import measure_queries
 from .steps import Notes, stage
 
@@ -21,9 +22,9 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..calibrate.statistics import StatisticsRecord
     from ..export.lint import lint
     from ..export.model import export_model
+    from ..files import read_document
     from ..quantize.scales import load_scales
     from ..quantize.stored import stored_scales
-    from ..run import read_document
 
     scales = load_scales(run)
     written = run.record().stages["quantize"].outputs

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from ..errors import GateError, InputError
-from ..run import Run, read_document
+from ..files import read_document
+from ..run import Run
 
 if TYPE_CHECKING:
     from ..export.indexed import Array

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, save_statistics
 from ..errors import InputError
+from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
-from ..run import Run, Strict, disk_errors, library_versions, sha256_file
+from ..run import Run, library_versions
 from .corpora import Tokens, digest, load_tokens
 from .other_text import read_other
 from .sources import source_of
@@ -167,7 +168,7 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     from ..calibrate.measure import measure as run_model
     from ..calibrate.source import load_model, load_tokenizer
     from ..calibrate.stream import measure_streamed
-    from ..run import read_document
+    from ..files import read_document
 
     record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
     size = record.corpus.seq_len

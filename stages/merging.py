@@ -14,8 +14,9 @@ import numpy as np
 
 from ..calibrate.statistics import Statistics, load_statistics, save_statistics
 from ..errors import InputError
+from ..files import sha256_file
 from ..progress import Reporter
-from ..run import Run, sha256_file
+from ..run import Run
 from .corpora import Tokens, digest, load_tokens, save_tokens
 from .steps import Notes, stage
 

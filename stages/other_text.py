@@ -4,8 +4,9 @@ import json
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..files import read_document
 from ..progress import Reporter
-from ..run import Run, read_document
+from ..run import Run
 from .corpora import Text, load_tokens, read
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """The stage `queries`: what attention in FP8 must know that calibration does not measure. Run once, when it is first asked for."""
 
 from ..errors import InputError
-from ..run import Run, read_document, sha256_file
+from ..files import read_document, sha256_file
+from ..run import Run
 from .corpora import load_tokens
 from .measuring import streamed
 from .sources import source_of

@@ -8,7 +8,8 @@ import pytest
 from safetensors import SafetensorError
 
 from fp8q.errors import InputError
-from fp8q.run import Run, replacing, sha256_file
+from fp8q.files import replacing, sha256_file
+from fp8q.run import Run
 
 
 def write(run: Run, text: str = "scales", options: dict[str, str] | None = None, inputs: dict[str, str] | None = None) -> None:

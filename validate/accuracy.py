@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..run import Run, Strict, read_document, replacing, write_document
+from ..files import Strict, read_document, replacing, write_document
+from ..run import Run
 
 
 class Protocol(Strict):

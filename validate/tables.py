@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 
 from ..calibrate.statistics import StatisticsRecord, TensorStatistics, load_statistics
 from ..export.engine import engine_stage, load_engines
+from ..files import read_document
 from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
-from ..run import Run, read_document
+from ..run import Run
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval
 from .findings import converged_after, outlier_channels

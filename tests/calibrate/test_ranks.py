@@ -21,8 +21,9 @@ from fp8q.calibrate.place import Place, place
 from fp8q.calibrate.ranks import World, _check_alike
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, save_arrays
 from fp8q.errors import BackendError, InputError
+from fp8q.files import write_document
 from fp8q.options import CalibrateOptions
-from fp8q.run import Run, write_document
+from fp8q.run import Run
 from fp8q.stages.measuring import check_batches
 
 #: 21 batches, the last of one window: two ranks share them 11 to 10. The number of threads is that of these tests.

@@ -17,9 +17,10 @@ from fp8q.export.build_progress import Progress
 from fp8q.export.engine import EngineInfo, Job, build, build_engines, check_share, load_engines, resolve
 from fp8q.export.failures import explain
 from fp8q.export.profiles import Profile, profiles
+from fp8q.files import read_document
 from fp8q.options import EngineOptions
 from fp8q.progress import SILENT
-from fp8q.run import Run, read_document
+from fp8q.run import Run
 
 Decoders = Callable[..., Any]
 Edit = Callable[[Path, Callable[[ModelProto], None]], None]

@@ -21,9 +21,10 @@ from fp8q.errors import InputError
 from fp8q.export.engine import Job, build
 from fp8q.export.indexed import read_tensor
 from fp8q.export.profiles import profiles
+from fp8q.files import sha256_file
 from fp8q.progress import SILENT
 from fp8q.quantize.scales import load_scales
-from fp8q.run import Run, sha256_file
+from fp8q.run import Run
 
 Fp8q = Callable[..., Any]
 Built = Callable[..., Path]

@@ -19,11 +19,12 @@ from fp8q import api
 from fp8q.calibrate.statistics import load_arrays, load_statistics
 from fp8q.errors import InputError
 from fp8q.export.plan import read_plan
+from fp8q.files import read_document
 from fp8q.quantize.attention import AttentionScales, attention_on_codes
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
-from fp8q.run import Run, read_document
+from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 

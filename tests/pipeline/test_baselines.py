@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from fp8q import api
 from fp8q.errors import GateError, InputError
 from fp8q.export.engine import load_engines
+from fp8q.files import read_document
 from fp8q.options import Baseline, Precision
 from fp8q.quantize.scales import Scales, load_scales
-from fp8q.run import Run, read_document
+from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.report import summary
 from fp8q.validate.tables import accuracy_rows, engine_rows, module_rows, size_rows

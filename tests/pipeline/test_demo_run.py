@@ -146,6 +146,27 @@ def test_the_triton_configuration_parses_with_tritons_own_schema(demo_run: Run) 
     assert (file.parent / "1" / "model.py").is_file()
 
 
+def test_onnx_itself_takes_every_graph_though_a_repository_was_written(demo_run: Run) -> None:
+    graphs = [demo_run.onnx, demo_run.onnx_fp32, *demo_run.triton.rglob("*.onnx")]
+    assert len(graphs) == 3
+    for path in graphs:
+        onnx.checker.check_model(path)
+        assert onnx.load(path).graph.initializer[0].raw_data
+
+
+def test_the_models_card_says_how_onnx_runtime_runs_it(demo_run: Run) -> None:
+    card = (demo_run.model / "README.md").read_text(encoding="utf-8")
+    code = "\n".join(line.strip() for line in card.splitlines() if line.startswith("    ") and "transformers" not in line and "AutoModel" not in line)
+    made = subprocess.run(
+        [sys.executable, "-c", f"import onnxruntime\n{code}\nprint(session.get_outputs()[0].name)"],
+        cwd=demo_run.model,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (made.returncode, made.stdout) == (0, "logits\n"), made.stderr
+
+
 def test_the_report_and_its_notebook_are_there(demo_run: Run) -> None:
     page = demo_run.report_html.read_text(encoding="utf-8")
     assert "model.layers.3.mlp.down_proj" in page

@@ -1,5 +1,4 @@
 import errno
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -58,32 +57,20 @@ def test_the_code_is_copied_as_it_is(counting_run: Run) -> None:
         assert (version / name).read_bytes() == (SOURCES / name).read_bytes()
 
 
-def test_weights_are_the_same_files(counting_run: Run) -> None:
+def test_weights_are_copies_of_their_own(counting_run: Run) -> None:
     write(counting_run)
     for path in (counting_run.triton / "Counting-Model" / "1" / "weights").iterdir():
-        assert path.samefile(counting_run.model / path.name)
-        assert not path.is_symlink()
-
-
-def test_where_there_are_no_links_weights_are_copied(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(source: Path, target: Path) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", no_links)
-    write(counting_run)
-    for path in (counting_run.triton / "Counting-Model" / "1" / "weights").iterdir():
-        assert not path.samefile(counting_run.model / path.name)
         assert path.read_bytes() == (counting_run.model / path.name).read_bytes()
+        assert path.stat().st_nlink == (counting_run.model / path.name).stat().st_nlink == 1  # ONNX's checker refuses external data with several links
 
 
 def test_a_full_disk_leaves_the_last_good_repository(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     before = write(counting_run)
 
-    def full(source: Path, target: Path) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "link", full)
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     with pytest.raises(OSError, match="No space left on device"):
         write(counting_run, TritonOptions(name="other"))
     monkeypatch.undo()

@@ -10,7 +10,8 @@ import pytest
 from fp8q.errors import InputError
 from fp8q.export.engine import EngineInfo
 from fp8q.export.profiles import profiles
-from fp8q.run import Run, write_document
+from fp8q.files import write_document
+from fp8q.run import Run
 from fp8q.validate import columns
 from fp8q.validate.columns import Cell, Column, Table
 from fp8q.validate.tables import AccuracyRow, ModuleRow, accuracy_rows, engine_rows, fact_rows, module_rows, size_rows, stage_rows
