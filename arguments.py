@@ -83,7 +83,11 @@ KeptKvCache = Annotated[
 KeptSkip = Annotated[
     list[str] | None,
     typer.Option(
-        "--skip", metavar="PATTERN", rich_help_panel=SCALES, help="Keep modules whose name matches (* and ?) in BF16. Repeatable.", show_default=AS_IT_IS
+        "--skip",
+        metavar="PATTERN",
+        rich_help_panel=SCALES,
+        help="Keep modules whose name matches (* and ?) in BF16. Repeatable. '' takes back what the run has.",
+        show_default=AS_IT_IS,
     ),
 ]
 Samples = Annotated[
@@ -102,7 +106,11 @@ Only = Annotated[
 KeptOnly = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="PATTERN", rich_help_panel=SCALES, help="Quantize only modules whose name matches (* and ?). Repeatable.", show_default=AS_IT_IS
+        "--only",
+        metavar="PATTERN",
+        rich_help_panel=SCALES,
+        help="Quantize only modules whose name matches (* and ?). Repeatable. '' takes back what the run has.",
+        show_default=AS_IT_IS,
     ),
 ]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", rich_help_panel=MODEL, help="Branch, tag or commit of a model on the hub.")]

@@ -212,7 +212,7 @@ def scales(
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     speak = terminal()
     with showing(speak, run, as_json):
-        api.scales(run, clip, weight_method, kv_cache, tuple(skip) if skip else None, tuple(only) if only else None, speak)
+        api.scales(run, clip, weight_method, kv_cache, tuple(filter(None, skip)) if skip else None, tuple(filter(None, only)) if only else None, speak)
 
 
 @app.command()

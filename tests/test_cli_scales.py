@@ -37,6 +37,17 @@ def test_scales_are_chosen_again_from_the_statistics_and_what_is_not_asked_for_s
     assert stored == {f"{name}.input_scale": scale.scale for name, scale in after.activations.items()}
 
 
+def test_what_was_skipped_is_taken_back_by_an_empty_pattern(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    everything = load_scales(run).weights.keys()
+    assert fp8q("scales", run.root, "--skip", "*.down_proj", "--only", "*.mlp.*").code == 0
+    assert {name.rsplit(".", 1)[1] for name in load_scales(run).weights} == {"gate_proj", "up_proj"}
+    assert fp8q("scales", run.root, "--skip", "").code == 0
+    assert {name.rsplit(".", 1)[1] for name in load_scales(run).weights} == {"gate_proj", "up_proj", "down_proj"}
+    assert fp8q("scales", run.root, "--only", "").code == 0
+    assert load_scales(run).weights.keys() == everything
+
+
 def test_a_graph_of_another_layout_is_not_gone_on_with(demo_run: Run, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(demo_run.model, checkpoint, ignore=shutil.ignore_patterns("*.onnx"))
