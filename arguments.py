@@ -114,7 +114,9 @@ KeptOnly = Annotated[
     ),
 ]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", rich_help_panel=MODEL, help="Branch, tag or commit of a model on the hub.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", rich_help_panel=MODEL, help="Run the Python code that comes with the checkpoint.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", rich_help_panel=MODEL, help="Run the Python code that comes with the checkpoint's tokenizer.")
+]
 Stream = Annotated[
     bool | None,
     typer.Option(

@@ -44,10 +44,11 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     return config
 
 
-def load_config(path: Path, name: str, trust_remote_code: bool) -> tuple["PreTrainedConfig", str]:
+def load_config(path: Path, name: str) -> tuple["PreTrainedConfig", str]:
     """The configuration and the architecture (class name) of the checkpoint in `path`.
 
-    Raises InputError as `read_config` does, when the model's class is not in transformers, and when it is no text-only causal language model.
+    Raises InputError as `read_config` does, when the model's class is not in transformers, and when it is no text-only causal language model. Code that came
+    with the checkpoint is never run here: the stages after calibration build the model of what is in the run, which holds none.
     """
     import transformers
     from transformers import AutoConfig
@@ -56,19 +57,17 @@ def load_config(path: Path, name: str, trust_remote_code: bool) -> tuple["PreTra
     raw = read_config(path, name)
     model_type, code = raw.get("model_type"), raw.get("auto_map") or {}
     architecture = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
-    if not trust_remote_code and code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
+    if code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
         raise InputError(
-            f"{name}: wants code of its own ({architecture or model_type}, not in transformers {transformers.__version__}); read it, and if you trust it, run it with --trust-remote-code"
+            f"{name}: wants code of its own ({architecture or model_type}, not in transformers {transformers.__version__}), which fp8q runs for tokenizers only; give a model whose class transformers has"
         )
     if not code and model_type not in CONFIG_MAPPING:
         raise InputError(f"{name}: model_type {model_type} is unknown to transformers {transformers.__version__}; a newer transformers may know it")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # noqa: BLE001  # whatever a wrong field, or code of the checkpoint's own, raises
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  # whatever a wrong field raises
         raise InputError(f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download it again") from None
     config._attn_implementation = None  # what it was trained with may not be installed: transformers' default, SDPA, is
-    if trust_remote_code and "AutoModelForCausalLM" in code:
-        return config, architecture or code["AutoModelForCausalLM"].rpartition(".")[2]
     return config, _causal_class(config, name, architecture)
 
 

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
-def skeleton(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of `config` in `dtype`, evaluating, its parameters on the meta device, its buffers on the CPU."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for module in model.modules():
         held = computed_buffers(module)
         for name, buffer in held.items():

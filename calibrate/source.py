@@ -89,7 +89,7 @@ def open_source(model: str, revision: str | None = None, trust_remote_code: bool
     """
     path, commit = _locate(model, revision, trust_remote_code, report)
     with quiet():
-        config, architecture = load_config(path, model, trust_remote_code)
+        config, architecture = load_config(path, model)
     files = find_weights(path, model)
     if not tokenizer_files(path):
         raise InputError(
@@ -171,8 +171,8 @@ def meta_model(source: Source) -> "PreTrainedModel":
     try:
         with quiet(), torch.device("meta"):
             config = deepcopy(source.config)  # from_config writes the type into it
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=source.trust_remote_code)
-    except Exception as error:  # noqa: BLE001  # whatever wrong sizes, or code of the checkpoint's own, raise
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # noqa: BLE001  # whatever wrong sizes raise
         raise InputError(f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it again") from None
     model.eval()
     return model
@@ -189,7 +189,7 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     try:
         model = _load(
             source, AutoModelForCausalLM, source.path, dtype=dtype, device_map=device,
-            local_files_only=True, use_safetensors=True, trust_remote_code=source.trust_remote_code,
+            local_files_only=True, use_safetensors=True,
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise BackendError(

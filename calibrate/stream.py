@@ -106,7 +106,7 @@ class Stream:
         Raises InputError where there is none, and for a model that is no chain of layers.
         """
         with quiet():
-            self.model = skeleton(deepcopy(source.config), torch.bfloat16, source.trust_remote_code)
+            self.model = skeleton(deepcopy(source.config), torch.bfloat16)
         self.source, self.parts, self.batches, self.folder, self.device, self.moments = source, parts, batches, folder, device, moments
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device)

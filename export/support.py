@@ -37,14 +37,11 @@ CRASHING = {"diffllama"}
 def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
     """What of `model` (the meta device will do) cannot be done, to follow the architecture's name in a sentence; None where all can.
 
-    1. Code that came with the checkpoint: the later stages load none. 2. Soft-capped logits: fused attention ignores them in silence. 3. Attention
-    that does not go through transformers' interface, where the graph's takes its place. 4. Positions that are counted from the cache, whose length here is its
-    capacity, or from the padding token: the graph's begin at 0. 5. A graph at which the builder crashes. 6. Layers whose cache is written by no module that says
-    which layer it is. 7. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`). 8. Weights that loading makes of
-    other tensors than those stored: the graph points at these.
+    1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers' interface, where the graph's takes
+    its place. 3. Positions that are counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph
+    at which the builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the graph's,
+    a cache of other shapes (`seen_in_a_pass`). 7. Weights that loading makes of other tensors than those stored: the graph points at these.
     """
-    if "auto_map" in source.config.to_dict() and source.trust_remote_code:
-        return "runs code that came with the checkpoint"
     if getattr(source.text_config, "attn_logit_softcapping", None):
         return "caps its attention logits"
     code = inspect.getsource(sys.modules[type(model).__module__])

@@ -377,7 +377,7 @@ def test_an_attention_kernel_that_is_not_installed_is_not_asked_for(copy: Path) 
 
 CODE = """
 from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 Path({marker!r}).touch()
 
@@ -386,6 +386,9 @@ class HouseConfig(LlamaConfig):
 
 class HouseForCausalLM(LlamaForCausalLM):
     config_class = HouseConfig
+
+class HouseTokenizer(PreTrainedTokenizerFast):
+    pass
 """
 
 
@@ -404,38 +407,36 @@ def house(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_code_is_not_run_unasked(house: Path, tmp_path: Path) -> None:
-    assert (
-        refusal(house)
-        == f"{house}: wants code of its own (HouseForCausalLM, not in transformers {VERSION}); read it, and if you trust it, run it with --trust-remote-code"
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_models_own_code_is_never_run(house: Path, tmp_path: Path, trusted: bool) -> None:
+    with pytest.raises(InputError) as refused:
+        open_source(str(house), trust_remote_code=trusted)
+    assert str(refused.value) == (
+        f"{house}: wants code of its own (HouseForCausalLM, not in transformers {VERSION}), which fp8q runs for tokenizers only; give a model whose class transformers has"
     )
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_that_is_trusted_runs(house: Path, demo: Source, tmp_path: Path) -> None:
-    source = open_source(str(house), trust_remote_code=True)
-    assert source.architecture == "HouseForCausalLM"
-    assert (tmp_path / "ran").exists()
-    ids = torch.arange(64).reshape(1, 64)
-    with torch.inference_mode():
-        assert torch.equal(load_model(source, torch.bfloat16)(ids).logits, load_model(demo, torch.bfloat16)(ids).logits)
-
-
 def test_code_beside_an_architecture_that_transformers_knows_is_left_alone(house: Path, tmp_path: Path) -> None:
     configure(house, model_type="llama", architectures=["LlamaForCausalLM"])
-    assert open_source(str(house)).architecture == "LlamaForCausalLM"
+    for trusted in (False, True):
+        source = open_source(str(house), trust_remote_code=trusted)
+        assert source.architecture == "LlamaForCausalLM"
+        assert type(load_model(source, torch.bfloat16)).__module__ == "transformers.models.llama.modeling_llama"
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_tokenizer_with_code_of_its_own(house: Path, tmp_path: Path) -> None:
     configure(house, model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     file = house / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "HouseTokenizer", "auto_map": {"AutoTokenizer": ["house.HouseTokenizer", None]}}
+    config = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "HouseTokenizer", "auto_map": {"AutoTokenizer": [None, "house.HouseTokenizer"]}}
     file.write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(InputError) as refused:
         load_tokenizer(open_source(str(house)))
     assert str(refused.value) == f"{house}: its tokenizer wants code of its own; read it, and if you trust it, run it with --trust-remote-code"
     assert not (tmp_path / "ran").exists()
+    assert type(load_tokenizer(open_source(str(house), trust_remote_code=True))).__name__ == "HouseTokenizer"
+    assert (tmp_path / "ran").exists()
 
 
 # The hub
