@@ -20,16 +20,19 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from synthetic import commit
 from torch import nn
 
 from fp8q.calibrate import corpus
 from fp8q.calibrate.measure import measure
+from fp8q.calibrate.observe import attention_modules
 from fp8q.calibrate.source import Source, load_model, load_tokenizer, open_source
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
 from fp8q.progress import SILENT
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3, E5M2, Format
+from fp8q.quantize.kv_cache import FP8Cache
 from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
 from fp8q.quantize.scales import group_of, tensor_scale
 from fp8q.quantize.weights import channel_scales
@@ -43,7 +46,7 @@ OUTLIER, OUTLIER_CHANNELS = 64.0, 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One row: how the activations' scales and the weights' are chosen. `bf16_inputs` leaves activations as they are."""
+    """One row: how the activations' scales and the weights' are chosen. `bf16_inputs` leaves activations as they are; `cache` chooses those of an FP8 cache."""
 
     clip: Clipping = Clipping()
     weights: WeightMethod = ScaleOptions.weight_method
@@ -51,6 +54,7 @@ class Choice:
     format: Format = E4M3
     mode: Mode = "fast"
     bf16_inputs: bool = False
+    cache: Clipping | None = None
 
 
 CHOICES: dict[str, Choice] = {
@@ -72,6 +76,13 @@ CHOICES: dict[str, Choice] = {
     "weights per tensor, by amax": Choice(per_tensor_weights=True),
     "activations in E5M2": Choice(format=E5M2),
     "activations in BF16 (the floor)": Choice(bf16_inputs=True),
+    "FP8 cache too, by amax": Choice(cache=Clipping()),
+    "FP8 cache, percentile 99.99": Choice(cache=Clipping("percentile", 99.99)),
+    "FP8 cache by mse": Choice(cache=Clipping("mse")),
+    "FP8 cache by entropy": Choice(cache=Clipping("entropy")),
+    "FP8 cache, delayed, most recent": Choice(cache=Clipping("delayed", amax_compute_algo="most_recent")),
+    "FP8 cache, amax, margin 1": Choice(cache=Clipping(margin=1)),
+    "FP8 cache, amax, power of two": Choice(cache=Clipping(scale_grid="power-of-two")),
 }
 assert {choice.clip.method for choice in CHOICES.values()} == set(get_args(Method))
 
@@ -122,6 +133,15 @@ def quantized(model: nn.Module, modules: Mapping[str, Any], statistics: Statisti
         replace_linears(model, dict(modules))
 
 
+def new_cache(model: nn.Module, statistics: Statistics, clip: Clipping | None) -> FP8Cache | None:
+    """An FP8 cache whose scales are chosen by `clip`; None where it stays in BF16."""
+    if clip is None:
+        return None
+    tensors = {name: tensor for name, tensor in statistics.tensors.items() if name.endswith((".k", ".v"))}
+    scales = {name: tensor_scale(tensor.histogram, clip, amax_batches=tensor.amax_batches).scale for name, tensor in tensors.items()}
+    return FP8Cache(scales, attention_modules(model))
+
+
 def make_outliers(model: Any) -> None:
     """Scale some channels of each norm up and the columns of the matrices that read them down, by a power of two: the function stays the same."""
     for block in model.model.layers:
@@ -146,14 +166,14 @@ def evaluate(source: Source, data: str, eval_data: str, windows: int, context: i
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(corpus.encode(corpus.load_texts(eval_data), tokenizer)[: windows * context], eval_data, context, context)
 
-    def logits(window_ids: np.ndarray) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=torch.from_numpy(window_ids), use_cache=False).logits
+    def logits(window_ids: np.ndarray, cache: FP8Cache | None = None) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=torch.from_numpy(window_ids), past_key_values=cache, use_cache=cache is not None).logits
         return found
 
     def forward(choice: Choice) -> Forward:
         def run(window_ids: np.ndarray) -> torch.Tensor:
             with quantized(model, modules, statistics, choice):
-                return logits(window_ids)
+                return logits(window_ids, new_cache(model, statistics, choice.cache))
 
         return run
 
@@ -182,7 +202,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    start, found = monotonic(), dict[str, dict[str, dict[str, float | None]]]()
+    start, measured, found = monotonic(), commit(), dict[str, dict[str, dict[str, float | None]]]()
     for number, spec in enumerate(arguments.models):
         model, _, texts = spec.partition("=")
         data, _, eval_data = texts.partition(",")
@@ -194,7 +214,14 @@ def main() -> None:
         if arguments.out:
             arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "versions": library_versions()}
-    result = {"windows": arguments.windows, "context": arguments.context, "seconds": round(monotonic() - start, 1), "machine": machine, "models": found}
+    result = {
+        "windows": arguments.windows,
+        "context": arguments.context,
+        "seconds": round(monotonic() - start, 1),
+        "commit": measured,
+        "machine": machine,
+        "models": found,
+    }
     print(markdown(found))
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from ..options import Clipping, Method, ScaleGrid
 from .formats import Grid
 
 METHODS: tuple[str, ...] = get_args(Method)
-#: The optimum lies between amax / 2^CLIP_OCTAVES and amax for any distribution worth quantizing.
+#: No optimum lies lower than this below the amax's scale, for any distribution worth quantizing.
 CLIP_OCTAVES = 10
 Float64s = npt.NDArray[np.float64]
 
@@ -125,10 +125,10 @@ def clip_percentile(histogram: Histogram, format: Grid, clipping: Clipping) -> f
 
 
 def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The clip of the BF16 scale with the least squared error; of equals the largest, for headroom.
+    """The clip of the BF16 scale with the least squared error; of equals the amax's own, else the largest below it, for headroom.
 
     What lies beyond a clip errs by its distance from it at least, and more for every smaller clip: candidates for which that alone exceeds the error
-    of the amax's scale are not tried, which leaves one or two octaves of ten.
+    of the amax's scale are not tried, which leaves two or three octaves of eleven.
     """
     candidates = candidate_scales(histogram.amax, format)
     bound = squared_error(histogram, format, candidates[:1])[0] * (1 + 1e-9)
@@ -148,15 +148,20 @@ def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
 
 
 def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The clip of the BF16 scale with the least KL divergence (`entropy`); of equals the largest, for headroom."""
+    """The clip of the BF16 scale with the least KL divergence (`entropy`); of equals the first of `candidate_scales`."""
     candidates = candidate_scales(histogram.amax, format)
     return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.max
 
 
 def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
-    """Every BF16 scale from that of `amax` down to `CLIP_OCTAVES` octaves below, float32, descending; none below the smallest normal number."""
+    """Every BF16 scale that may be the best, float32: that of `amax`, those down to `CLIP_OCTAVES` octaves below it, then those up to an octave above.
+
+    None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen to lie nearer to the grid; an octave
+    on, the grid is the same but for one octave less of subnormals, so no squared error is less after that.
+    """
     top = int(scale_of(amax, format).view(np.uint32) >> 16)
-    return magnitudes(np.arange(max(top - 128 * CLIP_OCTAVES, 0x80), top + 1))[::-1]
+    below, above = np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1), np.arange(top + 1, min(top + 128, INFINITY))
+    return magnitudes(np.concatenate([below, above]))
 
 
 CLIPPERS: dict[str, Callable[[Histogram, Grid, Clipping], float]] = {

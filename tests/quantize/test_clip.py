@@ -55,8 +55,16 @@ def test_the_mse_clip_is_no_worse_than_any_scale_of_a_fine_grid(seed: int, outli
     histogram = histogram_of(x)
     clip = clip_mse(histogram, E4M3, Clipping("mse"))
     chosen = squared_error(histogram, E4M3, scale_of(clip, E4M3)[None])[0]
-    fine = scale_of(np.geomspace(histogram.amax / 500, histogram.amax, 2000), E4M3)
+    fine = scale_of(np.geomspace(histogram.amax / 500, histogram.amax * 8, 4000), E4M3)
     assert chosen <= squared_error(histogram, E4M3, fine).min() * (1 + 1e-12)
+
+
+def test_the_mse_clip_may_lie_above_the_amax() -> None:
+    x = torch.cat([torch.full((100,), 3.5), torch.full((100_000,), 1.65625)]).to(torch.bfloat16)
+    histogram = histogram_of(x)
+    scale = float(scale_of(clip_mse(histogram, E4M3, Clipping("mse")), E4M3))
+    assert scale * E4M3.max > 3.5
+    assert sqnr_db(histogram, E4M3, scale) > sqnr_db(histogram, E4M3, float(scale_of(3.5, E4M3))) + 10
 
 
 def test_mse_keeps_the_amax_where_clipping_gains_nothing() -> None:
