@@ -21,6 +21,8 @@ from ..quantize.scales import Scales, TensorScale, group_of
 OUTLIER_RATIO = 10.0
 #: Shares of values that may saturate and underflow, dB that may be lost to the best scale, growth in the last quarter, jump between batches.
 MOST_SATURATION, MOST_UNDERFLOW, MOST_DB_LOST, MOST_GROWTH, MOST_JUMP = 1e-3, 0.02, 1.0, 1.1, 10.0
+#: What `{wide}` in a remedy stands for, by the last part of the tensor's name: --skip matches modules, and a cache tensor is none.
+WIDE = {"input": "keep it in BF16 with --skip", "k": "keep keys in BF16 with --kv-cache v", "v": "keep the cache in BF16 with --kv-cache off"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _saturation(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, fl
 
 def _underflow(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
     count, _ = outlier_channels(tensor.amax_channels)
-    return scale.underflow, MOST_UNDERFLOW, "a few channels set its scale: keep it in BF16 with --skip" if count else "clip more: --method mse"
+    return scale.underflow, MOST_UNDERFLOW, "a few channels set its scale: {wide}" if count else "clip more: --method mse"
 
 
 def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
@@ -99,7 +101,7 @@ def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float
 
 
 def _outliers(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    return outlier_channels(tensor.amax_channels)[1], OUTLIER_RATIO, "harmless while little underflows; else keep it in BF16 with --skip"
+    return outlier_channels(tensor.amax_channels)[1], OUTLIER_RATIO, "harmless while little underflows; else {wide}"
 
 
 def _growth(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
@@ -127,7 +129,7 @@ def findings(statistics: Statistics, scales: Scales) -> list[Finding]:
         for what, check in CHECKS.items():
             value, limit, remedy = check(statistics.tensors[name], scale)
             if value > limit:
-                found.append(Finding(name, what, value, value / limit, remedy))
+                found.append(Finding(name, what, value, value / limit, remedy.format(wide=WIDE[name.rpartition(".")[2]])))
     return sorted(found, key=lambda finding: -finding.severity)
 
 

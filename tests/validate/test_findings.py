@@ -1,12 +1,14 @@
 """What stands out, on statistics made by hand: every number can be worked out on paper."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fp8q.calibrate.histogram import Histogram
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import Clipping
-from fp8q.quantize.scales import Scales, activation_scales
+from fp8q.quantize.scales import Scales, activation_scales, kv_cache_scales
 from fp8q.validate.findings import (
     AgainstRow,
     DelayedRow,
@@ -64,6 +66,15 @@ def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
     saturated = found["share of values that saturate"]
     assert (saturated.value, saturated.remedy) == (0.25, "clip less: --method amax, or --margin 1")
     assert found["dB below the best scale"].remedy == "--method mse finds the best scale there is"
+
+
+def test_a_cache_tensor_is_taken_out_of_fp8_by_the_option_of_the_cache() -> None:
+    measured = replace(statistics(), tensors={"0.k": RARE, "0.v": RARE})
+    scales = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping()), skipped={})
+    remedies = {(finding.tensor, finding.what): finding.remedy for finding in findings(measured, scales)}
+    assert remedies["0.k", "largest channel over the median"] == "harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+    assert remedies["0.v", "largest channel over the median"] == "harmless while little underflows; else keep the cache in BF16 with --kv-cache off"
+    assert not any("--skip" in remedy for remedy in remedies.values())
 
 
 def test_outlier_channels_are_counted_against_the_median_of_those_that_are_not_zero() -> None:
