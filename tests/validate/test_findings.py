@@ -54,9 +54,9 @@ def test_findings_are_ranked_by_how_far_they_lie_beyond_their_limit() -> None:
     found = [(finding.tensor, finding.what, finding.value, round(finding.severity, 2)) for finding in findings(measured, chosen(measured))]
     assert found == [
         ("rare.input", "amax over that of the first three quarters", 224.0, 203.64),
-        ("rare.input", "share of values that underflow", 0.75, 37.5),
         ("rare.input", "largest channel over the median", 224.0, 22.4),
         ("rare.input", "amax over the batch before's", 224.0, 22.4),
+        ("rare.input", "share of values that underflow", 0.75, 3.0),
     ]
 
 
@@ -66,6 +66,30 @@ def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
     saturated = found["share of values that saturate"]
     assert (saturated.value, saturated.remedy) == (0.25, "clip less: --method amax, or --margin 1")
     assert found["dB below the best scale"].remedy == "--method mse finds the best scale there is"
+
+
+#: Of 100 values 6 round to zero at the scale of its amax, as of what `down_proj` reads in the demo; its other values are codes.
+CROWDED = tensor([448, *[1] * 93, *[2**-11] * 6], [448, 448, 448, 448], [448, 448, 448])
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping("mse")])
+def test_underflow_that_no_other_scale_takes_off_is_not_mentioned(clipping: Clipping) -> None:
+    measured = statistics(crowded=CROWDED)
+    scales = chosen(measured, clipping)
+    assert scales.activations["crowded"].underflow == pytest.approx(0.06)
+    assert findings(measured, scales) == []
+
+
+def test_underflow_is_told_with_what_takes_it_off() -> None:
+    measured = statistics(rare=RARE, crowded=CROWDED)
+    found = findings(measured, chosen(measured, Clipping(margin=10)))
+    assert {finding.tensor: finding.remedy for finding in found if "underflow" in finding.what} == dict.fromkeys(
+        ("rare.input", "crowded.input"), "a smaller --margin"
+    )
+    found = findings(measured, chosen(measured))
+    assert {finding.tensor: finding.remedy for finding in found if "underflow" in finding.what} == {
+        "rare.input": "a few huge values set its scale: keep it in BF16 with --skip"
+    }
 
 
 def test_a_cache_tensor_is_taken_out_of_fp8_by_the_option_of_the_cache() -> None:
