@@ -327,7 +327,7 @@ def inspect(
     amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, margin: Margin = Clipping.margin,
     against: Against = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show every module (its scale and what that does, or why it stays in BF16), and what stands out, ranked."""
+    """Show every module (its scale and what that does, or why it stays in BF16), the cache (in BF16: as FP8 would have it), and what stands out, ranked."""
     from . import api, views
 
     history = Clipping("delayed", margin=margin, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo, interval=interval)

@@ -19,7 +19,9 @@ from fp8q.validate.findings import (
     jumps,
     late_growth,
     outlier_channels,
+    prospective_scales,
 )
+from fp8q.validate.tables import wide_cache_rows
 
 
 def tensor(values: list[float], batches: list[float], channels: list[float]) -> TensorStatistics:
@@ -99,6 +101,21 @@ def test_a_cache_tensor_is_taken_out_of_fp8_by_the_option_of_the_cache() -> None
     assert remedies["0.k", "largest channel over the median"] == "harmless while little underflows; else keep keys in BF16 with --kv-cache v"
     assert remedies["0.v", "largest channel over the median"] == "harmless while little underflows; else keep the cache in BF16 with --kv-cache off"
     assert not any("--skip" in remedy for remedy in remedies.values())
+
+
+def test_a_cache_in_bf16_is_judged_by_the_scale_that_it_would_have() -> None:
+    unfit = tensor([float("nan"), 1], [1], [1])
+    measured = replace(statistics(calm=CALM), tensors={"calm.input": CALM, "0.k": RARE, "0.v": CALM, "1.k": unfit})
+    wide = chosen(measured)
+    prospective = prospective_scales(measured, wide, Clipping(margin=1))
+    assert {name: scale.scale for name, scale in prospective.items()} == {"0.k": 2.0, "0.v": 2.0}
+    remedies = {finding.what: finding.remedy for finding in findings(measured, wide, prospective) if finding.tensor == "0.k"}
+    assert remedies["largest channel over the median"] == (
+        "in BF16; before it goes into FP8: harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+    )
+    assert wide_cache_rows(measured, prospective)[0].underflow == 0.75
+    values = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping(), "v"), skipped={})
+    assert prospective_scales(measured, values, Clipping()).keys() == {"0.k"}
 
 
 def test_outlier_channels_are_counted_against_the_median_of_those_that_are_not_zero() -> None:
