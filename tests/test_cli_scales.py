@@ -92,12 +92,19 @@ def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_
     assert all((row["saturation"] > 0) == (row["amax_over_clip"] > 1) for row in rows)
 
 
+@pytest.mark.parametrize("option", [["--margin", 3], ["--interval", 3], ["--amax-history-len", 2], ["--amax-compute-algo", "most_recent"]])
+def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path: Path, option: list[object]) -> None:
+    line = fp8q("inspect", tmp_path, *option).complaint()
+    assert line == f"{option[0]} {option[1]}: is for --delayed, which is not given; add it, or leave this out"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--margin", 99], "--margin 99: must lie between -16 and 16; the scale is multiplied by 2 to this power"),
         (["--method", "delayed", "--interval", 0], "--interval 0: must be at least 1"),
         (["--method", "delayed", "--interval", 900], "--interval 900: no scale is computed in 3 batches; give a smaller one, or more --samples"),
+        (["--percentile", 50], "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out"),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
     ],
