@@ -389,6 +389,7 @@ def inspect(path: Path, delayed: Clipping | None = None, against: str | None = N
 
     found = open_run(path)
     found.refuse_stale("measure", "quantize")
+    choosing.refuse_part(found)
     modules, statistics, scales = module_rows(found), load_statistics(found), load_scales(found)
     prospective = prospective_scales(statistics, scales, graphs.clipping_of(found))
     under_history = delayed_rows(statistics, delayed) if delayed else None
