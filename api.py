@@ -368,9 +368,10 @@ def report_plots(path: Path) -> "dict[str, Plot]":
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `fp8q inspect` found: every module, what stands out, and what was asked for beside it."""
+    """What `fp8q inspect` found: every module, the cache where it stays in BF16 (as FP8 would have it), what stands out, and what was asked for beside it."""
 
     modules: "list[ModuleRow]"
+    bf16_cache: "list[ModuleRow]"
     findings: "list[Finding]"
     delayed: "list[DelayedRow] | None" = None
     against: "list[AgainstRow] | None" = None
@@ -379,20 +380,23 @@ class Inspection:
 def inspect(path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT) -> Inspection:
     """Every matrix product and cache tensor of the run at `path` (its scale and what that does, or why it stays in BF16), and what stands out.
 
+    A cache tensor in BF16 is shown at the scale that the run's own method would choose, so that what FP8 would do to it is seen before.
     `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this text with the float model,
     as many windows as were calibrated on, and hold it against the chosen scales.
     """
-    from .validate.findings import against_rows, delayed_rows, findings, jumps
-    from .validate.tables import module_rows
+    from .validate.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
+    from .validate.tables import module_rows, wide_cache_rows
 
     found = open_run(path)
     found.refuse_stale("measure", "quantize")
+    choosing.refuse_part(found)
     modules, statistics, scales = module_rows(found), load_statistics(found), load_scales(found)
+    prospective = prospective_scales(statistics, scales, graphs.clipping_of(found))
     under_history = delayed_rows(statistics, delayed) if delayed else None
     for warning in jumps(under_history or []):
         progress.note(warning)
     other = against_rows(statistics, scales, measure_text(found, against, progress)) if against else None
-    return Inspection(modules, findings(statistics, scales), under_history, other)
+    return Inspection(modules, wide_cache_rows(statistics, prospective), findings(statistics, scales, prospective), under_history, other)
 
 
 def measure_text(run: Run, text: str, progress: Reporter = SILENT) -> Statistics:

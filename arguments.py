@@ -189,6 +189,12 @@ MaxIncrease = Annotated[
     typer.Option("--max-ppl-increase", metavar="SHARE", rich_help_panel=EVALUATION, help="Fail (exit 3) when perplexity rises by more, such as 1% or 0.01."),
 ]
 Delayed = Annotated[bool, typer.Option("--delayed", help="Also how often the next batch would have saturated under a history of amax.")]
+DelayedHistoryLength = Annotated[
+    int, typer.Option("--amax-history-len", metavar="N", help="For --delayed: batches in the history; more than there are means all.")
+]
+DelayedAlgorithm = Annotated[AmaxAlgorithm, typer.Option("--amax-compute-algo", help="For --delayed: the history's largest amax, or its last.")]
+DelayedInterval = Annotated[int, typer.Option("--interval", metavar="N", help="For --delayed: batches from one scale to the next.")]
+DelayedMargin = Annotated[int, typer.Option("--margin", metavar="N", help="For --delayed: multiply its scales by 2^N.")]
 Against = Annotated[str | None, typer.Option("--against", metavar="TEXT", help="Also measure this text, and show which tensors would saturate on it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on one line, and nothing else, on standard output.")]
 

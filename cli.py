@@ -30,6 +30,10 @@ from .arguments import (
     Context,
     Data,
     Delayed,
+    DelayedAlgorithm,
+    DelayedHistoryLength,
+    DelayedInterval,
+    DelayedMargin,
     Dtype,
     EvalData,
     EvaluationText,
@@ -85,6 +89,7 @@ from .options import (
     ExportOptions,
     ScaleOptions,
     ValidateOptions,
+    first_given,
 )
 
 if TYPE_CHECKING:
@@ -323,14 +328,17 @@ def report(run: RunArgument, as_json: Json = False) -> None:
 
 @app.command()
 def inspect(
-    run: RunArgument, delayed: Delayed = False, amax_history_len: HistoryLength = Clipping.amax_history_len,
-    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, margin: Margin = Clipping.margin,
+    run: RunArgument, delayed: Delayed = False, amax_history_len: DelayedHistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: DelayedAlgorithm = Clipping.amax_compute_algo, interval: DelayedInterval = Clipping.interval,
+    margin: DelayedMargin = Clipping.margin,
     against: Against = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show every module (its scale and what that does, or why it stays in BF16), and what stands out, ranked."""
+    """Show every module (its scale and what that does, or why it stays in BF16), the cache (in BF16: as FP8 would have it), and what stands out, ranked."""
     from . import api, views
 
     history = Clipping("delayed", margin=margin, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo, interval=interval)
+    if not delayed and (given := first_given(history, ("amax_history_len", "amax_compute_algo", "interval", "margin"))):
+        raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), as_json)
 

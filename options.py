@@ -3,6 +3,7 @@
 Nothing heavy is imported here: the command line reads its defaults from these classes and must answer `--help` at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
@@ -45,6 +46,16 @@ def one_of(options: object, names: tuple[str, ...]) -> None:
             raise InputError(f"--{name.replace('_', '-')} {value}: is none of {', '.join(allowed)}")
 
 
+#: The methods that options of `Clipping` belong to; the others belong to all.
+METHOD_OF = {"percentile": "percentile", "amax_history_len": "delayed", "amax_compute_algo": "delayed", "interval": "delayed"}
+
+
+def first_given(options: object, names: Iterable[str]) -> str | None:
+    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where all are."""
+    given = (name for name in names if getattr(options, name) != getattr(type(options), name))
+    return next((f"--{name.replace('_', '-')} {getattr(options, name)}" for name in given), None)
+
+
 @dataclass(frozen=True)
 class Clipping:
     """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of scales.
@@ -61,13 +72,16 @@ class Clipping:
     interval: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
+        """Refuse numbers that mean nothing, and those of a method that is not the one asked for."""
         one_of(self, ("method", "scale_grid", "amax_compute_algo"))
         if not 0 < self.percentile <= 100:
             raise InputError(f"--percentile {self.percentile}: must lie in (0, 100]")
         if abs(self.margin) > LARGEST_MARGIN:
             raise InputError(f"--margin {self.margin}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 to this power")
         at_least_one(self, ("amax_history_len", "interval"))
+        for name, method in METHOD_OF.items():
+            if self.method != method and (option := first_given(self, [name])):
+                raise InputError(f"{option}: is for --method {method}, and the method is {self.method}; choose that one, or leave this out")
 
 
 @dataclass(frozen=True)

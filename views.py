@@ -21,6 +21,7 @@ from .validate.columns import (
     module_table,
     size_table,
     stage_table,
+    wide_cache_table,
 )
 from .validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
 
@@ -84,11 +85,13 @@ def plain(row: Any) -> dict[str, Any]:
 
 def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     """Show what `fp8q inspect` found: what stands out last, where a terminal leaves the eye."""
-    parts: dict[str, Sequence[Any] | None] = {"modules": found.modules, "findings": found.findings, "delayed": found.delayed, "against": found.against}
+    parts: dict[str, Sequence[Any] | None] = {
+        "modules": found.modules, "bf16_cache": found.bf16_cache, "findings": found.findings, "delayed": found.delayed, "against": found.against,
+    }  # fmt: skip
     if as_json:
         emit({name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None})
         return
-    tables: list[Table[Any]] = [module_table(found.modules), kept_table(found.modules)]
+    tables: list[Table[Any]] = [module_table(found.modules), kept_table(found.modules), wide_cache_table(found.bf16_cache)]
     tables += [delayed_table(found.delayed)] if found.delayed is not None else []
     tables += [against_table(found.against)] if found.against is not None else []
     for table in (*tables, finding_table(found.findings)):

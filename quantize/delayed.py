@@ -55,10 +55,13 @@ def clip_delayed(amax_batches: Float32s, clipping: Clipping) -> float:
     """
     found = float(amax_in_use(measured(amax_batches), clipping)[-1])
     if np.isnan(found):
-        raise InputError(
-            f"--interval {clipping.interval}: no scale is computed in {len(measured(amax_batches))} batches; give a smaller one, or more --samples"
-        )
+        raise no_scale(clipping, len(measured(amax_batches)))
     return found
+
+
+def no_scale(clipping: Clipping, batches: int) -> InputError:
+    """The error of an interval that `batches` do not fill."""
+    return InputError(f"--interval {clipping.interval}: no scale is computed in {batches} batches; give a smaller one, or more --samples")
 
 
 def saturated_batches(amax_batches: Float32s, format: Format, clipping: Clipping) -> npt.NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
 from ..files import replacing, write_document
 from ..options import Clipping, KvCache, ScaleOptions, WeightMethod
 from ..run import Run
@@ -58,15 +59,25 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs)]
 
 
+def refuse_part(run: Run) -> None:
+    """Raise InputError where some of the batches alone were measured (`--batches`): scales are chosen of all of them."""
+    measured = run.record().stages.get("measure")
+    if measured and isinstance(batches := measured.options.get("batches"), list):
+        raise InputError(
+            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
+        )
+
+
 def rescaled(
     run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None, only: tuple[str, ...] | None = None
 ) -> ScaleOptions:
     """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does not tell.
 
-    Raises InputError when the run was not measured.
+    Raises InputError when the run was not measured, or in part.
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
+    refuse_part(run)
     before = run.record().stages.get("quantize")
     kept = asdict(ScaleOptions()) | (before.options if before else {})
     asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip, "only": only}

@@ -33,7 +33,9 @@ class Task(Strict):
 
 
 def check_batches(options: CalibrateOptions, windows: int, world: "World") -> None:
-    """Raise InputError when `options.batches` are not there, when a rank would have none, and for what cannot be measured in parts."""
+    """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of `delayed`, and for what cannot be measured in parts."""
+    from ..quantize.delayed import no_scale
+
     batches = -(-windows // options.batch_size)
     first, end = options.batches or (0, batches)
     if end > batches:
@@ -48,6 +50,8 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
     if options.weight_rounding == "gptq" and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
         raise InputError(f"--weight-rounding gptq: its second moments are sums that round differently in parts; measure without {how}, or leave it out")
+    if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
+        raise no_scale(options.clip, batches)
 
 
 def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes, world: "World | None" = None) -> None:

@@ -60,6 +60,10 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
         (["--samples", 0], "--samples 0: must be at least 1"),
         (["--seed", -1], "--seed -1: must be at least 0"),
         (["--data", "more.txt=0"], "--data more.txt=0: its weight is 0; give one above 0, or leave the text out"),
+        (
+            ["--samples", 8, "--method", "delayed", "--interval", 2],
+            "--interval 2: no scale is computed in 1 batches; give a smaller one, or more --samples",
+        ),
         (["--percentile", 0], "--percentile 0.0: must lie in (0, 100]"),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--skip", "*"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"),

@@ -63,13 +63,22 @@ def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_
     result = fp8q("inspect", demo_run.root, "--delayed", "--amax-history-len", 2, "--json")
     assert result.code == 0, result.err
     found = json.loads(result.out)
-    assert list(found) == ["modules", "findings", "delayed"]
+    assert list(found) == ["modules", "bf16_cache", "findings", "delayed"]
+    assert found["bf16_cache"] == []
     severities = [finding["severity"] for finding in found["findings"]]
     assert severities == sorted(severities, reverse=True)
     shares = [row["saturated"] for row in found["delayed"]]
     assert shares == sorted(shares, reverse=True)
     assert {row["batches"] for row in found["delayed"]} == {2}  # three batches of eight windows, the first without a history
     assert all(row["sqnr_best_db"] >= row["sqnr_db"] for row in found["modules"] if "scale" in row)
+
+
+def test_inspect_shows_what_fp8_would_do_to_a_cache_in_bf16(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    assert fp8q("scales", run.root, "--kv-cache", "v").code == 0
+    rows = json.loads(fp8q("inspect", run.root, "--json").out)["bf16_cache"]
+    assert {row["tensor"]: row["scale"] for row in rows} == {name: scale.scale for name, scale in load_scales(demo_run).kv_cache.items() if name.endswith(".k")}
+    assert "Cache in BF16, as it would be in FP8" in fp8q("inspect", run.root).out
 
 
 def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_run: Run, demo_texts: Any, tmp_path: Path) -> None:
@@ -83,12 +92,19 @@ def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_
     assert all((row["saturation"] > 0) == (row["amax_over_clip"] > 1) for row in rows)
 
 
+@pytest.mark.parametrize("option", [["--margin", 3], ["--interval", 3], ["--amax-history-len", 2], ["--amax-compute-algo", "most_recent"]])
+def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path: Path, option: list[object]) -> None:
+    line = fp8q("inspect", tmp_path, *option).complaint()
+    assert line == f"{option[0]} {option[1]}: is for --delayed, which is not given; add it, or leave this out"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--margin", 99], "--margin 99: must lie between -16 and 16; the scale is multiplied by 2 to this power"),
         (["--method", "delayed", "--interval", 0], "--interval 0: must be at least 1"),
         (["--method", "delayed", "--interval", 900], "--interval 900: no scale is computed in 3 batches; give a smaller one, or more --samples"),
+        (["--percentile", 50], "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out"),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
     ],

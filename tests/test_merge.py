@@ -172,6 +172,17 @@ def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(part: Measure,
         assert str(refused.value) == message
 
 
+@pytest.mark.parametrize("use", [api.scales, api.inspect])
+def test_a_part_is_to_be_merged_before_scales_are_chosen_of_it(part: Measure, use: Callable[[Path], object]) -> None:
+    run = part(0, 2)
+    with pytest.raises(InputError) as refused:
+        use(run.root)
+    assert str(refused.value) == (
+        f"{run.root}: holds what --batches 0:2 measured; add it to the other batches' runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
+    )
+    assert not run.scales.exists()
+
+
 def test_a_part_has_no_checkpoint_to_validate(part: Measure) -> None:
     run = part(0, 2)
     with pytest.raises(InputError, match=r"model\.onnx: is missing; `fp8q export` writes it, run that first$"):

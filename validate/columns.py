@@ -5,7 +5,7 @@ units, and what does not apply is left empty rather than zero.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Generic, TypeVar
 
@@ -140,6 +140,11 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow]("weight dB", lambda row: row.weight_sqnr_db, decibels),
     )
     return Table("Modules in FP8", [row for row in rows if row.reason is None], columns, "None: every module stays in BF16.")
+
+
+def wide_cache_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
+    """The tensors of the cache that stay in BF16, and what FP8 would do to them."""
+    return replace(module_table(rows), title="Cache in BF16, as it would be in FP8", missing="None: keys and values are in FP8.")
 
 
 def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:

@@ -6,6 +6,7 @@ that findings of different kinds can be ranked; the limits are conventions, writ
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,17 @@ from ..options import Clipping
 from ..quantize.clip import saturation
 from ..quantize.delayed import largest_jump, measured, saturated_batches
 from ..quantize.formats import E4M3
-from ..quantize.scales import Scales, TensorScale, group_of
+from ..quantize.scales import Scales, TensorScale, group_of, tensor_scale, unfit
 
 #: A channel whose amax exceeds this many times the median channel's is an outlier.
 OUTLIER_RATIO = 10.0
 #: Shares of values that may saturate and underflow, dB that may be lost to the best scale, growth in the last quarter, jump between batches.
-MOST_SATURATION, MOST_UNDERFLOW, MOST_DB_LOST, MOST_GROWTH, MOST_JUMP = 1e-3, 0.02, 1.0, 1.1, 10.0
+#: Of values that crowd around zero (what down_proj reads) 6 % underflow at the best scale there is, and a scale at which a quarter does loses no 0.1 dB.
+MOST_SATURATION, MOST_UNDERFLOW, MOST_DB_LOST, MOST_GROWTH, MOST_JUMP = 1e-3, 0.25, 1.0, 1.1, 10.0
+#: What `{wide}` in a remedy stands for, by the last part of the tensor's name: --skip matches modules, and a cache tensor is none.
+WIDE = {"input": "keep it in BF16 with --skip", "k": "keep keys in BF16 with --kv-cache v", "v": "keep the cache in BF16 with --kv-cache off"}
+#: What a remedy begins with where the tensor has no scale yet.
+BEFORE_FP8 = "in BF16; before it goes into FP8: "
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,15 @@ def chosen_scales(scales: Scales, groups: Mapping[str, list[str]]) -> dict[str, 
     return {f"{first.get(module, module)}.input": scale for module, scale in scales.activations.items()} | scales.kv_cache
 
 
+def prospective_scales(statistics: Statistics, scales: Scales, clipping: Clipping) -> dict[str, TensorScale]:
+    """Cache tensor -> the scale that `clipping` would give it, where it is kept in BF16: what --kv-cache would do is seen before it is chosen."""
+    return {
+        name: tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+        for name, tensor in statistics.tensors.items()
+        if name.endswith((".k", ".v")) and name not in scales.kv_cache and unfit(tensor.histogram) is None
+    }
+
+
 def outlier_channels(amax_channels: npt.NDArray[np.float32]) -> tuple[int, float]:
     """How many channels exceed `OUTLIER_RATIO` times the median channel's amax, and the largest ratio; the median is over channels that are not zero."""
     finite = amax_channels[np.isfinite(amax_channels) & (amax_channels > 0)]
@@ -89,8 +104,8 @@ def _saturation(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, fl
 
 
 def _underflow(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    count, _ = outlier_channels(tensor.amax_channels)
-    return scale.underflow, MOST_UNDERFLOW, "a few channels set its scale: keep it in BF16 with --skip" if count else "clip more: --method mse"
+    beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
+    return scale.underflow, MOST_UNDERFLOW, "a smaller --margin" if beyond else "a few huge values set its scale: {wide}"
 
 
 def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
@@ -99,7 +114,7 @@ def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float
 
 
 def _outliers(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    return outlier_channels(tensor.amax_channels)[1], OUTLIER_RATIO, "harmless while little underflows; else keep it in BF16 with --skip"
+    return outlier_channels(tensor.amax_channels)[1], OUTLIER_RATIO, "harmless while little underflows; else {wide}"
 
 
 def _growth(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
@@ -120,14 +135,15 @@ CHECKS: dict[str, Callable[[TensorStatistics, TensorScale], tuple[float, float, 
 }
 
 
-def findings(statistics: Statistics, scales: Scales) -> list[Finding]:
-    """Everything beyond its limit in the tensors that have a scale, the worst first."""
+def findings(statistics: Statistics, scales: Scales, prospective: Mapping[str, TensorScale] = MappingProxyType({})) -> list[Finding]:
+    """Everything beyond its limit in the tensors that have a scale, and in those of the cache that have a `prospective` one, the worst first."""
     found = []
-    for name, scale in chosen_scales(scales, statistics.record.groups).items():
+    for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
+        wide = WIDE[name.rpartition(".")[2]]
         for what, check in CHECKS.items():
             value, limit, remedy = check(statistics.tensors[name], scale)
             if value > limit:
-                found.append(Finding(name, what, value, value / limit, remedy))
+                found.append(Finding(name, what, value, value / limit, f"{BEFORE_FP8 if name in prospective else ''}{remedy.format(wide=wide)}"))
     return sorted(found, key=lambda finding: -finding.severity)
 
 

@@ -6,11 +6,12 @@ stage wrote is refused. A quantity that does not apply is None, never zero.
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..calibrate.statistics import StatisticsRecord, TensorStatistics, load_statistics
+from ..calibrate.statistics import Statistics, StatisticsRecord, TensorStatistics, load_statistics
 from ..export.engine import engine_stage, load_engines
 from ..files import read_document
 from ..options import Precision
@@ -148,6 +149,11 @@ def module_rows(run: Run) -> list[ModuleRow]:
     rows += [ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples) for module, kept in scales.skipped.items()]
     rows += [_fp8(name, "cache", name, scale, statistics.tensors.get(name)) for name, scale in scales.kv_cache.items()]
     return rows
+
+
+def wide_cache_rows(statistics: Statistics, prospective: Mapping[str, TensorScale]) -> list[ModuleRow]:
+    """The tensors of the cache that stay in BF16, at the `prospective` scales that they would have."""
+    return [_fp8(name, "cache", name, scale, statistics.tensors[name]) for name, scale in prospective.items()]
 
 
 def _fp8(

@@ -98,9 +98,16 @@ def test_delayed_needs_the_batches() -> None:
         ({"amax_history_len": 0}, "--amax-history-len 0: must be at least 1"),
         ({"interval": 0}, "--interval 0: must be at least 1"),
         ({"percentile": 101.0}, "--percentile 101.0: must lie in (0, 100]"),
+        ({"percentile": 50.0}, "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out"),
+        ({"method": "percentile", "interval": 5}, "--interval 5: is for --method delayed, and the method is percentile; choose that one, or leave this out"),
+        ({"amax_history_len": 16}, "--amax-history-len 16: is for --method delayed, and the method is amax; choose that one, or leave this out"),
+        (
+            {"method": "mse", "amax_compute_algo": "most_recent"},
+            "--amax-compute-algo most_recent: is for --method delayed, and the method is mse; choose that one, or leave this out",
+        ),
     ],
 )
-def test_numbers_that_mean_nothing(wrong: dict[str, int], message: str) -> None:
+def test_numbers_that_mean_nothing_or_belong_to_another_method(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(InputError) as refused:
         Clipping(**wrong)  # type: ignore[arg-type]
     assert str(refused.value) == message

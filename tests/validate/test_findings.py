@@ -1,12 +1,14 @@
 """What stands out, on statistics made by hand: every number can be worked out on paper."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fp8q.calibrate.histogram import Histogram
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import Clipping
-from fp8q.quantize.scales import Scales, activation_scales
+from fp8q.quantize.scales import Scales, activation_scales, kv_cache_scales
 from fp8q.validate.findings import (
     AgainstRow,
     DelayedRow,
@@ -17,7 +19,9 @@ from fp8q.validate.findings import (
     jumps,
     late_growth,
     outlier_channels,
+    prospective_scales,
 )
+from fp8q.validate.tables import wide_cache_rows
 
 
 def tensor(values: list[float], batches: list[float], channels: list[float]) -> TensorStatistics:
@@ -52,9 +56,9 @@ def test_findings_are_ranked_by_how_far_they_lie_beyond_their_limit() -> None:
     found = [(finding.tensor, finding.what, finding.value, round(finding.severity, 2)) for finding in findings(measured, chosen(measured))]
     assert found == [
         ("rare.input", "amax over that of the first three quarters", 224.0, 203.64),
-        ("rare.input", "share of values that underflow", 0.75, 37.5),
         ("rare.input", "largest channel over the median", 224.0, 22.4),
         ("rare.input", "amax over the batch before's", 224.0, 22.4),
+        ("rare.input", "share of values that underflow", 0.75, 3.0),
     ]
 
 
@@ -64,6 +68,54 @@ def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
     saturated = found["share of values that saturate"]
     assert (saturated.value, saturated.remedy) == (0.25, "clip less: --method amax, or --margin 1")
     assert found["dB below the best scale"].remedy == "--method mse finds the best scale there is"
+
+
+#: Of 100 values 6 round to zero at the scale of its amax, as of what `down_proj` reads in the demo; its other values are codes.
+CROWDED = tensor([448, *[1] * 93, *[2**-11] * 6], [448, 448, 448, 448], [448, 448, 448])
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping("mse")])
+def test_underflow_that_no_other_scale_takes_off_is_not_mentioned(clipping: Clipping) -> None:
+    measured = statistics(crowded=CROWDED)
+    scales = chosen(measured, clipping)
+    assert scales.activations["crowded"].underflow == pytest.approx(0.06)
+    assert findings(measured, scales) == []
+
+
+def test_underflow_is_told_with_what_takes_it_off() -> None:
+    measured = statistics(rare=RARE, crowded=CROWDED)
+    found = findings(measured, chosen(measured, Clipping(margin=10)))
+    assert {finding.tensor: finding.remedy for finding in found if "underflow" in finding.what} == dict.fromkeys(
+        ("rare.input", "crowded.input"), "a smaller --margin"
+    )
+    found = findings(measured, chosen(measured))
+    assert {finding.tensor: finding.remedy for finding in found if "underflow" in finding.what} == {
+        "rare.input": "a few huge values set its scale: keep it in BF16 with --skip"
+    }
+
+
+def test_a_cache_tensor_is_taken_out_of_fp8_by_the_option_of_the_cache() -> None:
+    measured = replace(statistics(), tensors={"0.k": RARE, "0.v": RARE})
+    scales = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping()), skipped={})
+    remedies = {(finding.tensor, finding.what): finding.remedy for finding in findings(measured, scales)}
+    assert remedies["0.k", "largest channel over the median"] == "harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+    assert remedies["0.v", "largest channel over the median"] == "harmless while little underflows; else keep the cache in BF16 with --kv-cache off"
+    assert not any("--skip" in remedy for remedy in remedies.values())
+
+
+def test_a_cache_in_bf16_is_judged_by_the_scale_that_it_would_have() -> None:
+    unfit = tensor([float("nan"), 1], [1], [1])
+    measured = replace(statistics(calm=CALM), tensors={"calm.input": CALM, "0.k": RARE, "0.v": CALM, "1.k": unfit})
+    wide = chosen(measured)
+    prospective = prospective_scales(measured, wide, Clipping(margin=1))
+    assert {name: scale.scale for name, scale in prospective.items()} == {"0.k": 2.0, "0.v": 2.0}
+    remedies = {finding.what: finding.remedy for finding in findings(measured, wide, prospective) if finding.tensor == "0.k"}
+    assert remedies["largest channel over the median"] == (
+        "in BF16; before it goes into FP8: harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+    )
+    assert wide_cache_rows(measured, prospective)[0].underflow == 0.75
+    values = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping(), "v"), skipped={})
+    assert prospective_scales(measured, values, Clipping()).keys() == {"0.k"}
 
 
 def test_outlier_channels_are_counted_against_the_median_of_those_that_are_not_zero() -> None:
