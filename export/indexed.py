@@ -7,13 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
@@ -272,4 +273,26 @@ def load_graph(path: Path) -> Indexed:
         raise InputError(f"{path}: is no ONNX model, or is cut short; export it again") from None
     if not model.graph.node:
         raise InputError(f"{path}: is no ONNX model, or holds no node; export it again")
+    if field := damaged_text(model):
+        raise InputError(f"{path}: is damaged ({field} is no UTF-8); export it again")
     return Indexed(model, path.parent)
+
+
+def damaged_text(message: Message) -> str | None:
+    """The first field of text, as `graph.node.name`, that holds no UTF-8: protobuf gives out its bytes, which no rule and no operator's schema takes."""
+    for name, repeated, kind in _fields(message.DESCRIPTOR):
+        held = getattr(message, name) if repeated else [getattr(message, name)] if message.HasField(name) else ()
+        for value in held:
+            if kind == FieldDescriptor.TYPE_MESSAGE:
+                if (inside := damaged_text(value)) is not None:
+                    return f"{name}.{inside}"
+            elif isinstance(value, bytes):
+                return name
+    return None
+
+
+@cache
+def _fields(descriptor: Descriptor) -> list[tuple[str, bool, int]]:
+    """Name, whether repeated, and type of the fields that are text or hold some; data are left alone, as they may be gigabytes."""
+    kinds = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
+    return [(field.name, field.is_repeated, field.type) for field in descriptor.fields if field.type in kinds]

@@ -239,6 +239,26 @@ def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(fp8q: Fp8q, decoder: C
         assert (result.code, result.out, result.err) == (2, "", f"fp8q: {path}: {message}\n")
 
 
+@pytest.mark.parametrize(
+    ("field", "spoil"),
+    [
+        ("graph.node.name", lambda model: setattr(model.graph.node[-1], "name", "MARK")),
+        ("graph.node.op_type", lambda model: setattr(model.graph.node[-1], "op_type", "MARK")),
+        ("graph.node.domain", lambda model: setattr(model.graph.node[-1], "domain", "MARK")),
+        ("graph.node.attribute.g.node.output", lambda model: model.graph.node[-1].attribute.add(name="body", type=5).g.node.add().output.append("MARK")),
+        ("graph.initializer.external_data.value", lambda model: setattr(model.graph.initializer[-1].external_data[0], "value", "MARK")),
+        ("graph.input.type.tensor_type.shape.dim.dim_param", lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[0], "dim_param", "MARK")),
+    ],
+)
+def test_text_that_is_no_utf_8_is_damage_and_no_fault(fp8q: Fp8q, decoder: Callable[..., Any], field: str, spoil: Callable[[onnx.ModelProto], Any]) -> None:
+    path = decoder().path
+    model = onnx.load_model(path, load_external_data=False)
+    spoil(model)
+    path.write_bytes(model.SerializeToString().replace(b"MARK", b"MAR\xff"))
+    result = fp8q("lint", path)
+    assert (result.code, result.out, result.err) == (2, "", f"fp8q: {path}: is damaged ({field} is no UTF-8); export it again\n")
+
+
 def test_cut_anywhere_a_graph_is_an_input_error_or_has_an_error_and_never_a_fault(decoder: Callable[..., Any], tmp_path: Path) -> None:
     written = decoder()
     data = written.path.read_bytes()
