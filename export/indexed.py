@@ -25,7 +25,7 @@ Array = npt.NDArray[np.generic]
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 #: Looked through on the way from a product back to what it multiplies: operators that only move values or change their type, and arithmetic with a constant.
-_MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten")
+_MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "Expand")
 #: Operators whose result holds the values they are given first, and so FP8 codes where those are.
 _CARRYING = {"Transpose", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Slice", "Split", "Gather", "Expand", "TensorScatter"}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
@@ -172,6 +172,31 @@ class Indexed:
             between.append(node)
             value = computed[0]
         return Operand(None, ())
+
+    @cached_property
+    def folded(self) -> set[str]:
+        """The tensors of the file, and every value made of them alone, by whatever operators."""
+        found = set(self.initializers)
+        for node in self.nodes:
+            if node.input and found.issuperset(filter(None, node.input)):
+                found.update(node.output)
+        return found
+
+    def behind(self, value: str) -> NodeProto | None:
+        """The DequantizeLinear of FP8 codes that alone, or with constants alone, a value is computed from, by any operators but products; None where there is none."""
+        waiting, passed = [value], set[str]()
+        while waiting:
+            value = waiting.pop()
+            node = self.producers.get(value)
+            if node is None or value in passed or node.op_type in PRODUCTS:
+                continue
+            passed.add(value)
+            if node.op_type == "DequantizeLinear" and node.input[0] in self.codes:
+                return node
+            computed = [name for name in node.input if name and name not in self.initializers]
+            if len(computed) == 1 or value in self.folded:
+                waiting += reversed(computed)
+        return None
 
     def is_constant(self, value: str) -> bool:
         """Whether a value is a tensor of the file."""

@@ -1,5 +1,7 @@
 """Rules F2xx: matrix products (convolutions too: others quantize them), and what is promised of them."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from onnx import NodeProto
 
@@ -43,21 +45,36 @@ def why_wide(graph: Indexed, product: Product) -> str | None:
     return "its weight is FP8 but its input is not, so it multiplies in the compute type" if activation is None else None
 
 
+def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """Where another operator than a Transpose lies between a product and the DequantizeLinear that it would take codes from: both.
+
+    An operator that computes, or joins, leaves no codes to multiply; it is told only of a product whose other side has some: a wide one may stay wide.
+    """
+    for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
+        dequantize = side.dequantize or (graph.behind(value) if other.dequantize is not None else None)
+        if dequantize is None or side.clean:
+            continue
+        while (operator := graph.producers[value]).op_type == "Transpose":
+            value = operator.input[0]
+        yield operator, dequantize
+
+
 @rule("F201", "transpose-alone-between")
 def transpose_alone_between(graph: Indexed) -> Broken:
-    """Nothing but a Transpose lies between a DequantizeLinear and the product: the compiler moves the scale behind the product through nothing else."""
+    """Nothing but a Transpose lies between a DequantizeLinear and the product.
+
+    Through what computes, the scale cannot be moved behind the product, which is then of no codes; through the rest one compiler moves it and another does not.
+    """
     for product in graph.products:
-        for side in product.operands:
-            if side.dequantize is not None and not side.clean:
-                between = next(node for node in side.between if node.op_type != "Transpose")
-                yield product.node.name, f"{between.op_type} {between.name} lies between {side.dequantize.name} and the product; move it elsewhere"
+        for operator, dequantize in blocked(graph, product):
+            yield product.node.name, f"{operator.op_type} {operator.name} lies between {dequantize.name} and the product; move it elsewhere"
 
 
 @rule("F202", "weight-only", "warning", "foreign")
 def weight_only(graph: Indexed) -> Broken:
     """A product with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no time."""
     for product in graph.products:
-        if weight_of(graph, product) is not None and not is_fp8(product):
+        if weight_of(graph, product) is not None and not is_fp8(product) and not any(blocked(graph, product)):
             yield product.node.name, "its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too"
 
 
@@ -163,3 +180,16 @@ def other_codes(graph: Indexed) -> Broken:
         for dequantize in filter(None, (side.other for side in product.operands)):
             kind = type_name(graph.code_type(dequantize.input[0]))
             yield product.node.name, f"multiplies {kind} codes ({dequantize.name}); quantize to FLOAT8E4M3FN for FP8"
+
+
+@rule("F211", "input-only", "warning", "foreign")
+def input_only(graph: Indexed) -> Broken:
+    """A product with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for nothing."""
+    for product in graph.products:
+        for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
+            wide = value in graph.folded and side.dequantize is None and side.other is None
+            if wide and quantize_of(graph, other) is not None and not any(blocked(graph, product)):
+                yield (
+                    product.node.name,
+                    "its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",
+                )

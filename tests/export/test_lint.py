@@ -175,6 +175,26 @@ def scaled_weight(model: ModelProto) -> None:
     insert(model, transpose, 0, helper.make_node("Mul", [f"{DOWN}.weight.dequantize_output", "two"], ["doubled"], name="double"))
 
 
+def between(operator: str, index: int, *constants: Any, joined: str = "") -> Callable[[ModelProto], None]:
+    """Put an operator behind the DequantizeLinear of DOWN's input (0) or weight (1), with constants, or the DequantizeLinear `joined` too."""
+
+    def change(model: ModelProto) -> None:
+        others = [f"{joined}_output"] if joined else [add_tensor(model, f"constant{i}", values) for i, values in enumerate(constants)]
+        reader = f"{DOWN}.matmul" if index == 0 else node(model, f"{DOWN}.matmul").input[1].removesuffix("_output")
+        dequantized = node(model, reader).input[0]
+        axis: dict[str, Any] = {"axis": 0} if operator == "Concat" else {}
+        insert(model, reader, 0, helper.make_node(operator, [dequantized, *others], ["made"], name="between", **axis))
+
+    return change
+
+
+def wide_weight(model: ModelProto) -> None:
+    made = helper.make_node(
+        "Expand", [add_tensor(model, "one", np.ones((1, 1), ml_dtypes.bfloat16)), add_tensor(model, "sizes", np.array([256, 128]))], ["w"], name="w"
+    )
+    insert(model, f"{DOWN}.matmul", 1, made)
+
+
 def quantized_constant(model: ModelProto) -> None:
     add_tensor(model, "table", np.ones(2, np.float32))
     model.graph.node.append(
@@ -328,6 +348,12 @@ CASES = [
     Case("F112", (f"{DOWN}.input.dequantize: multiplies by 0.25, and {DOWN}.input.quantize has divided by 0.01953125; use one scale for both",), other_pair_scale, foreign=True),
     Case("F201", (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",), cast_between),
     Case("F201", (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), scaled_weight),
+    Case("F201", (f"{DOWN}.matmul: Relu between lies between {DOWN}.input.dequantize and the product; move it elsewhere",), between("Relu", 0), foreign=True),
+    Case("F201", (f"{DOWN}.matmul: Relu between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), between("Relu", 1), foreign=True),
+    Case("F201", (f"{DOWN}.matmul: Slice between lies between {DOWN}.input.dequantize and the product; move it elsewhere",), between("Slice", 0, [0], [9])),
+    Case("F201", (f"{DOWN}.matmul: Gather between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), between("Gather", 1, [0])),
+    Case("F201", (f"{DOWN}.matmul: Concat between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+         between("Concat", 1, joined=f"{UP}.weight.dequantize"), foreign=True),
     Case("F202", (f"{DOWN}.matmul: its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too",), options={"wide_inputs": (DOWN,)}, foreign=True),
     Case("F203", (f"{DOWN}.matmul: is promised on FP8: its weight is FP8 but its input is not, so it multiplies in the compute type; {AGAIN}",), options={"wide_inputs": (DOWN,)}),
     Case("F203", (f"{DOWN}.matmul: is promised on FP8: neither its weight nor its input comes from FP8 codes; {AGAIN}",), options={"wide": (DOWN,)}, promised={DOWN: None}),
@@ -346,6 +372,8 @@ CASES = [
     Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives"
                        for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))), options={"hidden": 24}),
     Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
+    Case("F211", (f"{DOWN}.matmul: its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",),
+         wide_weight, foreign=True),
     Case("F316", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset 23",),
          versions(24, 12)),
     Case("F301", ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",), versions(25, 13)),
