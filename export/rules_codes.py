@@ -125,7 +125,7 @@ def scale_shape(graph: Indexed) -> Broken:
         scale = graph.constant(node.input[1])
         if scale is None or scale.size == 1:
             continue
-        tensor = graph.initializers.get(node.input[0])
+        tensor = _scaled(graph, node)
         if tensor is None:
             yield node.name, f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations and caches take"
             continue
@@ -134,8 +134,16 @@ def scale_shape(graph: Indexed) -> Broken:
         if scale.shape != (size,):
             yield (
                 node.name,
-                f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {node.input[0]} {list(tensor.dims)} has {size}; store one scale for each",
+                f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {tensor.name} {list(tensor.dims)} has {size}; store one scale for each",
             )
+
+
+def _scaled(graph: Indexed, node: NodeProto) -> TensorProto | None:
+    """The constant that a QuantizeLinear or DequantizeLinear scales, stored as codes or quantized when the graph is built (F111); None for another value."""
+    value = node.input[0]
+    if node.op_type == "DequantizeLinear" and value in graph.producers and graph.producers[value].op_type == "QuantizeLinear":
+        value = graph.producers[value].input[0]
+    return graph.initializers.get(value)
 
 
 @rule("F108", "quantized-twice")

@@ -124,6 +124,16 @@ def test_a_weight_quantized_in_the_graph_is_a_warning_and_exit_code_0(fp8q: Fp8q
     assert (result.code, result.err, [rule for rule, _, _ in findings(result)]) == (0, "", ["F111"])
 
 
+def test_a_weight_quantized_in_the_graph_may_have_a_scale_for_each_channel(fp8q: Fp8q, foreign: Foreign) -> None:
+    def rules(axis: int) -> list[str]:
+        pair = node("QuantizeLinear", "w w_scale", "w_codes", axis=1, output_dtype=17), node("DequantizeLinear", "w_codes w_scale", "w_value", axis=axis)
+        held = constants() | {"w": (TensorProto.FLOAT, WEIGHT), "w_scale": (TensorProto.FLOAT, np.ones(48))}
+        path = foreign([*ACTIVATION, *pair, node("MatMul", "x_value w_value", "y")], held)
+        return [rule for rule, _, _ in findings(fp8q("lint", path, "--json"))]
+
+    assert (rules(1), rules(0)) == (["F111"], ["F107", "F111"])
+
+
 def test_nameless_nodes_and_dimensions_and_idle_domains_are_warnings(fp8q: Fp8q, foreign: Foreign) -> None:
     nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value", name=""), node("MatMul", "x_value w_value", "y", name="")]
     path = foreign(nodes, constants(), x=(None, 32))
