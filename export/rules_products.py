@@ -109,15 +109,22 @@ def nothing_quantized(graph: Indexed) -> Broken:
 
 @promise_rule("F206", "input-scale")
 def input_scale(graph: Indexed, promise: Promise) -> Broken:
-    """The scales of activations are the numbers in `scales.json`, to the last bit: what is serialized is what was used."""
-    for product in graph.products:
-        side, expected = activation_of(graph, product), promise.input_scales.get(names.module_of(product.node.name) or "")
-        if side is None or side.dequantize is None or expected is None:
-            continue
+    """The scales of activations are the numbers in `scales.json` and `attention.json`, to the last bit: what is serialized is what was used."""
+    for side, expected, file in _sides(graph, promise):
         for node in filter(None, (quantize_of(graph, side), side.dequantize)):
             scale = graph.constant(node.input[1])
             if scale is not None and (scale.size != 1 or np.float32(expected) != scale.astype(np.float32).ravel()[0]):
-                yield node.name, f"scale is {scale.ravel()[0]:.9g}, and scales.json has {expected:.9g}; run `fp8q export` again"
+                yield node.name, f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; run `fp8q export` again"
+
+
+def _sides(graph: Indexed, promise: Promise) -> Iterator[tuple[Operand, float, str]]:
+    """The operands whose scale is promised, the scale, and the file that has it."""
+    for product in graph.products:
+        side, expected = activation_of(graph, product), promise.input_scales.get(names.module_of(product.node.name) or "")
+        if side is not None and expected is not None:
+            yield side, expected, "scales.json"
+        for side, expected in zip(product.operands, promise.attention.get(product.node.name, ()), strict=False):
+            yield side, expected, "attention.json"
 
 
 @promise_rule("F207", "weight-scale")
@@ -193,3 +200,15 @@ def input_only(graph: Indexed) -> Broken:
                     product.node.name,
                     "its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",
                 )
+
+
+@promise_rule("F212", "promised-attention")
+def promised_attention(graph: Indexed, promise: Promise) -> Broken:
+    """Both products of each attention that `attention.json` promises are in the graph and FP8 on both sides."""
+    products = {product.node.name: product for product in graph.products}
+    for name in promise.attention:
+        if name not in products:
+            yield name, "is promised on FP8, and there is no such product; run `fp8q export` again"
+        elif not is_fp8(products[name]):
+            side = next(place for place, operand in zip(("first", "second"), products[name].operands, strict=True) if operand.dequantize is None)
+            yield name, f"is promised on FP8: its {side} input does not come from FP8 codes; run `fp8q export` again"

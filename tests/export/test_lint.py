@@ -314,6 +314,7 @@ class Case:
     foreign: bool = False
     promised: dict[str, float | None] | None = None
     weight_scales: dict[str, Any] = field(default_factory=dict)
+    attention: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 CASES = [
@@ -374,6 +375,9 @@ CASES = [
     Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
     Case("F211", (f"{DOWN}.matmul: its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",),
          wide_weight, foreign=True),
+    Case("F212", (f"{LAYER}.self_attn.scores: is promised on FP8: its first input does not come from FP8 codes; {AGAIN}",
+                  f"{LAYER}.self_attn.values: is promised on FP8, and there is no such product; {AGAIN}"),
+         options={"plain_attention": True, "key_value_heads": 4}, attention={f"{LAYER}.self_attn.scores": (0.5, 0.5), f"{LAYER}.self_attn.values": (0.5, 0.5)}),
     Case("F316", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset 23",),
          versions(24, 12)),
     Case("F301", ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",), versions(25, 13)),
@@ -461,7 +465,7 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(decoder: D
     written = decoder(**case.options)
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
-    found = lint(written.path, promise_of(case, written), case.weight_scales)
+    found = lint(written.path, promise_of(case, written), case.weight_scales, case.attention)
     head = f"{case.rule} {RULES[case.rule].name}: "
     expected = [text if text.startswith("F") and text[1:4].isdigit() else head + text for text in case.expected]
     assert [str(finding) for finding in found] == [text.format(**numbers) if numbers else text for text in expected]
