@@ -426,6 +426,8 @@ CASES = [
     Case("F402", (f"{DOWN}.weight: its file more.safetensors is missing (tensors in it: 1); copy the graph's whole directory again",), set_place(f"{DOWN}.weight", location="more.safetensors")),
     Case("F403", ("model.norm.weight: its data end at byte {size1} of model.safetensors, which has {size}; copy the graph's whole directory again",
                   f"F405 external-tensor: model.norm.weight: no tensor of model.safetensors begins at byte {{norm1}}; {EXPORT}"), move_place("model.norm.weight", 1)),
+    Case("F403", (f"{DOWN}.input_scale: its data begin at byte -8 of model.safetensors, before its start; {EXPORT}",
+                  f"F405 external-tensor: {DOWN}.input_scale: no tensor of model.safetensors begins at byte -8; {EXPORT}"), set_place(f"{DOWN}.input_scale", offset=-8)),
     Case("F404", (f"{DOWN}.weight: its data are 100 bytes, and FLOAT8E4M3FN [128, 256] takes 32768; {EXPORT}",), set_place(f"{DOWN}.weight", length=100)),
     Case("F405", (f"{LAYER}.self_attn.k_proj.weight: its data are those of {LAYER}.self_attn.v_proj.weight in model.safetensors; {EXPORT}",
                   f"{LAYER}.self_attn.v_proj.weight: its data are those of {LAYER}.self_attn.k_proj.weight in model.safetensors; {EXPORT}"), swap_places),
