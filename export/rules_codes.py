@@ -152,9 +152,15 @@ def quantized_twice(graph: Indexed) -> Broken:
     seen: dict[tuple[str, bytes], NodeProto] = {}
     for node in graph.quantizers:
         scale = graph.constant(node.input[1])
-        if node.op_type == "QuantizeLinear" and scale is not None:
+        if scale is None:
+            continue
+        if node.op_type == "DequantizeLinear":
+            seen.setdefault((node.output[0], scale.astype(np.float32).tobytes()), node)
+        else:
             first = seen.setdefault((node.input[0], scale.astype(np.float32).tobytes()), node)
-            if first is not node:
+            if first.op_type == "DequantizeLinear":
+                yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has dequantized it with; use its codes"
+            elif first is not node:
                 yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has quantized it with; use its codes"
 
 

@@ -154,6 +154,11 @@ def scattered_codes(model: ModelProto) -> None:
     versions(24, 12)(model)
 
 
+def dequantized_codes(model: ModelProto) -> None:
+    pair = [f"{DOWN}.input.dequantize_output", f"{DOWN}.input_scale"]
+    model.graph.node.append(helper.make_node("QuantizeLinear", pair, ["again"], name="again", output_dtype=TensorProto.FLOAT8E4M3FN))
+
+
 def relu_of_codes(model: ModelProto) -> None:
     model.graph.node.append(helper.make_node("Relu", [node(model, f"{DOWN}.input.quantize").output[0]], ["relu"], name="relu"))
 
@@ -341,6 +346,7 @@ CASES = [
                   f"{KEY}.dequantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take"),
          set_tensor(f"{KEY}_scale", np.full(2, 0.5, np.float32))),
     Case("F108", (f"again: quantizes {{gated}} with the scale that {DOWN}.input.quantize has quantized it with; use its codes",), second_quantizer),
+    Case("F108", (f"again: quantizes {DOWN}.input.dequantize_output with the scale that {DOWN}.input.dequantize has dequantized it with; use its codes",), dequantized_codes),
     Case("F109", ("{concat}: Concat reads FP8 codes past_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first",
                   "{concat}: Concat reads FP8 codes new_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first"), concatenated_codes),
     Case("F109", ("relu: Relu reads FP8 codes " + f"{DOWN}.input.quantize_output (opset 23 allows no FP8 there); dequantize them first",), relu_of_codes),
