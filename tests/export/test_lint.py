@@ -425,6 +425,8 @@ CASES = [
     Case("F314", (f"{DOWN}.matmul: MatMul has 1 inputs and takes 2 at least; {EXPORT}",), lambda model: node(model, f"{DOWN}.matmul").input.pop()),
     Case("F315", (f"{DOWN}.weight_scale is made 2 times; {EXPORT}",), lambda model: model.graph.initializer.append(tensor(model, f"{DOWN}.weight_scale"))),
     Case("F315", (f"logits is made 2 times; {EXPORT}",), lambda model: model.graph.node.append(helper.make_node("Identity", ["input_ids"], ["logits"], name="again"))),
+    Case("F317", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale is an input too, which may replace it; take it off the graph's inputs",),
+         lambda model: model.graph.input.append(helper.make_tensor_value_info(f"{DOWN}.input_scale", TensorProto.FLOAT, []))),
     Case("F401", (f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file beside the graph",),
          set_place(f"{DOWN}.weight", location="../model.safetensors")),
     Case("F401", (f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the graph",), set_place(f"{DOWN}.weight", location="/etc/hostname")),
