@@ -7,7 +7,7 @@ is looked for with FP8 on both sides in every profile. TensorRT's own path, its 
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from ..run import COMMANDS, GRAPH, Run
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain
-from .lint import lint
+from .lint import lint, promised_attention
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
@@ -94,7 +94,7 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     assert options.runtime != "auto", "the options are resolved"
     graph, directory = run.checkpoint(options.precision) / GRAPH, run.engines_of(options.precision)
     if options.precision == "fp8":
-        check_graph(graph, promised)
+        check_graph(graph, promised, promised_attention(run))
     wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
     with together(directory) as fresh:
         for target in options.targets:
@@ -125,11 +125,11 @@ def together(directory: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def check_graph(onnx_file: Path, promised: Sequence[str]) -> None:
+def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
     """Raise InputError when the graph, or its external data, is not fit to be built."""
     if not promised:
         raise InputError(f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer --skip")
-    errors = [finding for finding in lint(onnx_file, dict.fromkeys(promised)) if finding.severity == "error"]
+    errors = [finding for finding in lint(onnx_file, dict.fromkeys(promised), attention=attention) if finding.severity == "error"]
     if errors:
         more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
         raise InputError(f"{onnx_file}: {errors[0]}{more}")

@@ -7,13 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
@@ -24,7 +25,7 @@ Array = npt.NDArray[np.generic]
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 #: Looked through on the way from a product back to what it multiplies: operators that only move values or change their type, and arithmetic with a constant.
-_MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten")
+_MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "Expand")
 #: Operators whose result holds the values they are given first, and so FP8 codes where those are.
 _CARRYING = {"Transpose", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Slice", "Split", "Gather", "Expand", "TensorScatter"}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
@@ -172,6 +173,31 @@ class Indexed:
             value = computed[0]
         return Operand(None, ())
 
+    @cached_property
+    def folded(self) -> set[str]:
+        """The tensors of the file, and every value made of them alone, by whatever operators."""
+        found = set(self.initializers)
+        for node in self.nodes:
+            if node.input and found.issuperset(filter(None, node.input)):
+                found.update(node.output)
+        return found
+
+    def behind(self, value: str) -> NodeProto | None:
+        """The DequantizeLinear of FP8 codes that alone, or with constants alone, a value is computed from, by any operators but products; None where there is none."""
+        waiting, passed = [value], set[str]()
+        while waiting:
+            value = waiting.pop()
+            node = self.producers.get(value)
+            if node is None or value in passed or node.op_type in PRODUCTS:
+                continue
+            passed.add(value)
+            if node.op_type == "DequantizeLinear" and node.input[0] in self.codes:
+                return node
+            computed = [name for name in node.input if name and name not in self.initializers]
+            if len(computed) == 1 or value in self.folded:
+                waiting += reversed(computed)
+        return None
+
     def is_constant(self, value: str) -> bool:
         """Whether a value is a tensor of the file."""
         return value in self.initializers
@@ -272,4 +298,26 @@ def load_graph(path: Path) -> Indexed:
         raise InputError(f"{path}: is no ONNX model, or is cut short; export it again") from None
     if not model.graph.node:
         raise InputError(f"{path}: is no ONNX model, or holds no node; export it again")
+    if field := damaged_text(model):
+        raise InputError(f"{path}: is damaged ({field} is no UTF-8); export it again")
     return Indexed(model, path.parent)
+
+
+def damaged_text(message: Message) -> str | None:
+    """The first field of text, as `graph.node.name`, that holds no UTF-8: protobuf gives out its bytes, which no rule and no operator's schema takes."""
+    for name, repeated, kind in _fields(message.DESCRIPTOR):
+        held = getattr(message, name) if repeated else [getattr(message, name)] if message.HasField(name) else ()
+        for value in held:
+            if kind == FieldDescriptor.TYPE_MESSAGE:
+                if (inside := damaged_text(value)) is not None:
+                    return f"{name}.{inside}"
+            elif isinstance(value, bytes):
+                return name
+    return None
+
+
+@cache
+def _fields(descriptor: Descriptor) -> list[tuple[str, bool, int]]:
+    """Name, whether repeated, and type of the fields that are text or hold some; data are left alone, as they may be gigabytes."""
+    kinds = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
+    return [(field.name, field.is_repeated, field.type) for field in descriptor.fields if field.type in kinds]

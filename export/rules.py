@@ -16,10 +16,14 @@ Scope = Literal["any", "promised", "foreign"]
 
 @dataclass(frozen=True)
 class Promise:
-    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output channels] of weights."""
+    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output channels] of weights.
+
+    `attention`: the products of attention on FP8, by node, with the scales of both sides.
+    """
 
     input_scales: Mapping[str, float | None]
     weight_scales: Mapping[str, Array] = field(default_factory=dict)
+    attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

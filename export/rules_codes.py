@@ -125,7 +125,7 @@ def scale_shape(graph: Indexed) -> Broken:
         scale = graph.constant(node.input[1])
         if scale is None or scale.size == 1:
             continue
-        tensor = graph.initializers.get(node.input[0])
+        tensor = _scaled(graph, node)
         if tensor is None:
             yield node.name, f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations and caches take"
             continue
@@ -134,8 +134,16 @@ def scale_shape(graph: Indexed) -> Broken:
         if scale.shape != (size,):
             yield (
                 node.name,
-                f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {node.input[0]} {list(tensor.dims)} has {size}; store one scale for each",
+                f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {tensor.name} {list(tensor.dims)} has {size}; store one scale for each",
             )
+
+
+def _scaled(graph: Indexed, node: NodeProto) -> TensorProto | None:
+    """The constant that a QuantizeLinear or DequantizeLinear scales, stored as codes or quantized when the graph is built (F111); None for another value."""
+    value = node.input[0]
+    if node.op_type == "DequantizeLinear" and value in graph.producers and graph.producers[value].op_type == "QuantizeLinear":
+        value = graph.producers[value].input[0]
+    return graph.initializers.get(value)
 
 
 @rule("F108", "quantized-twice")
@@ -144,9 +152,15 @@ def quantized_twice(graph: Indexed) -> Broken:
     seen: dict[tuple[str, bytes], NodeProto] = {}
     for node in graph.quantizers:
         scale = graph.constant(node.input[1])
-        if node.op_type == "QuantizeLinear" and scale is not None:
+        if scale is None:
+            continue
+        if node.op_type == "DequantizeLinear":
+            seen.setdefault((node.output[0], scale.astype(np.float32).tobytes()), node)
+        else:
             first = seen.setdefault((node.input[0], scale.astype(np.float32).tobytes()), node)
-            if first is not node:
+            if first.op_type == "DequantizeLinear":
+                yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has dequantized it with; use its codes"
+            elif first is not node:
                 yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has quantized it with; use its codes"
 
 

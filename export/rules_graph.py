@@ -9,7 +9,7 @@ from onnx import __version__ as onnx_version
 from . import names
 from .indexed import Indexed
 from .rules import Broken, Promise, promise_rule, rule
-from .rules_codes import type_name
+from .rules_codes import scales, type_name
 from .rules_products import activation_of, quantize_of, weight_of
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU provider lacks Q/DQ on BF16.
@@ -216,3 +216,12 @@ def newer_opset(graph: Indexed) -> Broken:
     """The opset is one that ONNX Runtime runs in FP8 as well: in opset 24, which TensorRT-RTX builds, its CPU provider lacks Q/DQ on BF16."""
     if LAST_OPSET < graph.opset <= LAST_BUILT:
         yield "", f"opset {graph.opset} is newer than {LAST_OPSET}, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset {LAST_OPSET}"
+
+
+@rule("F317", "constant-input", "warning")
+def constant_input(graph: Indexed) -> Broken:
+    """No scale is an input of the graph too: whoever runs it may give another number, so that not every runtime takes it for a constant."""
+    offered = {value.name for value in graph.model.graph.input}
+    for name, node in scales(graph).items():
+        if name in offered and name in graph.initializers:
+            yield node.name, f"scale {name} is an input too, which may replace it; take it off the graph's inputs"

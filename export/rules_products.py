@@ -1,5 +1,7 @@
 """Rules F2xx: matrix products (convolutions too: others quantize them), and what is promised of them."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from onnx import NodeProto
 
@@ -43,21 +45,36 @@ def why_wide(graph: Indexed, product: Product) -> str | None:
     return "its weight is FP8 but its input is not, so it multiplies in the compute type" if activation is None else None
 
 
+def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """Where another operator than a Transpose lies between a product and the DequantizeLinear that it would take codes from: both.
+
+    An operator that computes, or joins, leaves no codes to multiply; it is told only of a product whose other side has some: a wide one may stay wide.
+    """
+    for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
+        dequantize = side.dequantize or (graph.behind(value) if other.dequantize is not None else None)
+        if dequantize is None or side.clean:
+            continue
+        while (operator := graph.producers[value]).op_type == "Transpose":
+            value = operator.input[0]
+        yield operator, dequantize
+
+
 @rule("F201", "transpose-alone-between")
 def transpose_alone_between(graph: Indexed) -> Broken:
-    """Nothing but a Transpose lies between a DequantizeLinear and the product: the compiler moves the scale behind the product through nothing else."""
+    """Nothing but a Transpose lies between a DequantizeLinear and the product.
+
+    Through what computes, the scale cannot be moved behind the product, which is then of no codes; through the rest one compiler moves it and another does not.
+    """
     for product in graph.products:
-        for side in product.operands:
-            if side.dequantize is not None and not side.clean:
-                between = next(node for node in side.between if node.op_type != "Transpose")
-                yield product.node.name, f"{between.op_type} {between.name} lies between {side.dequantize.name} and the product; move it elsewhere"
+        for operator, dequantize in blocked(graph, product):
+            yield product.node.name, f"{operator.op_type} {operator.name} lies between {dequantize.name} and the product; move it elsewhere"
 
 
 @rule("F202", "weight-only", "warning", "foreign")
 def weight_only(graph: Indexed) -> Broken:
     """A product with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no time."""
     for product in graph.products:
-        if weight_of(graph, product) is not None and not is_fp8(product):
+        if weight_of(graph, product) is not None and not is_fp8(product) and not any(blocked(graph, product)):
             yield product.node.name, "its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too"
 
 
@@ -92,15 +109,22 @@ def nothing_quantized(graph: Indexed) -> Broken:
 
 @promise_rule("F206", "input-scale")
 def input_scale(graph: Indexed, promise: Promise) -> Broken:
-    """The scales of activations are the numbers in `scales.json`, to the last bit: what is serialized is what was used."""
-    for product in graph.products:
-        side, expected = activation_of(graph, product), promise.input_scales.get(names.module_of(product.node.name) or "")
-        if side is None or side.dequantize is None or expected is None:
-            continue
+    """The scales of activations are the numbers in `scales.json` and `attention.json`, to the last bit: what is serialized is what was used."""
+    for side, expected, file in _sides(graph, promise):
         for node in filter(None, (quantize_of(graph, side), side.dequantize)):
             scale = graph.constant(node.input[1])
             if scale is not None and (scale.size != 1 or np.float32(expected) != scale.astype(np.float32).ravel()[0]):
-                yield node.name, f"scale is {scale.ravel()[0]:.9g}, and scales.json has {expected:.9g}; run `fp8q export` again"
+                yield node.name, f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; run `fp8q export` again"
+
+
+def _sides(graph: Indexed, promise: Promise) -> Iterator[tuple[Operand, float, str]]:
+    """The operands whose scale is promised, the scale, and the file that has it."""
+    for product in graph.products:
+        side, expected = activation_of(graph, product), promise.input_scales.get(names.module_of(product.node.name) or "")
+        if side is not None and expected is not None:
+            yield side, expected, "scales.json"
+        for side, expected in zip(product.operands, promise.attention.get(product.node.name, ()), strict=False):
+            yield side, expected, "attention.json"
 
 
 @promise_rule("F207", "weight-scale")
@@ -163,3 +187,28 @@ def other_codes(graph: Indexed) -> Broken:
         for dequantize in filter(None, (side.other for side in product.operands)):
             kind = type_name(graph.code_type(dequantize.input[0]))
             yield product.node.name, f"multiplies {kind} codes ({dequantize.name}); quantize to FLOAT8E4M3FN for FP8"
+
+
+@rule("F211", "input-only", "warning", "foreign")
+def input_only(graph: Indexed) -> Broken:
+    """A product with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for nothing."""
+    for product in graph.products:
+        for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
+            wide = value in graph.folded and side.dequantize is None and side.other is None
+            if wide and quantize_of(graph, other) is not None and not any(blocked(graph, product)):
+                yield (
+                    product.node.name,
+                    "its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",
+                )
+
+
+@promise_rule("F212", "promised-attention")
+def promised_attention(graph: Indexed, promise: Promise) -> Broken:
+    """Both products of each attention that `attention.json` promises are in the graph and FP8 on both sides."""
+    products = {product.node.name: product for product in graph.products}
+    for name in promise.attention:
+        if name not in products:
+            yield name, "is promised on FP8, and there is no such product; run `fp8q export` again"
+        elif not is_fp8(products[name]):
+            side = next(place for place, operand in zip(("first", "second"), products[name].operands, strict=True) if operand.dequantize is None)
+            yield name, f"is promised on FP8: its {side} input does not come from FP8 codes; run `fp8q export` again"

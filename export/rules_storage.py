@@ -76,7 +76,9 @@ def external_bounds(graph: Indexed) -> Broken:
     """External data lie within their file: one that was cut short is found here, not when a kernel reads past its end."""
     for tensor, where, path in present(graph):
         end, size = where.offset + (where.length if where.length is not None else bytes_of(tensor)), path.stat().st_size
-        if where.offset < 0 or end > size:
+        if where.offset < 0:
+            yield tensor.name, f"its data begin at byte {where.offset} of {where.location}, before its start; {AGAIN}"
+        elif end > size:
             yield tensor.name, f"its data end at byte {end} of {where.location}, which has {size}; {COPY}"
 
 

@@ -9,10 +9,9 @@ the same codes again.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -20,28 +19,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..calibrate.statistics import TensorStatistics
 from ..errors import InputError
-from ..files import Strict
 from ..options import Clipping
-from .clip import scale_of
-from .formats import E4M3
 from .linear import encode
-from .scales import TensorScale, tensor_scale, unfit
+from .scales import AttentionScales, TensorScale, tensor_scale, unfit
 
 #: The scales, beside the index of the weights, which so has no key that transformers does not expect.
 ATTENTION_SCALES = "attention.safetensors"
 #: What transformers calls the reference's attention.
 CODES = "fp8q_codes"
 PARTS = ("q", "k", "v")
-#: The scale of a probability.
-PROBABILITY_SCALE = float(scale_of(1.0, E4M3))
-
-
-class AttentionScales(Strict):
-    """`attention.json`: `<attention>.q`, `.k` and `.v` -> its scale; the scale of all probabilities."""
-
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
-    tensors: dict[str, TensorScale]
-    probabilities: float = PROBABILITY_SCALE
 
 
 def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping) -> AttentionScales:

@@ -27,6 +27,8 @@ CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 #: The scale of BF16's largest number.
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
+#: The scale of a probability.
+PROBABILITY_SCALE = float(scale_of(1.0, E4M3))
 
 
 class WeightScales(Strict):
@@ -82,6 +84,14 @@ class Scales(Strict):
     def cache_parts(self) -> str:
         """Which parts of the cache are codes: `kv`, `v` alone, or none."""
         return "".join(sorted({name[-1] for name in self.kv_cache}))
+
+
+class AttentionScales(Strict):
+    """`attention.json`: `<attention>.q`, `.k` and `.v` -> its scale; the scale of all probabilities."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    tensors: dict[str, TensorScale]
+    probabilities: float = PROBABILITY_SCALE
 
 
 def load_scales(run: Run) -> Scales:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
     from ..calibrate.statistics import StatisticsRecord
-    from ..export.lint import lint
+    from ..export.lint import lint, promised_attention
     from ..export.model import export_model
     from ..files import read_document
     from ..quantize.scales import load_scales
@@ -47,7 +47,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
         for path in graphs:
-            say(path, lint(path, promised, weight_scales), notes)
+            say(path, lint(path, promised, weight_scales, promised_attention(run)), notes)
 
 
 def write_attention(run: Run, asked: ExportOptions) -> list[Path]:

@@ -56,6 +56,7 @@ def run_around(path: Path) -> Run | None:
 
 def promise(run: Run) -> "Promise":
     """What is promised of a run's graphs, the weights' scales from its checkpoint where that reads; where not, the rules of F4xx say why."""
+    from ..export.lint import promised_attention
     from ..export.rules import Promise
     from ..quantize.scales import Scales, load_scales
     from ..quantize.stored import stored_scales
@@ -66,7 +67,7 @@ def promise(run: Run) -> "Promise":
         weight_scales = stored_scales(run.model, scales.promised)
     except (OSError, ValueError, KeyError, SafetensorError):
         weight_scales = {}
-    return Promise({module: activation.scale for module, activation in scales.activations.items()}, weight_scales)
+    return Promise({module: activation.scale for module, activation in scales.activations.items()}, weight_scales, promised_attention(run))
 
 
 def check_findings(linted: Linted) -> None:

@@ -154,6 +154,11 @@ def scattered_codes(model: ModelProto) -> None:
     versions(24, 12)(model)
 
 
+def dequantized_codes(model: ModelProto) -> None:
+    pair = [f"{DOWN}.input.dequantize_output", f"{DOWN}.input_scale"]
+    model.graph.node.append(helper.make_node("QuantizeLinear", pair, ["again"], name="again", output_dtype=TensorProto.FLOAT8E4M3FN))
+
+
 def relu_of_codes(model: ModelProto) -> None:
     model.graph.node.append(helper.make_node("Relu", [node(model, f"{DOWN}.input.quantize").output[0]], ["relu"], name="relu"))
 
@@ -173,6 +178,26 @@ def scaled_weight(model: ModelProto) -> None:
     add_tensor(model, "two", np.array(2, ml_dtypes.bfloat16))
     transpose = node(model, f"{DOWN}.matmul").input[1].removesuffix("_output")
     insert(model, transpose, 0, helper.make_node("Mul", [f"{DOWN}.weight.dequantize_output", "two"], ["doubled"], name="double"))
+
+
+def between(operator: str, index: int, *constants: Any, joined: str = "") -> Callable[[ModelProto], None]:
+    """Put an operator behind the DequantizeLinear of DOWN's input (0) or weight (1), with constants, or the DequantizeLinear `joined` too."""
+
+    def change(model: ModelProto) -> None:
+        others = [f"{joined}_output"] if joined else [add_tensor(model, f"constant{i}", values) for i, values in enumerate(constants)]
+        reader = f"{DOWN}.matmul" if index == 0 else node(model, f"{DOWN}.matmul").input[1].removesuffix("_output")
+        dequantized = node(model, reader).input[0]
+        axis: dict[str, Any] = {"axis": 0} if operator == "Concat" else {}
+        insert(model, reader, 0, helper.make_node(operator, [dequantized, *others], ["made"], name="between", **axis))
+
+    return change
+
+
+def wide_weight(model: ModelProto) -> None:
+    made = helper.make_node(
+        "Expand", [add_tensor(model, "one", np.ones((1, 1), ml_dtypes.bfloat16)), add_tensor(model, "sizes", np.array([256, 128]))], ["w"], name="w"
+    )
+    insert(model, f"{DOWN}.matmul", 1, made)
 
 
 def quantized_constant(model: ModelProto) -> None:
@@ -294,6 +319,7 @@ class Case:
     foreign: bool = False
     promised: dict[str, float | None] | None = None
     weight_scales: dict[str, Any] = field(default_factory=dict)
+    attention: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 CASES = [
@@ -320,6 +346,7 @@ CASES = [
                   f"{KEY}.dequantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take"),
          set_tensor(f"{KEY}_scale", np.full(2, 0.5, np.float32))),
     Case("F108", (f"again: quantizes {{gated}} with the scale that {DOWN}.input.quantize has quantized it with; use its codes",), second_quantizer),
+    Case("F108", (f"again: quantizes {DOWN}.input.dequantize_output with the scale that {DOWN}.input.dequantize has dequantized it with; use its codes",), dequantized_codes),
     Case("F109", ("{concat}: Concat reads FP8 codes past_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first",
                   "{concat}: Concat reads FP8 codes new_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first"), concatenated_codes),
     Case("F109", ("relu: Relu reads FP8 codes " + f"{DOWN}.input.quantize_output (opset 23 allows no FP8 there); dequantize them first",), relu_of_codes),
@@ -328,6 +355,12 @@ CASES = [
     Case("F112", (f"{DOWN}.input.dequantize: multiplies by 0.25, and {DOWN}.input.quantize has divided by 0.01953125; use one scale for both",), other_pair_scale, foreign=True),
     Case("F201", (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",), cast_between),
     Case("F201", (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), scaled_weight),
+    Case("F201", (f"{DOWN}.matmul: Relu between lies between {DOWN}.input.dequantize and the product; move it elsewhere",), between("Relu", 0), foreign=True),
+    Case("F201", (f"{DOWN}.matmul: Relu between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), between("Relu", 1), foreign=True),
+    Case("F201", (f"{DOWN}.matmul: Slice between lies between {DOWN}.input.dequantize and the product; move it elsewhere",), between("Slice", 0, [0], [9])),
+    Case("F201", (f"{DOWN}.matmul: Gather between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), between("Gather", 1, [0])),
+    Case("F201", (f"{DOWN}.matmul: Concat between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+         between("Concat", 1, joined=f"{UP}.weight.dequantize"), foreign=True),
     Case("F202", (f"{DOWN}.matmul: its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too",), options={"wide_inputs": (DOWN,)}, foreign=True),
     Case("F203", (f"{DOWN}.matmul: is promised on FP8: its weight is FP8 but its input is not, so it multiplies in the compute type; {AGAIN}",), options={"wide_inputs": (DOWN,)}),
     Case("F203", (f"{DOWN}.matmul: is promised on FP8: neither its weight nor its input comes from FP8 codes; {AGAIN}",), options={"wide": (DOWN,)}, promised={DOWN: None}),
@@ -346,6 +379,11 @@ CASES = [
     Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives"
                        for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))), options={"hidden": 24}),
     Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
+    Case("F211", (f"{DOWN}.matmul: its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",),
+         wide_weight, foreign=True),
+    Case("F212", (f"{LAYER}.self_attn.scores: is promised on FP8: its first input does not come from FP8 codes; {AGAIN}",
+                  f"{LAYER}.self_attn.values: is promised on FP8, and there is no such product; {AGAIN}"),
+         options={"plain_attention": True, "key_value_heads": 4}, attention={f"{LAYER}.self_attn.scores": (0.5, 0.5), f"{LAYER}.self_attn.values": (0.5, 0.5)}),
     Case("F316", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset 23",),
          versions(24, 12)),
     Case("F301", ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",), versions(25, 13)),
@@ -387,6 +425,8 @@ CASES = [
     Case("F314", (f"{DOWN}.matmul: MatMul has 1 inputs and takes 2 at least; {EXPORT}",), lambda model: node(model, f"{DOWN}.matmul").input.pop()),
     Case("F315", (f"{DOWN}.weight_scale is made 2 times; {EXPORT}",), lambda model: model.graph.initializer.append(tensor(model, f"{DOWN}.weight_scale"))),
     Case("F315", (f"logits is made 2 times; {EXPORT}",), lambda model: model.graph.node.append(helper.make_node("Identity", ["input_ids"], ["logits"], name="again"))),
+    Case("F317", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale is an input too, which may replace it; take it off the graph's inputs",),
+         lambda model: model.graph.input.append(helper.make_tensor_value_info(f"{DOWN}.input_scale", TensorProto.FLOAT, []))),
     Case("F401", (f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file beside the graph",),
          set_place(f"{DOWN}.weight", location="../model.safetensors")),
     Case("F401", (f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the graph",), set_place(f"{DOWN}.weight", location="/etc/hostname")),
@@ -394,6 +434,8 @@ CASES = [
     Case("F402", (f"{DOWN}.weight: its file more.safetensors is missing (tensors in it: 1); copy the graph's whole directory again",), set_place(f"{DOWN}.weight", location="more.safetensors")),
     Case("F403", ("model.norm.weight: its data end at byte {size1} of model.safetensors, which has {size}; copy the graph's whole directory again",
                   f"F405 external-tensor: model.norm.weight: no tensor of model.safetensors begins at byte {{norm1}}; {EXPORT}"), move_place("model.norm.weight", 1)),
+    Case("F403", (f"{DOWN}.input_scale: its data begin at byte -8 of model.safetensors, before its start; {EXPORT}",
+                  f"F405 external-tensor: {DOWN}.input_scale: no tensor of model.safetensors begins at byte -8; {EXPORT}"), set_place(f"{DOWN}.input_scale", offset=-8)),
     Case("F404", (f"{DOWN}.weight: its data are 100 bytes, and FLOAT8E4M3FN [128, 256] takes 32768; {EXPORT}",), set_place(f"{DOWN}.weight", length=100)),
     Case("F405", (f"{LAYER}.self_attn.k_proj.weight: its data are those of {LAYER}.self_attn.v_proj.weight in model.safetensors; {EXPORT}",
                   f"{LAYER}.self_attn.v_proj.weight: its data are those of {LAYER}.self_attn.k_proj.weight in model.safetensors; {EXPORT}"), swap_places),
@@ -433,7 +475,7 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(decoder: D
     written = decoder(**case.options)
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
-    found = lint(written.path, promise_of(case, written), case.weight_scales)
+    found = lint(written.path, promise_of(case, written), case.weight_scales, case.attention)
     head = f"{case.rule} {RULES[case.rule].name}: "
     expected = [text if text.startswith("F") and text[1:4].isdigit() else head + text for text in case.expected]
     assert [str(finding) for finding in found] == [text.format(**numbers) if numbers else text for text in expected]

@@ -124,6 +124,16 @@ def test_a_weight_quantized_in_the_graph_is_a_warning_and_exit_code_0(fp8q: Fp8q
     assert (result.code, result.err, [rule for rule, _, _ in findings(result)]) == (0, "", ["F111"])
 
 
+def test_a_weight_quantized_in_the_graph_may_have_a_scale_for_each_channel(fp8q: Fp8q, foreign: Foreign) -> None:
+    def rules(axis: int) -> list[str]:
+        pair = node("QuantizeLinear", "w w_scale", "w_codes", axis=1, output_dtype=17), node("DequantizeLinear", "w_codes w_scale", "w_value", axis=axis)
+        held = constants() | {"w": (TensorProto.FLOAT, WEIGHT), "w_scale": (TensorProto.FLOAT, np.ones(48))}
+        path = foreign([*ACTIVATION, *pair, node("MatMul", "x_value w_value", "y")], held)
+        return [rule for rule, _, _ in findings(fp8q("lint", path, "--json"))]
+
+    assert (rules(1), rules(0)) == (["F111"], ["F107", "F111"])
+
+
 def test_nameless_nodes_and_dimensions_and_idle_domains_are_warnings(fp8q: Fp8q, foreign: Foreign) -> None:
     nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value", name=""), node("MatMul", "x_value w_value", "y", name="")]
     path = foreign(nodes, constants(), x=(None, 32))
@@ -237,6 +247,26 @@ def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(fp8q: Fp8q, decoder: C
     for path, message in files.items():
         result = fp8q("lint", path, "--json")
         assert (result.code, result.out, result.err) == (2, "", f"fp8q: {path}: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("field", "spoil"),
+    [
+        ("graph.node.name", lambda model: setattr(model.graph.node[-1], "name", "MARK")),
+        ("graph.node.op_type", lambda model: setattr(model.graph.node[-1], "op_type", "MARK")),
+        ("graph.node.domain", lambda model: setattr(model.graph.node[-1], "domain", "MARK")),
+        ("graph.node.attribute.g.node.output", lambda model: model.graph.node[-1].attribute.add(name="body", type=5).g.node.add().output.append("MARK")),
+        ("graph.initializer.external_data.value", lambda model: setattr(model.graph.initializer[-1].external_data[0], "value", "MARK")),
+        ("graph.input.type.tensor_type.shape.dim.dim_param", lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[0], "dim_param", "MARK")),
+    ],
+)
+def test_text_that_is_no_utf_8_is_damage_and_no_fault(fp8q: Fp8q, decoder: Callable[..., Any], field: str, spoil: Callable[[onnx.ModelProto], Any]) -> None:
+    path = decoder().path
+    model = onnx.load_model(path, load_external_data=False)
+    spoil(model)
+    path.write_bytes(model.SerializeToString().replace(b"MARK", b"MAR\xff"))
+    result = fp8q("lint", path)
+    assert (result.code, result.out, result.err) == (2, "", f"fp8q: {path}: is damaged ({field} is no UTF-8); export it again\n")
 
 
 def test_cut_anywhere_a_graph_is_an_input_error_or_has_an_error_and_never_a_fault(decoder: Callable[..., Any], tmp_path: Path) -> None:

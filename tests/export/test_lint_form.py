@@ -120,6 +120,14 @@ def test_a_scale_larger_than_its_file_is_out_of_bounds_and_not_read(tmp_path: Pa
     assert [finding.rule for finding in lint(quantized(change, tmp_path))] == ["F403"]
 
 
+def test_an_operator_between_q_dq_and_a_wide_product_is_no_finding(tmp_path: Path) -> None:
+    def change(model: ModelProto) -> None:
+        model.graph.initializer.append(helper.make_tensor("wide", TensorProto.FLOAT, [32, 16], [1.0] * 512))
+        with_nodes(node("Relu", "v", "r"), node("MatMul", "r wide", "z"))(model)
+
+    assert lint(quantized(change, tmp_path)) == []
+
+
 def test_an_operator_of_another_domain_may_take_what_it_likes(tmp_path: Path) -> None:
     def change(model: ModelProto) -> None:
         model.opset_import.append(helper.make_opsetid("theirs", 1))

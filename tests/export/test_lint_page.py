@@ -17,6 +17,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "lint.md"
 SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
 #: What the page says that scales.json and the checkpoint hold.
 PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
+#: And attention.json, for the rule about attention alone.
+ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: 
     number = entry.title.partition(" ")[0]
     path = write(changed(entry.difference), tmp_path)
     promised = RULES[number].scope == "promised"
-    found = lint(path, PROMISED, WEIGHT_SCALES) if promised else lint(path)
+    found = lint(path, PROMISED, WEIGHT_SCALES, ATTENTION.get(number)) if promised else lint(path)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings
 
 

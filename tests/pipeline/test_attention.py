@@ -18,12 +18,14 @@ from transformers.models.llama import modeling_llama
 from fp8q import api
 from fp8q.calibrate.statistics import load_arrays, load_statistics
 from fp8q.errors import InputError
+from fp8q.export.engine import build_engines
 from fp8q.export.plan import read_plan
 from fp8q.files import read_document
-from fp8q.quantize.attention import AttentionScales, attention_on_codes
+from fp8q.progress import SILENT
+from fp8q.quantize.attention import attention_on_codes
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales import AttentionScales, load_scales
 from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
@@ -140,6 +142,38 @@ def test_the_engine_multiplies_codes_in_two_products(copied: Run) -> None:
             for product in ("scores", "values"):
                 (found,) = plan.products(f"{ATTENTION}.attention_{product}", profile)
                 assert found.fp8
+
+
+def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:
+    assert api.lint(copied.onnx).findings == api.lint(copied.onnx_fp32).findings == []
+    model = onnx.load(copied.onnx, load_external_data=False)
+    nodes = {node.name: node for node in model.graph.node}
+    nodes[f"{ATTENTION}.attention_scores"].input[0] = nodes[f"{ATTENTION}.q.attention_quantize"].input[0]
+    nodes[f"{ATTENTION}.attention_values"].name = "values"
+    copied.onnx.write_bytes(model.SerializeToString())
+    expected = [
+        f"F212 promised-attention: {ATTENTION}.attention_scores: is promised on FP8: its first input does not come from FP8 codes; run `fp8q export` again",
+        f"F212 promised-attention: {ATTENTION}.attention_values: is promised on FP8, and there is no such product; run `fp8q export` again",
+    ]
+    assert [str(finding) for finding in api.lint(copied.onnx).findings] == expected
+    with pytest.raises(InputError) as error:
+        build_engines(copied, load_scales(copied).promised, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), SILENT)
+    assert str(error.value) == f"{copied.onnx}: {expected[0]} (1 more)"
+
+
+def test_the_lint_holds_the_scales_of_attention_to_attention_json(copied: Run) -> None:
+    stored = json.loads(copied.attention.read_text())
+    before = stored["probabilities"]
+    copied.attention.write_text(json.dumps(stored | {"probabilities": 0.25}))
+    assert [str(finding) for finding in api.lint(copied.onnx).findings] == [
+        f"F206 input-scale: {ATTENTION}.p.{node}: scale is {before:.9g}, and attention.json has 0.25; run `fp8q export` again"
+        for node in ("attention_quantize", "attention_dequantize")
+    ]
+    del stored["tensors"][f"{ATTENTION}.k"]
+    copied.attention.write_text(json.dumps(stored))
+    with pytest.raises(InputError) as error:
+        api.lint(copied.onnx)
+    assert str(error.value) == f"{copied.attention}: has no scale of {ATTENTION}.k; run `fp8q export --attention fp8` again"
 
 
 def test_a_triton_repository_takes_the_scales_along(copied: Run) -> None:
