@@ -21,7 +21,7 @@ from ..errors import BackendError, GateError, InputError
 from ..files import PARTIAL, Strict, read_document, replacing, write_document
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, Precision
 from ..progress import Reporter
-from ..run import COMMANDS, GRAPH, Run
+from ..run import GRAPH, Run
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain
@@ -191,7 +191,7 @@ def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
     stage = run.record().stages.get(name)
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
-        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `fp8q {COMMANDS.get(name, name)} {run.root}` first")
+        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
     return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
 
 

@@ -174,7 +174,7 @@ def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(part: Measure,
 
 def test_a_part_has_no_checkpoint_to_validate(part: Measure) -> None:
     run = part(0, 2)
-    with pytest.raises(InputError, match=r"model\.onnx: is missing; `fp8q export` writes it, run that first$"):
+    with pytest.raises(InputError, match=rf"model\.onnx: is missing; `fp8q export {run.root}` writes it, run that first$"):
         api.validate(run.root)
 
 

@@ -306,7 +306,7 @@ def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(fp8q: Fp8q,
     shutil.copyfile(built(no_activation_quantized, "sm89"), run.engines / "sm89.plan")
     result = fp8q("engine", run.root)
     assert (result.code, result.out) == (2, "")
-    assert "sm89.plan: is not the file that `fp8q build-engine` wrote (its SHA-256 differs from run.json)" in result.err
+    assert f"sm89.plan: is not the file that `fp8q build-engine {run.root}` wrote (its SHA-256 differs from run.json)" in result.err
     record = json.loads(run.record_file.read_text())  # and where the record was forged as well
     record["stages"]["build-engine"]["outputs"]["engines/sm89.plan"] = sha256_file(run.engines / "sm89.plan")
     run.record_file.write_text(json.dumps(record))

@@ -210,7 +210,9 @@ def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path) ->
     ):
         with pytest.raises(InputError) as error:
             call()
-        assert str(error.value) == f"{copied.root}/baselines/int8/config.json: is missing; `fp8q export --precision int8` writes it, run that first"
+        assert (
+            str(error.value) == f"{copied.root}/baselines/int8/config.json: is missing; `fp8q export {copied.root} --precision int8` writes it, run that first"
+        )
     record = json.loads(copied.record_file.read_text())
     record["model"]["path"] = str(tmp_path / "gone")
     copied.record_file.write_text(json.dumps(record))
