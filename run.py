@@ -47,6 +47,8 @@ DISTRIBUTIONS = [
 COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrate", "queries": "export --attention fp8"} | {
     f"{stage}-{precision}": f"{stage} --precision {precision}" for stage in ("export", "build-engine") for precision in ("bf16", "int8")
 }
+#: What the files of the FP8 runtimes come from, in the order of work.
+FP8_STAGES = ("measure", "quantize", "export")
 #: What the graph is called beside its weights, and the same graph computing in FP32.
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 

@@ -9,7 +9,7 @@ from .. import __version__
 from ..errors import Fp8qError, InputError
 from ..files import replacing, sha256_file, write_document
 from ..options import Clipping, ExportOptions, Precision
-from ..run import GRAPH, Run
+from ..run import FP8_STAGES, GRAPH, Run
 from .queries import measure_queries
 from .steps import Notes, stage
 
@@ -101,7 +101,7 @@ def exported_options(run: Run) -> ExportOptions:
 
 def fp8_files(run: Run) -> dict[str, str]:
     """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there now. Raises InputError."""
-    run.refuse_stale("measure", "quantize", "export")
+    run.refuse_stale(*FP8_STAGES)
     hashes = _written(run, "quantize", "export")
     run.require(run.onnx, "export")
     return hashes

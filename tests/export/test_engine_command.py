@@ -313,6 +313,16 @@ def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(fp8q: Fp8q,
     assert fp8q("engine", run.root).code == 3
 
 
+def test_engines_of_other_files_than_the_run_has_now_are_refused(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run, plan = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run"))), demo_run.engines / "sm89.plan"
+    api.scales(run.root, api.Clipping(margin=2))
+    assert fp8q("engine", run.root).complaint() == (
+        f"{run.root}: what the stage build-engine wrote is of other files than are there now, which were made anew since; run `fp8q build-engine {run.root}` again"
+    )
+    code, view, _ = shown(fp8q, run, "sm89", plan)  # a plan from elsewhere has no record: its weights' codes are the same at any margin
+    assert (code, view["fp8_products"], view["codes_found"]) == (0, 28, 28)
+
+
 # Wrong input.
 
 
