@@ -27,7 +27,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..quantize.stored import stored_scales
 
     scales = load_scales(run)
-    written = run.record().stages["quantize"].outputs
+    written = _written(run, "quantize")
     inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {"scales.json": written["scales.json"]}
     options = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
     if asked.attention == "fp8":
@@ -35,8 +35,6 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages["measure"].outputs
     if run.is_current("export", inputs, options):
         return
-    for name in written:
-        run.require(run.root / name, "quantize")
     record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
     carried = has_graphs(run) and run.record().stages["export"].options == options
     with stage(run, "export", inputs, options, notes) as log:
@@ -121,11 +119,13 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
 
 
 def _written(run: Run, *stages: str) -> dict[str, str]:
-    """Name -> SHA-256 of what `stages` wrote, each file found to be still that."""
+    """Name -> SHA-256 of what `stages` wrote, each file found to be still that. Raises InputError, naming the folder where all of it is gone."""
     hashes: dict[str, str] = {}
     for by in stages:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}
         for name, digest in outputs.items():
+            if not (folder := (run.root / name).parent).is_dir():
+                raise InputError(f"{folder}: is missing; `{run.command(by)}` writes it, run that first")
             run.require(run.root / name, by)
             hashes[name] = digest
     return hashes
