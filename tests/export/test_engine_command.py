@@ -212,7 +212,7 @@ def test_one_removed_pair_is_told_and_named(fp8q: Fp8q, demo_run: Run, built: Bu
     code, view, error = shown(fp8q, demo_run, target, built(one_pair_removed, target))
     assert (code, view["fp8_products"], [row["product"] for row in view["wide"]]) == (3, 27, [DOWN, "lm_head"])
     assert f"27 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: {DOWN}; " in error
-    assert shown(fp8q, demo_run, target, built(one_pair_removed, target), "--min-fp8-share", "0.96")[0] == 0
+    assert shown(fp8q, demo_run, target, built(one_pair_removed, target), "--min-fp8-share", "96%")[0] == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -335,7 +335,7 @@ def test_targets_and_plans_that_do_not_fit(fp8q: Fp8q, demo_run: Run, tmp_path: 
         ),
         (["--plan", "x"], "--plan x: belongs to one target; name it with --target, one of sm89, sm120"),
         (["--plan", tmp_path / "x", "--target", "sm89"], f"--plan {tmp_path}/x: there is no such file"),
-        (["--min-fp8-share", "2"], "--min-fp8-share 2.0: must lie in [0, 1]"),
+        (["--min-fp8-share", "2"], "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96"),
     ):
         result = fp8q("engine", root, *arguments)
         assert (result.code, result.out, result.err) == (2, "", f"fp8q: {message}\n")
