@@ -21,7 +21,7 @@ from fp8q.errors import InputError
 from fp8q.export.engine import Job, build
 from fp8q.export.indexed import read_tensor
 from fp8q.export.profiles import profiles
-from fp8q.files import sha256_file
+from fp8q.files import sha256_file, share
 from fp8q.progress import SILENT
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
@@ -119,7 +119,7 @@ def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
             for name in {
                 entry.value for tensor in model.graph.initializer if uses_external_data(tensor) for entry in tensor.external_data if entry.key == "location"
             }:
-                os.link(demo_run.model / name, directory / name)
+                share(demo_run.model / name, directory / name)
             made[key] = directory / f"{target}.plan"
             made[key].write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, profiles(8, 256)), SILENT))
         return made[key]
