@@ -171,7 +171,14 @@ Workspace = Annotated[
     typer.Option("--workspace", metavar="MIB", rich_help_panel=ENGINE, help="Most memory for intermediate results.", show_default="the runtime's own limit"),
 ]
 MinFp8Share = Annotated[
-    float, typer.Option("--min-fp8-share", metavar="SHARE", rich_help_panel=ENGINE, help="Fail (exit 3) when fewer of the promised products run in FP8.")
+    str | None,
+    typer.Option(
+        "--min-fp8-share",
+        metavar="SHARE",
+        rich_help_panel=ENGINE,
+        help="Fail (exit 3) when fewer of the promised products run in FP8, such as 96% or 0.96.",
+        show_default="all of them",
+    ),
 ]
 BuiltTarget = Annotated[list[str] | None, typer.Option("--target", metavar="SM", help="Show the engine for this target. Repeatable.", show_default="all")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Read this engine instead of the run's own, such as one that trtexec built.")]

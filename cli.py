@@ -87,6 +87,7 @@ from .options import (
     Clipping,
     EngineOptions,
     ExportOptions,
+    Precision,
     ScaleOptions,
     ValidateOptions,
     first_given,
@@ -123,13 +124,29 @@ def fraction(text: str | None, option: str) -> float | None:
     """A share given as 1% or 0.01, as a fraction."""
     if text is None:
         return None
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
+    value = number(text)
     if not 0 <= value < float("inf") or (value >= 1 and not text.endswith("%")):
         raise InputError(f"{option} {text}: is no share; give one such as 1% or 0.01")
     return value
+
+
+def number(text: str) -> float:
+    """A number, or so many percent; NaN where it is neither."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return float("nan")
+
+
+def fp8_share(text: str | None, precision: Precision = "fp8") -> float:
+    """The share of promised products that must run in FP8, given as 96% or 0.96; all of them where it is not given."""
+    if text is None:
+        return EngineOptions.min_fp8_share
+    if precision != "fp8":
+        raise InputError(f"--min-fp8-share {text}: is for the FP8 engine, and --precision {precision} promises no product in FP8; leave one of them out")
+    if not 0 <= number(text) <= 1:
+        raise InputError(f"--min-fp8-share {text}: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96")
+    return number(text)
 
 
 def interval_of(text: str | None) -> tuple[int, int] | None:
@@ -162,7 +179,7 @@ def run(
     revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
     chat_template: ChatTemplate = False, seed: Seed = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
     target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None,
-    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share,
+    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = None,
     runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
     stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -174,7 +191,9 @@ def run(
         clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
         chat_template, seed,
     )  # fmt: skip
-    engine_options = EngineOptions(runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace)
+    engine_options = EngineOptions(
+        runtime, tuple(target or ()), max_batch, max_seq_len, fp8_share(min_fp8_share), max_prompt, opt_batch, opt_seq_len, workspace
+    )
     validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
     speak = terminal()
     with showing(speak, out, as_json):
@@ -264,14 +283,14 @@ def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
 def build_engine(
     run: RunArgument, runtime: RuntimeOption = EngineOptions.runtime, target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch,
     max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None, opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None,
-    workspace: Workspace = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share,
+    workspace: Workspace = None, min_fp8_share: MinFp8Share = None,
     precision: PrecisionOption = EngineOptions.precision, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Build a TensorRT engine for each target, and prove which products run in FP8."""
     from . import api
 
     options = EngineOptions(
-        runtime, tuple(target or ()), max_batch, max_seq_len, min_fp8_share, max_prompt, opt_batch, opt_seq_len, workspace, precision
+        runtime, tuple(target or ()), max_batch, max_seq_len, fp8_share(min_fp8_share, precision), max_prompt, opt_batch, opt_seq_len, workspace, precision
     )  # fmt: skip
     speak = terminal()
     with showing(speak, run, as_json):
@@ -279,17 +298,15 @@ def build_engine(
 
 
 @app.command()
-def engine(
-    run: RunArgument, target: BuiltTarget = None, plan: PlanFile = None, min_fp8_share: MinFp8Share = EngineOptions.min_fp8_share, as_json: Json = False
-) -> None:
+def engine(run: RunArgument, target: BuiltTarget = None, plan: PlanFile = None, min_fp8_share: MinFp8Share = None, as_json: Json = False) -> None:
     """Show what the engines run: every matrix product, its types and the kernels around it, attention, and what stayed wide and why."""
     from . import api, views
     from .stages.engines import check_views
 
-    min_fp8_share = EngineOptions(min_fp8_share=min_fp8_share).min_fp8_share
+    share = fp8_share(min_fp8_share)
     found = api.engine(run, target or (), plan)
     views.engines(terminal(), found, as_json)
-    check_views(found, min_fp8_share)
+    check_views(found, share)
 
 
 @app.command()

@@ -47,6 +47,8 @@ DISTRIBUTIONS = [
 COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrate", "queries": "export --attention fp8"} | {
     f"{stage}-{precision}": f"{stage} --precision {precision}" for stage in ("export", "build-engine") for precision in ("bf16", "int8")
 }
+#: What the files of the FP8 runtimes come from, in the order of work.
+FP8_STAGES = ("measure", "quantize", "export")
 #: What the graph is called beside its weights, and the same graph computing in FP32.
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 
@@ -143,6 +145,11 @@ class Run:
             raise InputError(f"{self.root}: is a file, not a run directory; name another with --out")
         return RunRecord()
 
+    def command(self, stage: str) -> str:
+        """The command that does `stage` of this run; `calibrate` needs a model and a text, so it stands alone."""
+        name, *options = COMMANDS.get(stage, stage).split()
+        return " ".join(["fp8q", name, *([] if name == "calibrate" else [str(self.root)]), *options])
+
     def require(self, path: Path, stage: str) -> Path:
         """Return `path` when it is the file that `stage` wrote.
 
@@ -150,13 +157,13 @@ class Run:
         """
         if not self.exists():
             raise InputError(f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out {self.root}`")
-        recorded, command = self.record().stages.get(stage), COMMANDS.get(stage, stage)
+        recorded, command = self.record().stages.get(stage), self.command(stage)
         name = str(path.relative_to(self.root))
         if recorded is None or name not in recorded.outputs or not path.is_file():
-            raise InputError(f"{path}: is missing; `fp8q {command}` writes it, run that first")
+            raise InputError(f"{path}: is missing; `{command}` writes it, run that first")
         if sha256_file(path) != recorded.outputs[name]:
             raise InputError(
-                f"{path}: is not the file that `fp8q {command}` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q {command}` again"
+                f"{path}: is not the file that `{command}` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `{command}` again"
             )
         return path
 
@@ -244,7 +251,7 @@ class Run:
         for stage in stages:
             if stage in self.record().stages and self.is_stale(stage):
                 raise InputError(
-                    f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made anew since; run `fp8q {COMMANDS.get(stage, stage)}` again"
+                    f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made anew since; run `{self.command(stage)}` again"
                 )
 
     @contextmanager

@@ -119,13 +119,15 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
     if as_json:
         emit({"engines": [asdict(view) for view in found]})
         return
+    from .export.names import product_of
+
     for view in found:
         codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
         told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
         head = f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised products on FP8 codes on both sides ({told}){codes}"
         columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
         products = [
-            (row.module or row.node, row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
+            (product_of(row.node), row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
             for row in view.products
         ]
         speak.out.print(head, markup=False, soft_wrap=True)

@@ -63,7 +63,7 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
             before = _holding(kernels, _quantizes(product))
             computed = _products_of(product)
             for node in computed:
-                others = tuple(names.module_of(other) or other for other in computed if other != node)
+                others = tuple(names.product_of(other) for other in computed if other != node)
                 after = tuple(name for name in _holding(kernels, {node}) if name not in before)
                 rows.append(ProductRow(profile, names.module_of(node), node, product.operands, product.result, others, before, after))
     return rows
@@ -116,7 +116,7 @@ def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mappi
         rows.append(WideRow(module, True, f"{what}{cause}"))
     seen = {row.product for row in rows}
     for product_row in [] if plan is None else product_rows(plan, [str(index) for index in plan.profiles]):
-        name = product_row.module or product_row.node
+        name = names.product_of(product_row.node)
         if product_row.operands != ("fp8", "fp8") and name not in seen and name not in found.fp8:
             seen.add(name)
             types = f"{product_row.operands[0]} × {product_row.operands[1]} -> {product_row.result}"

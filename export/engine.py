@@ -21,10 +21,11 @@ from ..errors import BackendError, GateError, InputError
 from ..files import PARTIAL, Strict, read_document, replacing, write_document
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, Precision
 from ..progress import Reporter
-from ..run import COMMANDS, GRAPH, Run
+from ..run import GRAPH, Run
 from . import names, targets
 from .build_progress import Progress
 from .failures import explain
+from .indexed import load_graph
 from .lint import lint, promised_attention
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
@@ -191,7 +192,7 @@ def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
     stage = run.record().stages.get(name)
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
-        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `fp8q {COMMANDS.get(name, name)} {run.root}` first")
+        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
     return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
 
 
@@ -229,13 +230,17 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     trt = load(job.runtime)
     logger, errors = collecting_logger(trt)
     failed = f"{targets.TITLES[job.runtime]} {trt.__version__} cannot build {onnx_file} for {job.target}"
+
+    def near(node: str) -> str | None:
+        return load_graph(onnx_file).module_near(node)
+
     builder = trt.Builder(logger)
     flags = trt.NetworkDefinitionCreationFlag.__members__
     network = builder.create_network(1 << int(flags["STRONGLY_TYPED"]) if "STRONGLY_TYPED" in flags else 0)
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx_file)):
         error = parser.get_error(0)
-        raise BackendError(f"{failed}: {explain([error.desc(), *errors], error.node_name(), error.node_operator())}")
+        raise BackendError(f"{failed}: {explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)}")
     config = configure(trt, builder, job)
     for profile in job.profiles:
         if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
@@ -250,7 +255,7 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
         save_timings(config, job.timings)
     if plan is None:
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
-        raise BackendError(f"{failed}: {explain(errors, layers=layers)}")
+        raise BackendError(f"{failed}: {explain(errors, layers=layers, near=near)}")
     return memoryview(plan).cast("B")
 
 

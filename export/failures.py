@@ -5,7 +5,7 @@ known failures below were provoked with TensorRT-RTX 1.7.1; what is not known is
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import names
@@ -28,6 +28,7 @@ class Failure:
 
 
 AGAIN = "run `fp8q export` again, and if it stays, report this line"
+STANDARD = "export with standard operators (`fp8q export`), or install a newer runtime"
 KNOWN = (
     Failure(
         r"not supported by a dedicated kernel",
@@ -35,7 +36,9 @@ KNOWN = (
         "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode with; other models need plain products and a softmax",
     ),
     Failure(r"HW-specific datatypes: (\w+)", "the target has no {0}", "choose sm89 or newer with --target"),
-    Failure(r"Plugin not found", "the runtime does not know this operator", "export with standard operators (`fp8q export`), or install a newer runtime"),
+    Failure(r"Plugin not found", "the runtime does not know this operator", STANDARD),
+    Failure(r"^false$", "the runtime's parser refuses this operator and gives no reason", STANDARD),
+    Failure(r"within workspace limit", "a kernel takes more memory for intermediate results than --workspace allows", "raise --workspace, or leave it out"),
     Failure(r"offset/length out of range for file: (\S+)", "its external data {0} is cut short", "copy the whole of model/ again"),
     Failure(r"Failed to open file: (\S+)", "its external data {0} is missing", "copy the whole of model/ again"),
     Failure(r"ParseFromCodedStream", "the file is no ONNX model, or is cut short", AGAIN),
@@ -43,14 +46,16 @@ KNOWN = (
 )
 
 
-def explain(messages: Sequence[str], node: str = "", operator: str = "", layers: Sequence[str] = ()) -> str:
+def explain(
+    messages: Sequence[str], node: str = "", operator: str = "", layers: Sequence[str] = (), near: Callable[[str], str | None] = lambda node: None
+) -> str:
     """One line: module and node, what is wrong, what to do.
 
     `messages`: what the runtime said, the most telling first; `node`, `operator`: what its parser points at; `layers`: names among which the
-    messages' subject is looked for.
+    messages' subject is looked for; `near`: the module nearest to a node that belongs to none.
     """
     telling = [message for message in messages if message and not _NOISE.search(message)]
-    where = _where(node or _subject(telling, layers), operator)
+    where = _where(node or _subject(telling, layers), operator, near)
     for failure in KNOWN:
         if match := next(filter(None, (re.search(failure.sign, message) for message in telling)), None):
             return f"{where}{failure.meaning.format(*match.groups())}; {failure.remedy}"
@@ -66,10 +71,13 @@ def _subject(messages: Sequence[str], layers: Sequence[str]) -> str:
     return max(named, key=len, default="")
 
 
-def _where(node: str, operator: str) -> str:
-    module = names.module_of(node)
+def _where(node: str, operator: str, near: Callable[[str], str | None]) -> str:
     kind = f", {operator}" if operator else ""
-    return f"{module} (node {node}{kind}): " if module else f"node {node}{kind.replace(',', ' of type', 1)}: " if node else ""
+    if module := names.module_of(node):
+        return f"{module} (node {node}{kind}): "
+    if node and (module := near(node)):
+        return f"near {module} (node {node}{kind}): "
+    return f"node {node}{kind.replace(',', ' of type', 1)}: " if node else ""
 
 
 def _gist(message: str) -> str:

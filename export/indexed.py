@@ -19,6 +19,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from ..errors import InputError
+from . import names
 
 Array = npt.NDArray[np.generic]
 #: The FP8 element types of ONNX.
@@ -196,6 +197,20 @@ class Indexed:
             computed = [name for name in node.input if name and name not in self.initializers]
             if len(computed) == 1 or value in self.folded:
                 waiting += reversed(computed)
+        return None
+
+    def module_near(self, name: str) -> str | None:
+        """The module of the named node that is the fewest steps from the node `name`, up or down the graph; None where there is none."""
+        waiting = [node for node in self.nodes if node.name == name]
+        seen = {node.name for node in waiting}
+        while waiting:
+            node = waiting.pop(0)
+            if module := names.module_of(node.name):
+                return module
+            around = [self.producers[value] for value in node.input if value in self.producers]
+            around += [reader for value in node.output for reader, _ in self.readers.get(value, [])]
+            waiting += [other for other in around if other.name not in seen]
+            seen |= {other.name for other in around}
         return None
 
     def is_constant(self, value: str) -> bool:

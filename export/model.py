@@ -85,7 +85,7 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
     assert exported is not None, "torch.onnx.export without a file returns its program"
     onnx_model: ir.Model = exported.model
     passes.name_interface(onnx_model, len(graph.attention))
-    passes.name_nodes(onnx_model)
+    passes.name_nodes(onnx_model, graph.attention.values())
     stored = {name: tensor.shape for name, tensor in passes.stored_tensors(directory).items()}
     passes.point_at_weights(onnx_model, directory, tied_names(model) | renamed_in(config, type(model), stored), buffers)
     passes.simplify(onnx_model)

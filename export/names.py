@@ -5,6 +5,8 @@
 
 import re
 
+#: What the products of attention make, in the order of work.
+ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
     r"(?P<module>.+)\.(?:matmul|bias_add|attention|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past)|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
@@ -68,6 +70,12 @@ def attention_dequantize(module: str, part: str) -> str:
 def attention_product(module: str, product: str) -> str:
     """The product of A's attention that makes its `scores`, or its `values`."""
     return f"{module}.attention_{product}"
+
+
+def product_of(node: str) -> str:
+    """What a product is called where products are listed: its module, or the node itself where a module has several (attention) or none."""
+    module = module_of(node) or ""
+    return module if node == matmul(module) else node
 
 
 def module_of(node: str) -> str | None:

@@ -7,7 +7,7 @@ import ast
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,12 +95,12 @@ def _values(model: ir.Model) -> list[ir.Value]:
     return [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
 
 
-def name_nodes(model: ir.Model) -> None:
+def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
     """Give every product, Q and DQ the name of its Hugging Face module, from the scopes the exporter noted.
 
     1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and DQ of the activation.
     3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its MatMul and Add. 5. In a layer's
-    `fp8q_attention`: both products, Q and DQ. 6. The Attention of an attention module.
+    `fp8q_attention`: both products, Q and DQ. 6. The Attention of an attention module. 7. The two products of a module of `attention` that has none.
     """
     scopes = {node: _scope(node) for node in model.graph}
     matrices = {name.removeprefix("model.").removesuffix(".weight") for name in model.graph.initializers if name.endswith(".weight")}
@@ -108,6 +108,11 @@ def name_nodes(model: ir.Model) -> None:
     for node, scope in scopes.items():
         if name := _node_name(node, scope, scope in linear):
             node.name = name
+    for module in attention:
+        products = [node for node, scope in scopes.items() if scope == module and node.op_type == "MatMul"]
+        if len(products) == len(names.ATTENTION_PRODUCTS):
+            for node, product in zip(products, names.ATTENTION_PRODUCTS, strict=True):
+                node.name = names.attention_product(module, product)
 
 
 def _scope(node: ir.Node) -> str:
@@ -124,7 +129,7 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
         return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(node.op_type)
     if owner.endswith(".fp8q_attention"):
         module = owner.removesuffix(".fp8q_attention")
-        if last in ("scores", "values"):
+        if last in names.ATTENTION_PRODUCTS:
             return names.attention_product(module, last)
         return {"QuantizeLinear": names.attention_quantize(module, last), "DequantizeLinear": names.attention_dequantize(module, last)}.get(node.op_type)
     if last in ("fp8q_k", "fp8q_v"):

@@ -241,8 +241,9 @@ def modules_by_types(plan: Plan) -> dict[str, int]:
     """How many modules' products are of which types, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs between profiles is joined by `and`."""
     shown: dict[str, set[str]] = {}
     for product in (product for products in plan.profiles.values() for product in products):
-        for module in filter(None, map(names.module_of, product.nodes)):
-            shown.setdefault(module, set()).add(str(product))
+        for node in product.nodes:
+            if (module := names.module_of(node)) and node == names.matmul(module):
+                shown.setdefault(module, set()).add(str(product))
     return dict(Counter(" and ".join(sorted(types)) for types in shown.values()).most_common())
 
 

@@ -33,11 +33,13 @@ FILLED = "attention_mask"
 _HEAD = """\
 #!/usr/bin/env bash
 # Builds with NVIDIA's {tool} what `fp8q build-engine` built for {target} with {title} {version}: the same graph, profiles and types; then times both profiles at their
-# likely sizes: `bash {target}.sh [ENGINE]`. {tool} is looked for on PATH, or given as TOOL=/path/to/{tool}. What the engine runs: `fp8q engine RUN --target {target} --plan ENGINE`.
+# likely sizes: `bash {target}.sh [ENGINE]`, the engine beside this script unless given. {tool} is looked for on PATH, or given as TOOL=/path/to/{tool}. What the engine runs: `fp8q engine RUN --target {target} --plan ENGINE`.
 set -euo pipefail
+CALLER=$PWD
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
 TOOL=${{TOOL:-{tool}}}
 ENGINE=${{1:-{target}.{tool}.plan}}
+[[ -z ${{1-}} || $ENGINE == /* ]] || ENGINE=$CALLER/$ENGINE
 INPUTS=$(mktemp -d)
 trap 'rm -rf "$INPUTS"' EXIT
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ..errors import BackendError, GateError, InputError
-from ..run import Run
+from ..run import FP8_STAGES, Run
 
 if TYPE_CHECKING:
     from ..export.anatomy import AttentionRow, ProductRow, WideRow
@@ -42,12 +42,14 @@ class EngineView:
 def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
     """What the run's engines for `targets` (none: all) run; with `plan`, what that file runs, taken for an engine of the one target.
 
-    Raises InputError for a target that was not built, or an engine that is not the one that was.
+    Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built from other files than the run has now:
+    scales of activations are numbers that the program of an engine does not tell, so only the record does.
     """
     from ..export.engine import load_engines
     from ..export.indexed import load_graph
     from ..quantize.scales import load_scales
 
+    run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
     engines = load_engines(run)
     built = [info.target for info in engines]
     if unknown := [target for target in targets if target not in built]:

@@ -9,7 +9,7 @@ from .. import __version__
 from ..errors import Fp8qError, InputError
 from ..files import replacing, sha256_file, write_document
 from ..options import Clipping, ExportOptions, Precision
-from ..run import GRAPH, Run
+from ..run import FP8_STAGES, GRAPH, Run
 from .queries import measure_queries
 from .steps import Notes, stage
 
@@ -27,7 +27,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..quantize.stored import stored_scales
 
     scales = load_scales(run)
-    written = run.record().stages["quantize"].outputs
+    written = _written(run, "quantize")
     inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {"scales.json": written["scales.json"]}
     options = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
     if asked.attention == "fp8":
@@ -35,8 +35,6 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages["measure"].outputs
     if run.is_current("export", inputs, options):
         return
-    for name in written:
-        run.require(run.root / name, "quantize")
     record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
     carried = has_graphs(run) and run.record().stages["export"].options == options
     with stage(run, "export", inputs, options, notes) as log:
@@ -101,7 +99,7 @@ def exported_options(run: Run) -> ExportOptions:
 
 def fp8_files(run: Run) -> dict[str, str]:
     """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there now. Raises InputError."""
-    run.refuse_stale("measure", "quantize", "export")
+    run.refuse_stale(*FP8_STAGES)
     hashes = _written(run, "quantize", "export")
     run.require(run.onnx, "export")
     return hashes
@@ -121,11 +119,13 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
 
 
 def _written(run: Run, *stages: str) -> dict[str, str]:
-    """Name -> SHA-256 of what `stages` wrote, each file found to be still that."""
+    """Name -> SHA-256 of what `stages` wrote, each file found to be still that. Raises InputError, naming the folder where all of it is gone."""
     hashes: dict[str, str] = {}
     for by in stages:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}
         for name, digest in outputs.items():
+            if not (folder := (run.root / name).parent).is_dir():
+                raise InputError(f"{folder}: is missing; `{run.command(by)}` writes it, run that first")
             run.require(run.root / name, by)
             hashes[name] = digest
     return hashes

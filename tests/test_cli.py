@@ -153,7 +153,22 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
         ),
         (["validate", "run", "--max-ppl-increase", "much"], "--max-ppl-increase much: is no share; give one such as 1% or 0.01"),
         (["build-engine", "run", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
-        (["build-engine", "run", "--min-fp8-share", "2"], "--min-fp8-share 2.0: must lie in [0, 1]"),
+        (
+            ["build-engine", "run", "--min-fp8-share", "2"],
+            "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+        ),
+        (
+            ["engine", "run", "--min-fp8-share", "101%"],
+            "--min-fp8-share 101%: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+        ),
+        (
+            ["run", "model", "--data", "text", "--out", "run", "--min-fp8-share", "most"],
+            "--min-fp8-share most: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+        ),
+        (
+            ["build-engine", "run", "--precision", "int8", "--min-fp8-share", "1"],
+            "--min-fp8-share 1: is for the FP8 engine, and --precision int8 promises no product in FP8; leave one of them out",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(fp8q: Fp8q, arguments: list[str], message: str) -> None:

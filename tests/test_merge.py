@@ -185,7 +185,7 @@ def test_a_part_is_to_be_merged_before_scales_are_chosen_of_it(part: Measure, us
 
 def test_a_part_has_no_checkpoint_to_validate(part: Measure) -> None:
     run = part(0, 2)
-    with pytest.raises(InputError, match=r"model\.onnx: is missing; `fp8q export` writes it, run that first$"):
+    with pytest.raises(InputError, match=rf"model\.onnx: is missing; `fp8q export {run.root}` writes it, run that first$"):
         api.validate(run.root)
 
 

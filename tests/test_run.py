@@ -60,7 +60,7 @@ def test_an_output_that_was_changed_is_refused_by_name(run: Run) -> None:
 
 
 def test_a_file_of_a_stage_that_has_not_run_names_the_command(run: Run) -> None:
-    with pytest.raises(InputError, match=rf"^{run.accuracy}: is missing; `fp8q validate` writes it, run that first$"):
+    with pytest.raises(InputError, match=rf"^{run.accuracy}: is missing; `fp8q validate {run.root}` writes it, run that first$"):
         run.require(run.accuracy, "validate")
 
 
@@ -120,6 +120,21 @@ def test_a_full_disk_is_told_as_such(run: Run) -> None:
 def test_a_full_disk_in_the_middle_of_safetensors_is_told_as_such(run: Run) -> None:
     with pytest.raises(InputError, match=r": no space left on the disk; free some or name another directory$"), run.stage("measure", {}, {}):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # what save_file raises on a full tmpfs
+
+
+@pytest.mark.parametrize(
+    ("stage", "command"),
+    [
+        ("measure", "fp8q calibrate"),
+        ("export", "fp8q export {run}"),
+        ("queries", "fp8q export {run} --attention fp8"),
+        ("build-engine-int8", "fp8q build-engine {run} --precision int8"),
+    ],
+)
+def test_a_command_is_named_with_the_run_it_works_on(run: Run, stage: str, command: str) -> None:
+    with pytest.raises(InputError) as error:
+        run.require(run.accuracy, stage)
+    assert str(error.value) == f"{run.accuracy}: is missing; `{command.format(run=run.root)}` writes it, run that first"
 
 
 def test_a_stage_whose_input_was_made_anew_is_stale(run: Run) -> None:

@@ -144,8 +144,11 @@ def engines(built: Sequence[EngineRow]) -> str:
     rows = [row for row in built if row.precision == "fp8"]
     if not rows:
         return ""
+    outdated = [row.target for row in rows if row.evidence == "outdated"]
     unproven = [row.target for row in rows if row.fp8_products is None]
     short = [row.target for row in rows if row.wide]
+    if outdated:
+        return f"What runs in FP8 is not said of {', '.join(outdated)}: the engine was built from other files than the run has now; run `fp8q build-engine RUN` again."
     if unproven:
         return f"What runs in FP8 cannot be told for {', '.join(unproven)}: the engine could not be read."
     if short:

@@ -16,7 +16,7 @@ from ..export.engine import engine_stage, load_engines
 from ..files import read_document
 from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
-from ..run import Run
+from ..run import FP8_STAGES, Run
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval
 from .findings import converged_after, outlier_channels
@@ -66,7 +66,10 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the products of one that is no FP8."""
+    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the products of one that is no FP8.
+
+    Of one that was built from other files than the run has now (`evidence` is `outdated`) nothing is said.
+    """
 
     runtime: str
     version: str
@@ -188,6 +191,8 @@ def engine_rows(run: Run) -> list[EngineRow]:
 
 def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
     found = load_engines(run, precision) if engine_stage(precision) in run.record().stages else []
+    if found and outdated(run, precision):
+        return [EngineRow(info.runtime, info.version, info.target, info.bytes, None, None, (), "outdated", info.build_seconds, precision) for info in found]
     return [
         EngineRow(
             runtime=info.runtime,
@@ -204,6 +209,12 @@ def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
         )
         for info in found
     ]
+
+
+def outdated(run: Run, precision: Precision) -> bool:
+    """Whether the engines of a precision were built from other files than the run has now, or from files that are themselves of others."""
+    stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"]), engine_stage(precision)]
+    return any(run.is_stale(stage) for stage in stages if stage in run.record().stages)
 
 
 def accuracy_rows(run: Run) -> list[AccuracyRow]:

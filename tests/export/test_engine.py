@@ -448,6 +448,22 @@ def test_an_operator_that_the_runtime_lacks_names_module_and_node(decoder: Decod
 
 
 @RTX
+def test_an_unnamed_node_that_the_parser_refuses_is_placed_by_the_module_nearest_to_it(decoder: Decoders, edited: Edit) -> None:
+    written, names = decoder(), []
+
+    def refuse(model: ModelProto) -> None:
+        node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
+        node.op_type = "Unique"
+        names.append(node.name)
+
+    edited(written.path, refuse)
+    assert failure(written.path) == (
+        f"near model.layers.0.mlp.gate_proj (node {names[0]}, Unique): the runtime's parser refuses this operator and gives no reason; "
+        "export with standard operators (`fp8q export`), or install a newer runtime"
+    )
+
+
+@RTX
 def test_a_product_of_two_types_names_module_and_reason(decoder: Decoders, edited: Edit) -> None:
     written = decoder()
 
@@ -521,6 +537,14 @@ def test_an_unknown_failure_is_passed_on_in_its_own_words_without_its_wrapping()
     )
     assert explain([driver]) == "it gave no reason; run `fp8q export` again, and if it stays, report this line"
     assert explain(["Error Code 2: OutOfMemory (requested 68 GB)"]) == "there is not enough memory; lower --max-batch or --max-seq-len"
+
+
+def test_a_workspace_that_is_too_small_is_told_to_be_raised() -> None:
+    message = (
+        "IBuilder::buildSerializedNetwork: Error Code 1: Myelin ([tactic.cpp:1676: enumerate_tactics] Tactic Selection: no tactics to implement the operation within workspace "
+        "limit. Consider increase the allowed workspace size if applicable.; [tactic.cpp:264: run] Error during tactic selection. In compileGraph at /_src/codeGenerator.cpp:2012)"
+    )
+    assert explain([message]) == "a kernel takes more memory for intermediate results than --workspace allows; raise --workspace, or leave it out"
 
 
 # Progress.

@@ -21,7 +21,7 @@ from fp8q.errors import InputError
 from fp8q.export.engine import Job, build
 from fp8q.export.indexed import read_tensor
 from fp8q.export.profiles import profiles
-from fp8q.files import sha256_file
+from fp8q.files import sha256_file, share
 from fp8q.progress import SILENT
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
@@ -119,7 +119,7 @@ def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
             for name in {
                 entry.value for tensor in model.graph.initializer if uses_external_data(tensor) for entry in tensor.external_data if entry.key == "location"
             }:
-                os.link(demo_run.model / name, directory / name)
+                share(demo_run.model / name, directory / name)
             made[key] = directory / f"{target}.plan"
             made[key].write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, profiles(8, 256)), SILENT))
         return made[key]
@@ -212,7 +212,7 @@ def test_one_removed_pair_is_told_and_named(fp8q: Fp8q, demo_run: Run, built: Bu
     code, view, error = shown(fp8q, demo_run, target, built(one_pair_removed, target))
     assert (code, view["fp8_products"], [row["product"] for row in view["wide"]]) == (3, 27, [DOWN, "lm_head"])
     assert f"27 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: {DOWN}; " in error
-    assert shown(fp8q, demo_run, target, built(one_pair_removed, target), "--min-fp8-share", "0.96")[0] == 0
+    assert shown(fp8q, demo_run, target, built(one_pair_removed, target), "--min-fp8-share", "96%")[0] == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -306,11 +306,21 @@ def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(fp8q: Fp8q,
     shutil.copyfile(built(no_activation_quantized, "sm89"), run.engines / "sm89.plan")
     result = fp8q("engine", run.root)
     assert (result.code, result.out) == (2, "")
-    assert "sm89.plan: is not the file that `fp8q build-engine` wrote (its SHA-256 differs from run.json)" in result.err
+    assert f"sm89.plan: is not the file that `fp8q build-engine {run.root}` wrote (its SHA-256 differs from run.json)" in result.err
     record = json.loads(run.record_file.read_text())  # and where the record was forged as well
     record["stages"]["build-engine"]["outputs"]["engines/sm89.plan"] = sha256_file(run.engines / "sm89.plan")
     run.record_file.write_text(json.dumps(record))
     assert fp8q("engine", run.root).code == 3
+
+
+def test_engines_of_other_files_than_the_run_has_now_are_refused(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run, plan = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run"))), demo_run.engines / "sm89.plan"
+    api.scales(run.root, api.Clipping(margin=2))
+    assert fp8q("engine", run.root).complaint() == (
+        f"{run.root}: what the stage build-engine wrote is of other files than are there now, which were made anew since; run `fp8q build-engine {run.root}` again"
+    )
+    code, view, _ = shown(fp8q, run, "sm89", plan)  # a plan from elsewhere has no record: its weights' codes are the same at any margin
+    assert (code, view["fp8_products"], view["codes_found"]) == (0, 28, 28)
 
 
 # Wrong input.
@@ -325,7 +335,7 @@ def test_targets_and_plans_that_do_not_fit(fp8q: Fp8q, demo_run: Run, tmp_path: 
         ),
         (["--plan", "x"], "--plan x: belongs to one target; name it with --target, one of sm89, sm120"),
         (["--plan", tmp_path / "x", "--target", "sm89"], f"--plan {tmp_path}/x: there is no such file"),
-        (["--min-fp8-share", "2"], "--min-fp8-share 2.0: must lie in [0, 1]"),
+        (["--min-fp8-share", "2"], "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96"),
     ):
         result = fp8q("engine", root, *arguments)
         assert (result.code, result.out, result.err) == (2, "", f"fp8q: {message}\n")

@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from fp8q.export import names
 from fp8q.export.anatomy import AttentionRow, attention_rows, product_rows
-from fp8q.export.plan import Plan, Product, evidence, read_inspector, read_plan
+from fp8q.export.plan import Plan, Product, evidence, modules_by_types, read_inspector, read_plan
 
 Engines = Callable[..., tuple[Any, bytes]]
 TARGETS = ("sm89", "sm120")
@@ -41,6 +41,16 @@ def test_every_product_of_a_good_graph_is_fp8_in_both_profiles_and_answers_in_fp
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert written.modules == MODULES
     assert (found.kind, found.fp8, found.wide, found.narrow) == ("plan", frozenset(MODULES), {}, frozenset())
+
+
+def test_modules_are_counted_by_their_own_products_and_not_by_attentions() -> None:
+    wide, codes = ("bf16", "bf16"), ("int8", "int8")
+    products = (
+        Product(("a.q.matmul", "a.k.matmul"), codes, "fp32"),
+        Product(("a.attention_scores",), wide, "bf16"),
+        Product(("lm_head.matmul",), wide, "bf16"),
+    )
+    assert modules_by_types(Plan({0: products})) == {"int8 × int8 -> fp32": 2, "bf16 × bf16 -> bf16": 1}
 
 
 def test_products_of_one_input_that_the_builder_merges_count_each(engine_of: Engines) -> None:

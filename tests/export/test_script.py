@@ -28,7 +28,9 @@ def info(runtime: str, version: str, target: str) -> EngineInfo:
     return EngineInfo.model_validate(known | {"runtime": runtime, "version": version, "target": target, "profiles": list(profiles(4, 128, 64, 2, 32))})
 
 
-def calls(tmp_path: Path, runtime: str, version: str, target: str, decoder: Callable[..., Any]) -> list[dict[str, str]]:
+def calls(
+    tmp_path: Path, runtime: str, version: str, target: str, decoder: Callable[..., Any], arguments: tuple[str, ...] = ("/elsewhere/engine",), cwd: str = "/"
+) -> list[dict[str, str]]:
     """The options of each call of the tool."""
     notes, engines = tmp_path / "notes", tmp_path / "engines"
     notes.mkdir()
@@ -37,7 +39,7 @@ def calls(tmp_path: Path, runtime: str, version: str, target: str, decoder: Call
     written = decoder()
     write_script(engines / f"{target}.sh", written.path, info(runtime, version, target), 512)
     environment = {"PATH": "/usr/bin:/bin", "NOTES": str(notes), "TOOL": str(notes / "tool")}
-    ran = subprocess.run(["bash", engines / f"{target}.sh", "/elsewhere/engine"], cwd="/", env=environment, capture_output=True, text=True)
+    ran = subprocess.run(["bash", engines / f"{target}.sh", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     return [dict(line.partition("=")[::2] for line in call.splitlines() if line) for call in (notes / "arguments").read_text().split("\n\n") if call.strip()]
 
@@ -69,6 +71,17 @@ def test_both_profiles_are_told_apart_by_their_number(decoder: Callable[..., Any
     assert [line.partition("=")[0] for line in lines[at[0] : at[1] + 4]] == [*["--profile", "--minShapes", "--optShapes", "--maxShapes"]] * 2
     assert lines[at[1] + 3].startswith("--maxShapes=input_ids:4x1,attention_mask:4x129,position_ids:4x1,past_key_values.0.key:4x2x128x64,")
     assert not any("memPoolSize" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [(("my.plan",), "/usr/bin/my.plan"), (("../my plan",), "/usr/bin/../my plan"), (("/my.plan",), "/my.plan"), ((), "sm89.tensorrt_rtx.plan")],
+)
+def test_a_relative_engine_is_where_the_script_is_called_and_none_is_beside_the_script(
+    tmp_path: Path, decoder: Callable[..., Any], given: tuple[str, ...], meant: str
+) -> None:
+    build, prefill, decode = calls(tmp_path, "tensorrt-rtx", "1.7.1", "sm89", decoder, given, "/usr/bin")
+    assert (build["--saveEngine"], prefill["--loadEngine"], decode["--loadEngine"]) == (meant,) * 3
 
 
 @pytest.mark.parametrize(("version", "typed"), [("10.15.1", True), ("11.0.0", False)])

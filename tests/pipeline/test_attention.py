@@ -1,6 +1,7 @@
 """`--attention fp8`: both products of attention on codes, from the queries' statistics to the engine."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(run:
         assert difference[:, 0].max() < 1e-4
 
 
-def test_the_engine_multiplies_codes_in_two_products(copied: Run) -> None:
+def test_the_engine_multiplies_codes_in_two_products(copied: Run, fp8q: Callable[..., Any]) -> None:
     options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89", "sm120"), max_seq_len=64)
     assert [engine.fp8_products for engine in api.build_engine(copied.root, options)] == [7, 7]
     for target in options.targets:
@@ -142,6 +143,9 @@ def test_the_engine_multiplies_codes_in_two_products(copied: Run) -> None:
             for product in ("scores", "values"):
                 (found,) = plan.products(f"{ATTENTION}.attention_{product}", profile)
                 assert found.fp8
+    shown = fp8q("engine", copied.root).out
+    for product in ("scores", "values"):
+        assert len(re.findall(rf"^{ATTENTION}\.attention_{product} +(?:prefill|decode) +fp8 × fp8 -> ", shown, re.MULTILINE)) == 4
 
 
 def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:

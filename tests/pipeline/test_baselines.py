@@ -1,6 +1,7 @@
 """BF16 and INT8 beside FP8: the same graph in three precisions, run by others than the code that wrote it, built, and validated in one table."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -210,7 +211,7 @@ def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path) ->
     ):
         with pytest.raises(InputError) as error:
             call()
-        assert str(error.value) == f"{copied.root}/baselines/int8/config.json: is missing; `fp8q export --precision int8` writes it, run that first"
+        assert str(error.value) == f"{copied.root}/baselines/int8: is missing; `fp8q export {copied.root} --precision int8` writes it, run that first"
     record = json.loads(copied.record_file.read_text())
     record["model"]["path"] = str(tmp_path / "gone")
     copied.record_file.write_text(json.dumps(record))
@@ -224,17 +225,32 @@ def test_a_run_without_its_checkpoint_says_so(copied: Run) -> None:
     shutil.rmtree(copied.model)
     engine = api.EngineOptions(runtime="tensorrt-rtx")
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("README.md", lambda: api.export(copied.root)),
-        ("README.md", lambda: api.export(copied.root, api.ExportOptions(attention="fp8"))),
-        ("README.md", lambda: api.build_engine(copied.root, engine)),
-        ("config.json", lambda: api.build_engine(copied.root, replace(engine, precision="int8"))),
-        ("README.md", lambda: api.validate(copied.root)),
-        ("README.md", lambda: api.triton(copied.root)),
+        ("", lambda: api.export(copied.root)),
+        ("", lambda: api.export(copied.root, api.ExportOptions(attention="fp8"))),
+        ("", lambda: api.build_engine(copied.root, engine)),
+        ("/config.json", lambda: api.build_engine(copied.root, replace(engine, precision="int8"))),
+        ("", lambda: api.validate(copied.root)),
+        ("", lambda: api.triton(copied.root)),
     ]
     for name, call in calls:
         with pytest.raises(InputError) as error:
             call()
-        assert str(error.value) == f"{copied.model}/{name}: is missing; `fp8q calibrate` writes it, run that first"
+        assert str(error.value) == f"{copied.model}{name}: is missing; `fp8q calibrate` writes it, run that first"
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "config.json"])
+def test_an_export_that_is_done_looks_at_its_checkpoint_all_the_same(copied: Run, name: str) -> None:
+    file = copied.model / name
+    os.truncate(file, 100)
+    with pytest.raises(InputError) as error:
+        api.export(copied.root)
+    assert str(error.value) == (
+        f"{file}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q calibrate` again"
+    )
+    file.unlink()
+    with pytest.raises(InputError) as error:
+        api.export(copied.root)
+    assert str(error.value) == f"{file}: is missing; `fp8q calibrate` writes it, run that first"
 
 
 def test_the_compute_type_is_for_the_fp8_graph() -> None:

@@ -190,7 +190,9 @@ def test_a_gate_that_is_not_met_names_the_runtime_and_the_numbers(copied: Run) -
 
 def test_a_damaged_file_is_refused_by_name(copied: Run) -> None:
     copied.onnx.write_bytes(copied.onnx.read_bytes()[:1000])
-    with pytest.raises(api.InputError, match=rf"^{copied.onnx}: is not the file that `fp8q export` wrote \(its SHA-256 differs from run.json\); "):
+    with pytest.raises(
+        api.InputError, match=rf"^{copied.onnx}: is not the file that `fp8q export {copied.root}` wrote \(its SHA-256 differs from run.json\); "
+    ):
         api.build_engine(copied.root)
 
 

@@ -36,7 +36,7 @@ def test_a_run_that_was_not_exported_is_refused(counting_run: Run) -> None:
     counting_run.onnx_fp32.unlink()
     with pytest.raises(InputError) as raised:
         open_generator(counting_run)
-    assert str(raised.value) == f"{counting_run.onnx_fp32}: is missing; `fp8q export` writes it, run that first"
+    assert str(raised.value) == f"{counting_run.onnx_fp32}: is missing; `fp8q export {counting_run.root}` writes it, run that first"
 
 
 def test_a_model_without_a_tokenizer_is_an_input_error(counting_run: Run) -> None:

@@ -164,7 +164,7 @@ def test_a_graph_that_was_changed_is_refused(counting_run: Run) -> None:
     with pytest.raises(InputError) as raised:
         write(counting_run)
     assert str(raised.value) == (
-        f"{counting_run.onnx_fp32}: is not the file that `fp8q export` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q export` again"
+        f"{counting_run.onnx_fp32}: is not the file that `fp8q export {counting_run.root}` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q export {counting_run.root}` again"
     )
     assert not counting_run.triton.exists()
 

@@ -187,8 +187,8 @@ def test_the_summary_says_what_fp8_costs_by_the_worst_fp8_runtime(accuracy: list
     assert report.summary(accuracy, FP8, []) == f"1 of 1 matrix products run in FP8. {said}"
 
 
-def engine(target: str, fp8: int | None, wide: tuple[str, ...] = ()) -> EngineRow:
-    return EngineRow("tensorrt-rtx", "1.7", target, 1, 2, fp8, wide, "unknown" if fp8 is None else "plan", 1.0)
+def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: str = "unknown") -> EngineRow:
+    return EngineRow("tensorrt-rtx", "1.7", target, 1, 2, fp8, wide, unknown if fp8 is None else "plan", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,10 @@ def engine(target: str, fp8: int | None, wide: tuple[str, ...] = ()) -> EngineRo
         ([engine("sm89", 2), engine("sm120", 2)], "Every promised product takes FP8 codes on both sides, on sm89 and sm120; read from the engines themselves."),
         ([engine("sm89", 2), engine("sm120", 1, ("q",))], "Some promised products ran wider on sm120; the table names them."),
         ([engine("sm89", None), engine("sm120", 2)], "What runs in FP8 cannot be told for sm89: the engine could not be read."),
+        (
+            [engine("sm89", None, unknown="outdated"), engine("sm120", None)],
+            "What runs in FP8 is not said of sm89: the engine was built from other files than the run has now; run `fp8q build-engine RUN` again.",
+        ),
     ],
 )
 def test_the_engines_are_praised_only_for_what_was_read_from_them(rows: list[EngineRow], said: str) -> None:

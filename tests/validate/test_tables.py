@@ -1,5 +1,6 @@
 """The rows of a run and how they read, against a run whose numbers can be worked out by hand (conftest)."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fp8q.errors import InputError
 from fp8q.export.engine import EngineInfo
 from fp8q.export.profiles import profiles
-from fp8q.files import write_document
+from fp8q.files import sha256_file, write_document
 from fp8q.run import Run
 from fp8q.validate import columns
 from fp8q.validate.columns import Cell, Column, Table
@@ -109,8 +110,8 @@ def test_the_bf16_size_is_two_bytes_a_parameter_read_from_the_headers(calibrated
     assert rows[1].share_of_bf16 == pytest.approx(rows[1].bytes / rows[0].bytes)
 
 
-def with_engines(run: Run, *engines: EngineInfo) -> Run:
-    with run.stage("build-engine", {}, {}) as log:
+def with_engines(run: Run, *engines: EngineInfo, inputs: dict[str, str] | None = None) -> Run:
+    with run.stage("build-engine", inputs or {}, {}) as log:
         for engine in engines:
             write_document(run.engines / f"{engine.target}.json", engine)
             log.outputs.append(run.engines / f"{engine.target}.json")
@@ -135,6 +136,16 @@ def test_engine_rows_say_what_was_promised_and_found(calibrated_run: Run) -> Non
 def test_what_an_unreadable_engine_runs_is_none_not_zero(calibrated_run: Run) -> None:
     (row,) = engine_rows(with_engines(calibrated_run, engine("sm89", "unknown", tuple(MODULES))))
     assert (row.fp8_products, row.wide, row.evidence) == (None, (), "unknown")
+
+
+def test_an_engine_that_was_built_from_other_files_is_outdated_and_nothing_is_said_of_it(calibrated_run: Run) -> None:
+    run = with_engines(calibrated_run, engine("sm89"), inputs={"scales.json": sha256_file(calibrated_run.scales)})
+    assert [row.evidence for row in engine_rows(run)] == ["plan"]
+    record = json.loads(run.record_file.read_text())
+    record["stages"]["quantize"]["outputs"]["scales.json"] = "chosen again"
+    run.record_file.write_text(json.dumps(record))
+    (row,) = engine_rows(run)
+    assert (row.evidence, row.promised_products, row.fp8_products, row.wide, row.bytes) == ("outdated", None, None, (), 4224)
 
 
 def test_stages_come_in_the_order_of_work_with_their_notes_and_without_the_report(evaluated_run: Run) -> None:
