@@ -75,10 +75,13 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
 
 
 def positions(run: Run) -> int | None:
-    """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing."""
+    """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing or does not parse."""
     from ..calibrate.architecture import max_positions
 
     config = run.model / "config.json"
     if not config.is_file():
         raise InputError(f"{config}: is missing; `fp8q calibrate` writes it, run that first")
-    return max_positions(json.loads(config.read_text(encoding="utf-8")))
+    try:
+        return max_positions(json.loads(config.read_bytes()))
+    except ValueError as error:
+        raise InputError(f"{config}: does not parse ({error}); restore it, or calibrate again") from None

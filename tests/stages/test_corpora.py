@@ -225,7 +225,7 @@ def test_a_token_the_embedding_lacks_is_refused_in_other_text_too(run: Run, made
         other_text.evaluation(copy, made.path("other.txt"), None, None, made)
 
 
-def test_the_positions_are_read_from_the_checkpoint_by_any_name(run: Run, tmp_path: Path) -> None:
+def test_the_positions_are_read_from_the_checkpoint_by_any_name(tmp_path: Path) -> None:
     copy = Run(tmp_path)
     copy.model.mkdir()
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
@@ -233,3 +233,14 @@ def test_the_positions_are_read_from_the_checkpoint_by_any_name(run: Run, tmp_pa
         assert other_text.positions(copy) == 77
     (copy.model / "config.json").write_text("{}")
     assert other_text.positions(copy) is None
+
+
+def test_a_configuration_that_does_not_parse_is_named(tmp_path: Path) -> None:
+    copy = Run(tmp_path)
+    copy.model.mkdir()
+    (copy.model / "config.json").write_text("{")
+    with pytest.raises(InputError) as refused:
+        other_text.positions(copy)
+    assert str(refused.value) == (
+        f"{copy.model / 'config.json'}: does not parse (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); restore it, or calibrate again"
+    )
