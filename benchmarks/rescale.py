@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import get_args
 
 import numpy as np
+from synthetic import commit
 
 from fp8q.calibrate.histogram import INFINITY, Histogram, magnitudes
 from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
@@ -62,6 +63,7 @@ def main() -> None:
     result |= {
         "limit_seconds": LIMIT_SECONDS,
         "passed": slowest < LIMIT_SECONDS,
+        "commit": commit(),
         "processor": platform.processor() or platform.machine(),
         "numpy": np.__version__,
     }

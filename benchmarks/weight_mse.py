@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from synthetic import commit
 from torch import nn
 
 from fp8q import __version__
@@ -131,6 +132,7 @@ def main() -> int:
         "limit_error_ratio": LIMIT_ERROR_RATIO,
         "passed": passed,
         "threads": torch.get_num_threads(),
+        "commit": commit(),
         "machine": platform.machine(),
         "versions": {"fp8q": __version__, "python": platform.python_version()}
         | {name: version for name, version in library_versions().items() if name in ("torch", "nvidia-modelopt", "numpy")},
