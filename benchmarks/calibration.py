@@ -1,6 +1,6 @@
 """What watching costs: `fp8q calibrate`'s pass over the plain BF16 forward pass of the decoder.
 
-    python benchmarks/calibration.py [--rounds 5] [--layers 4] [--llmcompressor PYTHON]
+    python benchmarks/calibration.py [--rounds 7] [--layers 4] [--llmcompressor PYTHON]
 
 A Llama of width 2048 (intermediate 5632, 32 heads, 4 KV heads, vocabulary 4096 so that the head would hide nothing), random weights, windows of 512 tokens. The
 ceiling is the decoder alone, without the output head. In each round every contender runs a short and a long series of batches in turn, and
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from decoder import BATCH, LONG, SHORT, WINDOW, Series, build, marginal, plain, tokens
+from synthetic import commit
 from transformers import LlamaForCausalLM
 
 from fp8q.calibrate.measure import measure
@@ -70,11 +71,11 @@ def peer(python: str, layers: int) -> dict[str, object]:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment with llm-compressor")
     arguments = parser.parse_args()
-    model = build(arguments.layers)
+    model, measured = build(arguments.layers), commit()
     contenders = {"plain": plain(model), "fp8q": ours(model), "modelopt": modelopt(build(arguments.layers))}
     for series in contenders.values():
         series(1)
@@ -89,6 +90,8 @@ def main() -> int:
         "llmcompressor": peer(arguments.llmcompressor, arguments.layers) if arguments.llmcompressor else None,
         "plain_tokens_per_second": per_second,
         "rounds": arguments.rounds,
+        "seconds": {name: [round(seconds[name], 3) for seconds in rounds] for name in contenders},
+        "commit": measured,
         "threads": torch.get_num_threads(),
         "versions": library_versions(),
     }

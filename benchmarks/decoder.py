@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WINDOW, BATCH, VOCABULARY = 512, 4, 4096
-SHORT, LONG = 1, 3
+SHORT, LONG = 1, 7
 Series = Callable[[int], None]
 
 
