@@ -20,8 +20,6 @@ from decoder import Series, build, marginal, plain, tokens
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-#: Batches of the series; `oneshot` takes seconds to start, so the long one is longer than elsewhere.
-SHORT, LONG = 1, 7
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo" / "checkpoint"
 
 
@@ -52,7 +50,7 @@ def main() -> None:
         contenders = {"plain": plain(build(arguments.layers)), "llmcompressor": peer(folder, arguments.layers)}
         for series in contenders.values():
             series(1)
-        rounds = [{name: marginal(series, SHORT, LONG) for name, series in contenders.items()} for _ in range(arguments.rounds)]
+        rounds = [{name: marginal(series) for name, series in contenders.items()} for _ in range(arguments.rounds)]
     ratio = statistics.median(seconds["llmcompressor"] / seconds["plain"] for seconds in rounds)
     versions = {name: metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch", "transformers")}
     print(json.dumps({"ratio": ratio, "rounds": arguments.rounds, "versions": versions}))
