@@ -72,7 +72,7 @@ def _readable(path: Path) -> None:
     """Give files the permissions that the umask allows: safetensors writes them for the owner alone, and a server is often another user."""
     mask = os.umask(0)
     os.umask(mask)
-    for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file() and found.stat().st_nlink == 1]:
+    for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]:
         file.chmod(0o666 & ~mask)
 
 
