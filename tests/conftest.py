@@ -6,6 +6,7 @@ summed, so that tests see the same values on every machine with two cores or mor
 
 import ctypes
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -20,6 +22,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fp8q.run import Run
+
+if TYPE_CHECKING:
+    import numpy as np
 
 os.environ["OMP_NUM_THREADS"] = "2"
 
@@ -179,3 +184,31 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, de
         engine=api.EngineOptions(runtime="tensorrt-rtx", max_seq_len=256),
     )
     return api.run(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
+
+
+@pytest.fixture
+def exact_logits() -> Callable[[Run, "np.ndarray"], "np.ndarray"]:
+    """`exact_logits(run, ids)`: what the FP8 reference in exact FP32 says to ids [batch, seq] at once, through its own cache: [batch, seq, vocabulary]."""
+    import torch
+
+    from fp8q.quantize.reference import load_reference
+
+    def logits(run: Run, ids: "np.ndarray") -> "np.ndarray":
+        reference = load_reference(run.model, "exact", torch.float32)
+        with torch.inference_mode():
+            found: np.ndarray = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
+        return found
+
+    return logits
+
+
+@pytest.fixture
+def move_source() -> Callable[[Run, Path], None]:
+    """`move_source(run, path)`: let the run's record say that its source model lies at `path`."""
+
+    def move(run: Run, path: Path) -> None:
+        record = json.loads(run.record_file.read_text())
+        record["model"]["path"] = str(path)
+        run.record_file.write_text(json.dumps(record))
+
+    return move

@@ -25,7 +25,6 @@ from fp8q.files import read_document
 from fp8q.progress import SILENT
 from fp8q.quantize.attention import attention_on_codes
 from fp8q.quantize.formats import E4M3
-from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import AttentionScales, load_scales
 from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
@@ -108,11 +107,9 @@ def test_transformers_still_finds_every_key_it_knows(run: Run) -> None:
     assert not any(loaded[1][kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(run: Run) -> None:
+def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]) -> None:
     ids = load_tokens(run, run.evaluation)[:24].reshape(2, 12)
-    reference = load_reference(run.model, "exact", torch.float32)
-    with torch.inference_mode():
-        expected = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
+    expected = exact_logits(run, ids)
     session = OnnxRuntimeSession(run.onnx_fp32)
     positions = np.ascontiguousarray(np.broadcast_to(np.arange(12), ids.shape))
     at_once, _ = session.forward(ids, np.ones_like(ids), positions)
@@ -196,14 +193,12 @@ def test_scales_chosen_again_keep_it_and_a_wide_export_takes_it_away(copied: Run
     assert "Attention" in {node.op_type for node in onnx.load(copied.onnx, load_external_data=False).graph.node}
 
 
-def test_what_cannot_be_is_said_before_any_work(copied: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said_before_any_work(copied: Run, tmp_path: Path, move_source: Callable[[Run, Path], None]) -> None:
     with pytest.raises(InputError) as error:
         api.ExportOptions(precision="int8", attention="fp8")
     assert str(error.value) == "--attention fp8: is for the FP8 graph, not for --precision int8; leave one of them out"
     copied.queries.unlink()
-    record = json.loads(copied.record_file.read_text())
-    record["model"]["path"] = str(tmp_path / "gone")
-    copied.record_file.write_text(json.dumps(record))
+    move_source(copied, tmp_path / "gone")
     with pytest.raises(InputError) as error:
         api.export(copied.root, api.ExportOptions(attention="fp8"))
     assert str(error.value) == f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"

@@ -1,6 +1,5 @@
 """BF16 and INT8 beside FP8: the same graph in three precisions, run by others than the code that wrote it, built, and validated in one table."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -203,7 +202,7 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
     assert all(0 < scale.saturation <= 0.01 for scale in int8.activations.values())
 
 
-def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path) -> None:
+def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path, move_source: Callable[[Run, Path], None]) -> None:
     shutil.rmtree(copied.baselines)
     for call in (
         lambda: api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-int8"))),
@@ -212,9 +211,7 @@ def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path) ->
         with pytest.raises(InputError) as error:
             call()
         assert str(error.value) == f"{copied.root}/baselines/int8: is missing; `fp8q export {copied.root} --precision int8` writes it, run that first"
-    record = json.loads(copied.record_file.read_text())
-    record["model"]["path"] = str(tmp_path / "gone")
-    copied.record_file.write_text(json.dumps(record))
+    move_source(copied, tmp_path / "gone")
     with pytest.raises(InputError) as error:
         api.export(copied.root, api.ExportOptions(precision="bf16"))
     assert str(error.value) == f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
