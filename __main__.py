@@ -1,5 +1,5 @@
 """`python -m fp8q`."""
 
-from .cli import main
+from .cli.commands import main
 
 main()

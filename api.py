@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .calibrate.histogram import Histogram, magnitudes
-from .calibrate.place import place
-from .calibrate.statistics import Statistics, load_statistics
+from .calibrate.measure.histogram import Histogram, magnitudes
+from .calibrate.measure.statistics import Statistics, load_statistics
+from .calibrate.ranks.place import place
 from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import (
     DEFAULT_SEQ_LEN,
@@ -28,19 +28,19 @@ from .options import (
     ValidateOptions,
     WeightMethod,
 )
-from .progress import SILENT, Reporter
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
+from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.repository import TritonOptions
 from .stages import baselines, choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
 from .stages.steps import Notes, device, stage
 
 if TYPE_CHECKING:
-    from .calibrate.ranks import World
-    from .calibrate.source import Source
-    from .export.engine import EngineInfo
+    from .calibrate.model.source import Source
+    from .calibrate.ranks.world import World
+    from .export.engine.build import EngineInfo
     from .quantize.policy import Products
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
@@ -126,8 +126,8 @@ def calibrate(
     In each of several processes that torchrun started, all measure and the first alone does the rest.
     """
     needs("calibrate", CALIBRATE_MODULES)
-    from .calibrate.ranks import joined
-    from .calibrate.source import open_source
+    from .calibrate.model.source import open_source
+    from .calibrate.ranks.world import joined
 
     found, notes = Run(Path(out)), Notes(progress)
     with joined() as world:
@@ -152,7 +152,7 @@ def _measured(
     found: Run, model: str, data: str | Sequence[str], eval_data: str | None, options: CalibrateOptions, notes: Notes, world: "World"
 ) -> "tuple[Source, Products]":
     """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the corpus, measure."""
-    from .calibrate.source import load_tokenizer, open_source
+    from .calibrate.model.source import load_tokenizer, open_source
 
     before = found.record().model
     with notes.held():
@@ -252,8 +252,8 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     With `options.precision` bf16 or int8: of that graph, into `engines/<precision>/`; nothing is promised of it, and the engine says what it runs.
     Raises GateError when fewer than `options.min_fp8_share` of them do, or when that cannot be told; BackendError when the runtime is missing.
     """
-    from .calibrate.corpus import lower_default
-    from .export.engine import build_engines, check_share, engine_stage, load_engines, resolve
+    from .calibrate.text.corpus import lower_default
+    from .export.engine.build import build_engines, check_share, engine_stage, load_engines, resolve
 
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)

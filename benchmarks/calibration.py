@@ -21,9 +21,9 @@ from decoder import BATCH, LONG, SHORT, WINDOW, Series, build, marginal, plain, 
 from synthetic import commit
 from transformers import LlamaForCausalLM
 
-from fp8q.calibrate.measure import measure
-from fp8q.calibrate.statistics import Corpus, ModelIdentity
-from fp8q.progress import SILENT
+from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
+from fp8q.reporter import SILENT
 from fp8q.run import library_versions
 
 LIMIT_RATIO = 1.15

@@ -23,19 +23,19 @@ import torch
 from synthetic import commit
 from torch import nn
 
-from fp8q.calibrate import corpus
-from fp8q.calibrate.measure import measure
-from fp8q.calibrate.observe import attention_modules
-from fp8q.calibrate.source import Source, load_model, load_tokenizer, open_source
-from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.observe import attention_modules
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.calibrate.model.source import Source, load_model, load_tokenizer, open_source
+from fp8q.calibrate.text import corpus
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
-from fp8q.progress import SILENT
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3, E5M2, Format
 from fp8q.quantize.kv_cache import FP8Cache
 from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
 from fp8q.quantize.scales import group_of, tensor_scale
 from fp8q.quantize.weights import channel_scales
+from fp8q.reporter import SILENT
 from fp8q.run import library_versions
 from fp8q.stages import corpora, sources
 from fp8q.validate.compare import Forward, compare

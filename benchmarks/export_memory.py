@@ -30,8 +30,8 @@ LIMIT_BYTES = 1_500_000_000
 def measure(checkpoint: str, out: str) -> None:
     """The stages `corpus` and `measure`."""
     from fp8q.api import CalibrateOptions
-    from fp8q.calibrate.source import load_tokenizer, open_source
-    from fp8q.progress import SILENT
+    from fp8q.calibrate.model.source import load_tokenizer, open_source
+    from fp8q.reporter import SILENT
     from fp8q.stages import corpora, measuring
     from fp8q.stages.steps import Notes
 
@@ -44,9 +44,9 @@ def measure(checkpoint: str, out: str) -> None:
 def write(checkpoint: str, out: str) -> None:
     """The stages `quantize` and `export`, each named on standard output when it begins."""
     print("start", flush=True)
-    from fp8q.calibrate.source import open_source
+    from fp8q.calibrate.model.source import open_source
     from fp8q.options import ExportOptions, ScaleOptions
-    from fp8q.progress import SILENT
+    from fp8q.reporter import SILENT
     from fp8q.stages import choosing, graphs, sources
     from fp8q.stages.steps import Notes
 

@@ -21,14 +21,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from fp8q import __version__
-from fp8q.calibrate import corpus
-from fp8q.calibrate.source import load_model, load_tokenizer, open_source
+from fp8q.calibrate.model.source import load_model, load_tokenizer, open_source
+from fp8q.calibrate.text import corpus
 from fp8q.options import CalibrateOptions
-from fp8q.progress import SILENT
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.kv_cache import FP8Layer
 from fp8q.quantize.reference import load_reference
+from fp8q.reporter import SILENT
 from fp8q.run import Run, library_versions
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes

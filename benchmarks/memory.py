@@ -31,8 +31,8 @@ def calibrate(checkpoint: str, out: str, windows: int, seq_len: int) -> None:
     """What the measured process does: `fp8q calibrate --stream` but for the export, naming each stage on standard output when it begins."""
     print("start", flush=True)
     from fp8q.api import CalibrateOptions
-    from fp8q.calibrate.source import load_tokenizer, open_source
-    from fp8q.progress import SILENT
+    from fp8q.calibrate.model.source import load_tokenizer, open_source
+    from fp8q.reporter import SILENT
     from fp8q.run import Run
     from fp8q.stages import choosing, corpora, measuring, sources
     from fp8q.stages.steps import Notes

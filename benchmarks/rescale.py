@@ -16,8 +16,8 @@ from typing import get_args
 import numpy as np
 from synthetic import commit
 
-from fp8q.calibrate.histogram import INFINITY, Histogram, magnitudes
-from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+from fp8q.calibrate.measure.histogram import INFINITY, Histogram, magnitudes
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import Clipping, Method
 from fp8q.quantize.scales import activation_scales, kv_cache_scales
 

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from fp8q import __version__
-from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, Weights, load_tokenizer, open_source
 from fp8q.options import CalibrateOptions, WeightRounding
-from fp8q.progress import SILENT
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import FP8Linear, encode
@@ -30,6 +29,7 @@ from fp8q.quantize.reference import Reference, load_reference
 from fp8q.quantize.scales import group_of
 from fp8q.quantize.weight_rounding import Compensations
 from fp8q.quantize.weights import Rounding, WeightMethod
+from fp8q.reporter import SILENT
 from fp8q.run import Run, library_versions
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
@@ -44,7 +44,7 @@ ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
 
 def quantized(run: Run, source: Source, method: WeightMethod, rounding: WeightRounding) -> tuple[Path, float]:
     """A checkpoint of `run` with this choice for its weights, in a folder of the run, and the seconds it took."""
-    from fp8q.calibrate.statistics import load_statistics
+    from fp8q.calibrate.measure.statistics import load_statistics
     from fp8q.quantize.checkpoint import quantize_checkpoint
 
     statistics, options = load_statistics(run), CalibrateOptions()

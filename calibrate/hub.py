@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..files import disk_errors
-from ..progress import SILENT, Reporter
+from ..reporter import SILENT, Reporter
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 #: Copies in subfolders and in other formats than Hugging Face's (Mistral's, Meta's).

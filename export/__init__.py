@@ -1,1 +1,1 @@
-"""Hugging Face model to ONNX to engine. Only `graph` needs torch; only `engine` imports TensorRT."""
+"""Hugging Face model to ONNX to engine: `graph`, `lint`, `engine`, in that order."""

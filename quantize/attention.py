@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ..calibrate.statistics import TensorStatistics
+from ..calibrate.measure.statistics import TensorStatistics
 from ..errors import InputError
 from ..options import Clipping
 from .linear import encode

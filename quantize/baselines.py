@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from ..calibrate.source import Source, Weights
-from ..calibrate.statistics import Statistics
-from ..calibrate.weights import INDEX
+from ..calibrate.measure.statistics import Statistics
+from ..calibrate.model.source import Source, Weights
+from ..calibrate.model.weights import INDEX
 from ..files import share, write_document
 from ..options import Clipping
-from ..progress import Reporter
+from ..reporter import Reporter
 from .checkpoint import ShardWriter, quantize_checkpoint, write_config
 from .formats import INT8
 from .scales import Scales, activation_scales

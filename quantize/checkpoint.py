@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from ..calibrate.architecture import max_positions
-from ..calibrate.source import Source, Weights
+from ..calibrate.model.architecture import max_positions
+from ..calibrate.model.source import Source, Weights
 from ..errors import InputError
-from ..progress import Reporter
+from ..reporter import Reporter
 from .card import model_card
 from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8

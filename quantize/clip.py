@@ -15,7 +15,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..calibrate.histogram import INFINITY, Histogram, magnitudes
+from ..calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from ..options import Clipping, Method, ScaleGrid
 from .formats import Grid
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import nn
 
-from ..calibrate.observe import attention_modules, output_axis
-from ..calibrate.source import Source, meta_model
+from ..calibrate.measure.observe import attention_modules, output_axis
+from ..calibrate.model.source import Source, meta_model
 from .scales import Scales
 from .stored import CACHE_FILE
 

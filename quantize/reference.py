@@ -11,9 +11,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from ..calibrate.names import renamed_in
-from ..calibrate.observe import attention_modules, output_axis
-from ..calibrate.skeleton import skeleton
+from ..calibrate.measure.observe import attention_modules, output_axis
+from ..calibrate.model.skeleton import skeleton
+from ..calibrate.model.tensor_names import renamed_in
 from .attention import ATTENTION_SCALES, attend_in_codes
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..calibrate.histogram import INFINITY, Histogram, magnitudes
-from ..calibrate.statistics import Statistics, TensorStatistics
+from ..calibrate.measure.histogram import INFINITY, Histogram, magnitudes
+from ..calibrate.measure.statistics import Statistics, TensorStatistics
 from ..errors import InputError
 from ..files import Strict, read_document
 from ..options import Clipping, KvCache

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from ..calibrate.histogram import magnitudes
+from ..calibrate.measure.histogram import magnitudes
 from .clip import scale_of
 from .formats import E4M3, Float32s
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ..calibrate.moments import load_moments
+from ..calibrate.measure.moments import load_moments
 from ..errors import InputError
 from .linear import CODE, encode
 

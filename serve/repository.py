@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from ..errors import BackendError, InputError
 from ..files import read_document, replacing, share
-from ..progress import Reporter
+from ..reporter import Reporter
 from ..run import Run
 
 LOOP = ("cache.py", "generate.py", "sampling.py", "sessions.py", "text.py")

@@ -20,9 +20,9 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
 
     Raises InputError when the source checkpoint is no longer there, or not the same: neither precision can be had from FP8 codes.
     """
-    from ..calibrate.statistics import load_statistics
-    from ..export.lint import lint
-    from ..export.model import export_baseline, promised_groups
+    from ..calibrate.measure.statistics import load_statistics
+    from ..export.graph.trace import export_baseline, promised_groups
+    from ..export.lint.check import lint
     from ..quantize.baselines import write_bf16, write_int8
     from ..quantize.scales import load_scales
 

@@ -11,16 +11,16 @@ from .graphs import has_graphs
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
-    from ..calibrate.source import Source
-    from ..calibrate.statistics import Statistics
+    from ..calibrate.measure.statistics import Statistics
+    from ..calibrate.model.source import Source
     from ..quantize.policy import Products
     from ..quantize.scales import Scales
 
 
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
-    from ..calibrate.statistics import load_statistics
-    from ..export.carry import carry_graphs
+    from ..calibrate.measure.statistics import load_statistics
+    from ..export.graph.carry import carry_graphs
     from ..quantize.checkpoint import quantize_checkpoint
     from ..quantize.policy import parted
     from ..quantize.scales import group_of

@@ -12,17 +12,17 @@ import numpy.typing as npt
 from ..errors import InputError
 from ..files import replacing
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
-from ..progress import Reporter
+from ..reporter import Reporter
 from ..run import Run
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..calibrate.corpus import Documents, Reading
-    from ..calibrate.mixture import Part
-    from ..calibrate.source import Source
-    from ..calibrate.statistics import TextSource
+    from ..calibrate.measure.statistics import TextSource
+    from ..calibrate.model.source import Source
+    from ..calibrate.text.corpus import Documents, Reading
+    from ..calibrate.text.mixture import Part
 
 Tokens = npt.NDArray[np.int64]
 #: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and of Chinese have some five.
@@ -53,8 +53,8 @@ def collect(
     source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str | Sequence[str], eval_data: str | None, options: CalibrateOptions, report: Reporter
 ) -> Collected:
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
-    from ..calibrate import corpus, mixture
-    from ..calibrate.chat import renderer
+    from ..calibrate.text import corpus, mixture
+    from ..calibrate.text.chat import renderer
 
     parts = mixture.parse(data)
     seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report)
@@ -84,7 +84,7 @@ def collect(
 
 def read(spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter) -> Text:
     """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""
-    from ..calibrate import corpus
+    from ..calibrate.text import corpus
 
     documents = corpus.load_documents(spec, reading, report)
     return Text(spec, documents, corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report))
@@ -92,7 +92,7 @@ def read(spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, readi
 
 def hold_out(parts: "list[Part]", texts: list[Text], seq_len: int, report: Reporter) -> tuple[list[Tokens], Tokens]:
     """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many windows of it as make up the same mixture."""
-    from ..calibrate import corpus, mixture
+    from ..calibrate.text import corpus, mixture
 
     split = [corpus.hold_out(text.ids) for text in texts]
     kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
@@ -111,7 +111,7 @@ def hold_out(parts: "list[Part]", texts: list[Text], seq_len: int, report: Repor
 
 def check_apart(texts: list[Text]) -> None:
     """Raise InputError when one of several texts is in another: what is held out of it would be calibrated on there."""
-    from ..calibrate.overlap import SAME, shares
+    from ..calibrate.text.overlap import SAME, shares
 
     for number, first in enumerate(texts):
         for second in texts[:number]:
@@ -129,8 +129,8 @@ def share_out(
 
     Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
     """
-    from ..calibrate import corpus, mixture
-    from ..calibrate.statistics import TextSource
+    from ..calibrate.measure.statistics import TextSource
+    from ..calibrate.text import corpus, mixture
 
     weights, available = [part.weight for part in parts], [len(ids) // seq_len for ids in kept]
     most = mixture.largest_total(available, weights)

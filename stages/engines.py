@@ -11,10 +11,10 @@ from ..errors import BackendError, GateError, InputError
 from ..run import FP8_STAGES, Run
 
 if TYPE_CHECKING:
-    from ..export.anatomy import AttentionRow, ProductRow, WideRow
-    from ..export.engine import EngineInfo
-    from ..export.indexed import Indexed
-    from ..export.plan import Plan
+    from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
+    from ..export.engine.build import EngineInfo
+    from ..export.engine.plan import Plan
+    from ..export.lint.indexed import Indexed
     from ..quantize.scales import Scales
 
 
@@ -45,8 +45,8 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built from other files than the run has now:
     scales of activations are numbers that the program of an engine does not tell, so only the record does.
     """
-    from ..export.engine import load_engines
-    from ..export.indexed import load_graph
+    from ..export.engine.build import load_engines
+    from ..export.lint.indexed import load_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -75,9 +75,9 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
 def view(info: "EngineInfo", file: Path, scales: "Scales", graph: "Indexed") -> EngineView:
     """Read one engine."""
     from ..export import names
-    from ..export.anatomy import attention_rows, product_rows, wide_rows
-    from ..export.codes import modules_held
-    from ..export.plan import evidence
+    from ..export.engine.anatomy import attention_rows, product_rows, wide_rows
+    from ..export.engine.codes import modules_held
+    from ..export.engine.plan import evidence
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
     plan, reason = read(info, data)
@@ -98,8 +98,8 @@ def read(
     info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
 ) -> "tuple[Plan | None, str | None]":
     """The plan of an engine, or why it cannot be read."""
-    from ..export.engine import inspect
-    from ..export.plan import doubt, read_inspector, read_plan
+    from ..export.engine.build import inspect
+    from ..export.engine.plan import doubt, read_inspector, read_plan
 
     if info.runtime == "tensorrt-rtx":
         plan = read_plan(data.data) if len(data) else None
@@ -114,7 +114,7 @@ def read(
 
 def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
     """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised products in FP8, on this model's codes."""
-    from ..export.engine import listed
+    from ..export.engine.build import listed
 
     for view in views:
         asked = f"--min-fp8-share {min_fp8_share:g}"

@@ -14,14 +14,14 @@ from .queries import measure_queries
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
-    from ..export.rules import Finding
+    from ..export.lint.rules import Finding
 
 
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
-    from ..calibrate.statistics import StatisticsRecord
-    from ..export.lint import lint, promised_attention
-    from ..export.model import export_model
+    from ..calibrate.measure.statistics import StatisticsRecord
+    from ..export.graph.trace import export_model
+    from ..export.lint.check import lint, promised_attention
     from ..files import read_document
     from ..quantize.scales import load_scales
     from ..quantize.stored import stored_scales
@@ -50,7 +50,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 def write_attention(run: Run, asked: ExportOptions) -> list[Path]:
     """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where not, take them away."""
-    from ..calibrate.statistics import load_arrays, load_statistics
+    from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..quantize.attention import ATTENTION_SCALES, attention_scales, save_scales
 
     stored = run.model / ATTENTION_SCALES

@@ -12,8 +12,8 @@ from ..files import read_document
 from ..run import Run
 
 if TYPE_CHECKING:
-    from ..export.indexed import Array
-    from ..export.rules import Finding, Promise
+    from ..export.lint.indexed import Array
+    from ..export.lint.rules import Finding, Promise
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -36,9 +36,9 @@ def lint(path: Path, run: Run | None) -> Linted:
 
     Raises InputError for what is no ONNX file, and for a run whose promises do not read.
     """
-    from ..export.indexed import load_graph
-    from ..export.lint import FORM, lint_graph
-    from ..export.rules_products import is_fp8
+    from ..export.lint.check import FORM, lint_graph
+    from ..export.lint.indexed import load_graph
+    from ..export.lint.rules_products import is_fp8
 
     graph = load_graph(path)
     around = run or run_around(path)
@@ -56,8 +56,8 @@ def run_around(path: Path) -> Run | None:
 
 def promise(run: Run) -> "Promise":
     """What is promised of a run's graphs, the weights' scales from its checkpoint where that reads; where not, the rules of F4xx say why."""
-    from ..export.lint import promised_attention
-    from ..export.rules import Promise
+    from ..export.lint.check import promised_attention
+    from ..export.lint.rules import Promise
     from ..quantize.scales import Scales, load_scales
     from ..quantize.stored import stored_scales
 

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, save_statistics
+from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, save_statistics
 from ..errors import InputError
 from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
@@ -17,9 +17,9 @@ from .sources import source_of
 from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
-    from ..calibrate.moments import SecondMoments
-    from ..calibrate.ranks import World
-    from ..calibrate.source import Source
+    from ..calibrate.measure.moments import SecondMoments
+    from ..calibrate.model.source import Source
+    from ..calibrate.ranks.world import World
 
 
 class Task(Strict):
@@ -59,8 +59,8 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
 
     Of the ranks in `world` this is the first; the others `take_part`.
     """
-    from ..calibrate.moments import gathering
-    from ..calibrate.ranks import World
+    from ..calibrate.measure.moments import gathering
+    from ..calibrate.ranks.world import World
 
     world = world or World()
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
@@ -132,7 +132,7 @@ def stream_share(
     source: "Source", task: Task, windows: Tokens, world: "World", folder: "Path", notes: Notes, moments: "SecondMoments | None" = None
 ) -> Statistics:
     """This rank's batches, decoder layer by decoder layer, its hidden states in `folder`."""
-    from ..calibrate.stream import measure_streamed
+    from ..calibrate.measure.stream import measure_streamed
 
     return measure_streamed(source, windows, task.model, task.corpus, notes, folder, device(), world.share(task.batches), moments)
 
@@ -141,15 +141,15 @@ def run_share(source: "Source", task: Task, windows: Tokens, world: "World", not
     """This rank's batches, the model in memory."""
     import torch
 
-    from ..calibrate.measure import measure as run_model
-    from ..calibrate.source import load_model
+    from ..calibrate.measure.in_memory import measure as run_model
+    from ..calibrate.model.source import load_model
 
     return run_model(load_model(source, torch.bfloat16, device()), windows, task.model, task.corpus, notes, world.share(task.batches), moments)
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
     """Whether to stream: what was asked for, or whether the weights are too large for the memory available, which `ranks` on a CPU share, with a note."""
-    from ..calibrate.memory import SHARE, available_bytes, weight_bytes
+    from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 
     if asked is not None:
         return asked
@@ -168,10 +168,10 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     """The run's float model on other text: windows of the calibration's length, as many at most. Raises InputError where the text fills none."""
     import torch
 
-    from ..calibrate import corpus
-    from ..calibrate.measure import measure as run_model
-    from ..calibrate.source import load_model, load_tokenizer
-    from ..calibrate.stream import measure_streamed
+    from ..calibrate.measure.in_memory import measure as run_model
+    from ..calibrate.measure.stream import measure_streamed
+    from ..calibrate.model.source import load_model, load_tokenizer
+    from ..calibrate.text import corpus
     from ..files import read_document
 
     record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibrate.statistics import Statistics, load_statistics, save_statistics
+from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
 from ..errors import InputError
 from ..files import sha256_file
-from ..progress import Reporter
+from ..reporter import Reporter
 from ..run import Run
 from .corpora import Tokens, digest, load_tokens, save_tokens
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
-    from ..calibrate.source import Source
+    from ..calibrate.model.source import Source
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _distinct(runs: list[Run], out: Path) -> list[Run]:
 
 def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
     """The source checkpoint that the runs were made of: `model`, or where one of them says it is. Raises InputError when it is not there, or is another."""
-    from ..calibrate.source import open_source
+    from ..calibrate.model.source import open_source
 
     found = [run.record().model for run in merged.runs]
     there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
@@ -103,8 +103,8 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
 
 def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:
     """Raise InputError when a tenth of what one run held out was calibrated on by another; note it when a hundredth was."""
-    from ..calibrate.overlap import SAME, WORTH_A_NOTE, run_within, shares
-    from ..calibrate.source import load_tokenizer
+    from ..calibrate.model.source import load_tokenizer
+    from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
 
     tokenizer = load_tokenizer(source)
     calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))

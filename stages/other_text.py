@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..files import read_document
-from ..progress import Reporter
+from ..reporter import Reporter
 from ..run import Run
 from .corpora import Text, load_tokens, read
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, report: Reporter) -> Text:
     """The text `spec`; chats are rendered by the tokenizer's template where the run's were, and where a table holds nothing else. Raises InputError."""
-    from ..calibrate import corpus
-    from ..calibrate.chat import renderer
+    from ..calibrate.text import corpus
+    from ..calibrate.text.chat import renderer
 
     def render(where: str, value: object) -> str:  # a tokenizer without a template matters only where there are chats
         return renderer(tokenizer, str(run.model))(where, value)
@@ -34,7 +34,7 @@ def evaluation(run: Run, data: str | None, context: int | None, stride: int | No
     """
     from transformers import AutoTokenizer
 
-    from ..calibrate import corpus
+    from ..calibrate.text import corpus
     from ..validate.perplexity import cut
     from ..validate.runtimes import vocabulary
 
@@ -55,9 +55,9 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
 
     The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to compare have none.
     """
-    from ..calibrate.corpus import fingerprint
-    from ..calibrate.overlap import SAME, WORTH_A_NOTE, run_within, shares
-    from ..calibrate.statistics import StatisticsRecord
+    from ..calibrate.measure.statistics import StatisticsRecord
+    from ..calibrate.text.corpus import fingerprint
+    from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
 
     corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
     if fingerprint(text.documents.texts) in {source.fingerprint for part in corpus.parts for source in part.sources or []}:
@@ -76,7 +76,7 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
 
 def positions(run: Run) -> int | None:
     """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing or does not parse."""
-    from ..calibrate.architecture import max_positions
+    from ..calibrate.model.architecture import max_positions
 
     config = run.model / "config.json"
     if not config.is_file():

@@ -16,9 +16,9 @@ def measure_queries(run: Run, notes: Notes) -> None:
     """
     import torch
 
-    from ..calibrate.queries import measure_queries
-    from ..calibrate.source import load_model
-    from ..calibrate.statistics import StatisticsRecord, save_arrays
+    from ..calibrate.measure.queries import measure_queries
+    from ..calibrate.measure.statistics import StatisticsRecord, save_arrays
+    from ..calibrate.model.source import load_model
 
     inputs = {"model": run.record().model["fingerprint"], "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
     if run.is_current("queries", inputs, {}):

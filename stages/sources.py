@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..progress import Reporter
+from ..reporter import Reporter
 from ..run import Run
 
 if TYPE_CHECKING:
-    from ..calibrate.ranks import World
-    from ..calibrate.source import Source
+    from ..calibrate.model.source import Source
+    from ..calibrate.ranks.world import World
     from ..quantize.policy import Products
 
 
@@ -18,9 +18,9 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
 
     Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only` that match nothing or leave nothing.
     """
-    from ..calibrate.observe import matrix_products, other_products, output_head, takes_quantizers
-    from ..calibrate.source import meta_model
-    from ..export.support import unsupported
+    from ..calibrate.measure.observe import matrix_products, other_products, output_head, takes_quantizers
+    from ..calibrate.model.source import meta_model
+    from ..export.graph.support import unsupported
     from ..quantize.policy import Products, select
 
     model = meta_model(source)
@@ -38,7 +38,7 @@ def source_of(run: Run) -> "Source":
 
     Raises InputError when it is no longer where it was, or is no longer the same.
     """
-    from ..calibrate.source import open_source
+    from ..calibrate.model.source import open_source
 
     model = run.record().model
     if not Path(model["path"]).is_dir():
@@ -63,7 +63,7 @@ def check_same(source: "Source", world: "World") -> None:
 
 def check_weights(run: Run, source: "Source", report: Reporter) -> None:
     """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
-    from ..calibrate.source import check_finite
+    from ..calibrate.model.source import check_finite
 
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ..progress import Reporter
+from ..reporter import Reporter
 from ..run import Run, StageLog
 
 

@@ -159,7 +159,7 @@ class Result:
 @pytest.fixture
 def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """`fp8q("inspect", run, "--json")`: the command line, in this process."""
-    from fp8q import cli
+    from fp8q.cli import commands as cli
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from fp8q import api
-from fp8q.calibrate.source import open_source
-from fp8q.calibrate.statistics import load_statistics
+from fp8q.calibrate.measure.statistics import load_statistics
+from fp8q.calibrate.model.source import open_source
 from fp8q.errors import InputError
 from fp8q.files import sha256_file
 from fp8q.options import CalibrateOptions, ScaleOptions
-from fp8q.progress import SILENT
+from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import merging
 from fp8q.stages.corpora import load_tokens

@@ -143,5 +143,5 @@ def test_help_loads_no_heavy_library_and_answers_in_half_a_second_of_processor_t
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert HEAVY.isdisjoint(shown.stderr.split())
-    assert "fp8q.cli" in shown.stderr.split()
+    assert "fp8q.cli.commands" in shown.stderr.split()
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..progress import Reporter
+from ..reporter import Reporter
 from .accuracy import Accuracy, RuntimeAccuracy
 from .perplexity import Evaluation
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..calibrate.histogram import Histogram, magnitudes
+from ..calibrate.measure.histogram import Histogram, magnitudes
 from ..quantize.formats import E4M3, Format
 
 Floats = npt.NDArray[np.float64]

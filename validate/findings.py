@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ..calibrate.statistics import Statistics, TensorStatistics
+from ..calibrate.measure.statistics import Statistics, TensorStatistics
 from ..options import Clipping
 from ..quantize.clip import saturation
 from ..quantize.delayed import largest_jump, measured, saturated_batches

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..calibrate.histogram import Histogram
+from ..calibrate.measure.histogram import Histogram
 from ..quantize.formats import E4M3, Format
 from .columns import magnitude, share
 from .curves import Curve, ErrorShares, Floats, along_window, density, error_density, error_shares, rounding_alone_db

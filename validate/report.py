@@ -12,12 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..calibrate.statistics import load_statistics
+from ..calibrate.measure.statistics import load_statistics
 from ..errors import BackendError
 from ..files import replacing
 from ..options import WITHOUT_FP8
-from ..progress import Reporter
 from ..quantize.formats import E4M3
+from ..reporter import Reporter
 from ..run import Run
 from . import columns, curves, tables
 from .accuracy import Protocol, load_accuracy, load_tokens

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..calibrate.source import Source, load_model
+from ..calibrate.model.source import Source, load_model
 from ..errors import BackendError
 from ..quantize.reference import load_reference
 from ..run import Run

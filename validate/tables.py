@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..calibrate.statistics import Statistics, StatisticsRecord, TensorStatistics, load_statistics
-from ..export.engine import engine_stage, load_engines
+from ..calibrate.measure.statistics import Statistics, StatisticsRecord, TensorStatistics, load_statistics
+from ..export.engine.build import engine_stage, load_engines
 from ..files import read_document
 from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from fp8q.progress import SILENT
+from fp8q.reporter import SILENT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -18,9 +18,9 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from fp8q.export.engine import Job, build
-from fp8q.export.profiles import profiles
-from fp8q.progress import SILENT
+from fp8q.export.engine.build import Job, build
+from fp8q.export.engine.profiles import profiles
+from fp8q.reporter import SILENT
 
 Array = npt.NDArray[np.generic]
 NUMPY: dict[int, Any] = {

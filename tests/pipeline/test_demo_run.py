@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from tritonclient.grpc import model_config_pb2
 
 from fp8q import api
-from fp8q.calibrate.statistics import load_statistics
-from fp8q.export.lint import lint
+from fp8q.calibrate.measure.statistics import load_statistics
+from fp8q.export.lint.check import lint
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8q import api
-from fp8q.calibrate.moments import load_moments
-from fp8q.calibrate.observe import other_products
+from fp8q.calibrate.measure.moments import load_moments
+from fp8q.calibrate.measure.observe import other_products
 from fp8q.quantize.linear import encode
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8q.export import graph
+from fp8q.export.graph import modules as graph
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "unseen_architectures.py"
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fp8q.calibrate.source import Source, open_source
-from fp8q.progress import SILENT
+from fp8q.calibrate.model.source import Source, open_source
 from fp8q.quantize.baselines import write_bf16
 from fp8q.quantize.formats import INT8
 from fp8q.quantize.linear import encode_int8
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
+from fp8q.reporter import SILENT
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8q.calibrate.histogram import Histogram, magnitudes
+from fp8q.calibrate.measure.histogram import Histogram, magnitudes
 from fp8q.options import Clipping
 from fp8q.quantize.clip import clip_entropy, entropy, scale_of
 from fp8q.quantize.formats import E4M3, E5M2, Format

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8q.calibrate.histogram import Histogram
+from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.errors import InputError
 from fp8q.options import Clipping, Method, ScaleOptions
 from fp8q.quantize.clip import power_of_two_ceil, scale_of, squared_error

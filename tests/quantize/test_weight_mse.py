@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8q.calibrate.histogram import PATTERNS, Histogram, magnitudes
+from fp8q.calibrate.measure.histogram import PATTERNS, Histogram, magnitudes
 from fp8q.quantize.clip import scale_of, squared_error
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.weight_mse import BLOCK, mse_scales

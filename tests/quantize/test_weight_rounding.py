@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8q.calibrate.moments import SecondMoments, load_moments
+from fp8q.calibrate.measure.moments import SecondMoments, load_moments
 from fp8q.errors import InputError
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import encode

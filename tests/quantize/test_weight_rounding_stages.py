@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8q.calibrate.moments import load_moments
-from fp8q.calibrate.source import Source, Weights, load_tokenizer, open_source
+from fp8q.calibrate.measure.moments import load_moments
+from fp8q.calibrate.model.source import Source, Weights, load_tokenizer, open_source
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions
-from fp8q.progress import SILENT
 from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.weight_rounding import compensated_codes, compensation
+from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
@@ -78,7 +78,7 @@ def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(comp
 
 
 def test_moments_are_kept_for_each_group_and_agree_with_the_histograms(compensated: Run) -> None:
-    from fp8q.calibrate.statistics import load_statistics
+    from fp8q.calibrate.measure.statistics import load_statistics
 
     statistics = load_statistics(compensated)
     assert {path.stem for path in compensated.moments.glob("*.npy")} == set(statistics.record.groups)

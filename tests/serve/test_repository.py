@@ -25,7 +25,7 @@ class Notes:
         self.lines.append(line)
 
     def track(self, description: str, total: int, unit: str = "steps") -> Any:
-        from fp8q.progress import SILENT
+        from fp8q.reporter import SILENT
 
         return SILENT.track(description, total, unit)
 

@@ -17,7 +17,7 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
-from fp8q.progress import SILENT
+from fp8q.reporter import SILENT
 from fp8q.serve.repository import TritonOptions, write_repository
 
 if TYPE_CHECKING:

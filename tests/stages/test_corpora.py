@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
-from fp8q.calibrate.corpus import encode
-from fp8q.calibrate.source import Source, load_tokenizer, open_source
-from fp8q.calibrate.statistics import StatisticsRecord
+from fp8q.calibrate.measure.statistics import StatisticsRecord
+from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.text.corpus import encode
 from fp8q.errors import InputError
 from fp8q.files import read_document
 from fp8q.options import CalibrateOptions
-from fp8q.progress import SILENT
+from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import corpora, measuring, other_text
 from fp8q.stages.steps import Notes

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8q.calibrate.histogram import Histogram
-from fp8q.calibrate.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+from fp8q.calibrate.measure.histogram import Histogram
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import Clipping
 from fp8q.quantize.scales import Scales, activation_scales, kv_cache_scales
 from fp8q.validate.findings import (

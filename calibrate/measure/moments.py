@@ -1,0 +1,84 @@
+"""The input's second moments Σ x xᵀ over all tokens, which error-compensating rounding of weights needs; measured only when asked for.
+
+One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 33 GB for a Llama of 8 B parameters, so it is added up in files
+that are mapped into memory, and what stays there is for the operating system to decide. They are `.npy` files without pickles,
+`moments/<first module of the group>.npy`. Unlike the histograms they are sums of rounded products: the same batches in the same order give
+the same bytes on the same machine and number of threads; another order gives other last bits.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...files import replacing
+from ...run import Run
+
+
+@contextmanager
+def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
+    """Where a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments` holds them when the block ends well, and no older ones.
+
+    `folder`: where they are added up when a killed stage is to go on from it; it stays, and shares its files with `run.moments`.
+    """
+    shutil.rmtree(run.moments, ignore_errors=True)
+    if not wanted:
+        yield None
+        return
+    with replacing(run.moments) as partial:
+        moments = SecondMoments(folder or partial)
+        yield moments
+        moments.close()
+        if folder is not None:
+            shutil.copytree(folder, partial, copy_function=os.link)
+
+
+class SecondMoments:
+    """Adds up x xᵀ of the tensors it is shown, in files of one folder."""
+
+    def __init__(self, folder: Path):
+        """Write into `folder`, which is made."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Add the tokens `x` [..., width], any float type, to the moments `name`; the first ones since `close` begin anew."""
+        tokens = x.detach().flatten(0, -2).float()
+        if name not in self._files:
+            self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
+        total = torch.from_numpy(self._files[name])
+        if tokens.device.type == "cpu":
+            total.addmm_(tokens.T, tokens)
+        else:
+            total.add_((tokens.T @ tokens).cpu())
+
+    def close(self) -> list[str]:
+        """Bring what was added up to the disk and let go of it; returns the names."""
+        names = list(self._files)
+        for file in self._files.values():
+            file.flush()
+        self._files.clear()
+        return names
+
+
+def moments_file(folder: Path, name: str) -> Path:
+    """Where the moments of the group that `name` is first in are kept."""
+    return folder / f"{name}.npy"
+
+
+def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[np.float32]]":
+    """Zeros [width, width] in a new file, mapped; its space is taken at once, for a full disk can only kill whoever writes to a mapped page."""
+    matrix: np.memmap[tuple[int, int], np.dtype[np.float32]] = np.lib.format.open_memmap(path, "w+", np.float32, (width, width))
+    with open(path, "rb+") as handle:
+        os.posix_fallocate(handle.fileno(), 0, path.stat().st_size)
+    return matrix
+
+
+def load_moments(folder: Path, name: str) -> torch.Tensor:
+    """The moments `name`, float32 [width, width], in memory."""
+    return torch.from_numpy(np.load(moments_file(folder, name), allow_pickle=False))

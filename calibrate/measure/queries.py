@@ -1,0 +1,56 @@
+"""Watch the queries of attention, which nothing but attention in FP8 needs: a run's statistics have keys and values, where the cache is written, and no queries.
+
+Queries are seen after the rotary embedding, where transformers calls its attention function: that function is wrapped while a batch runs, and computes
+what it always did. So this works for every architecture whose attention goes through transformers' interface, which is all that can be exported.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...errors import InputError
+from ...reporter import Reporter
+from .observe import Observer, attention_modules
+from .statistics import TensorStatistics
+
+
+def measure_queries(model: PreTrainedModel, windows: npt.NDArray[np.int64], batch_size: int, report: Reporter) -> dict[str, TensorStatistics]:
+    """Run `model` on `windows` int64 [windows, seq_len]; `<attention>.q` -> what was measured of its queries. Raises InputError for an attention without interface."""
+    parts = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
+    names = {id(model.get_submodule(name)): name for name in attention_modules(model).values()}
+    observers = {name: Observer(len(parts)) for name in names.values()}
+    with report.track("Measuring queries", windows.size, "tokens") as advance, torch.inference_mode():
+        for batch, ids in enumerate(parts):
+            with seeing_queries(model) as seen:
+                model.base_model(input_ids=torch.from_numpy(ids).to(model.device), use_cache=False)
+            for module, query in seen:
+                observers[names[id(module)]].update(query, batch)
+            advance(ids.size)
+    measured = {f"{name}.q": observer.statistics() for name, observer in observers.items()}
+    return {name: tensor for name, tensor in measured.items() if tensor is not None}
+
+
+@contextmanager
+def seeing_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, torch.Tensor]]]:
+    """The attention modules that run in the block, and their queries [batch, seq, heads · size]."""
+    name = model.config._attn_implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise InputError(f"--attention fp8: {type(model).__name__} attends by its own code ({name}), where queries cannot be measured; leave it out")
+    plain, seen = ALL_ATTENTION_FUNCTIONS[name], list[tuple[nn.Module, torch.Tensor]]()
+
+    def noting(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        seen.append((module, query.transpose(1, 2).flatten(2)))
+        return plain(module, query, *arguments, **options)
+
+    ALL_ATTENTION_FUNCTIONS[name] = noting
+    try:
+        yield seen
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]

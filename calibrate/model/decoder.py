@@ -1,0 +1,225 @@
+"""The decoder of a model without weights: its list of layers, and what each is called with.
+
+Layer by layer is right only for a model that is a chain: each layer gets the hidden states that the one before it returned, and nothing else
+that depends on the text. No list of architectures says so. A two-token pass, the layers on the meta device, shows which object each layer receives
+and returns, and a pass of every batch with the layers taken out, which costs no more than the embedding, records the masks and
+position embeddings that the model itself makes for each layer and shows that they are the same for all batches of a shape.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ...errors import InputError
+from .source import Source
+
+#: Stand for the hidden states and for the cache in the recorded arguments of a layer.
+HIDDEN, CACHE = object(), object()
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments a layer is called with for batches of one shape; HIDDEN and CACHE stand where those go."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["Call", torch.Tensor]:
+        """The call, and the hidden states that were in it: the first argument, or the one of that name."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        first = (HIDDEN,) if args else ()
+        names = {} if args else {"hidden_states": HIDDEN}
+        return cls(first + tuple(map(_no_cache, args[1:])), {name: _no_cache(value) for name, value in kwargs.items()} | names), hidden
+
+    def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """The hidden states that `layer` makes of `hidden`."""
+        stands = {id(HIDDEN): hidden, id(CACHE): cache}
+        out = layer(*(stands.get(id(value), value) for value in self.args), **{name: stands.get(id(value), value) for name, value in self.kwargs.items()})
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+
+def _no_cache(value: object) -> object:
+    return CACHE if isinstance(value, Cache) else value
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Where a model keeps its decoder layers: `prefix.0`, `prefix.1` …, `count` of them."""
+
+    prefix: str
+    count: int
+
+    def of(self, model: PreTrainedModel) -> list[nn.Module]:
+        """The layers of `model`, in order."""
+        return [model.get_submodule(f"{self.prefix}.{index}") for index in range(self.count)]
+
+    def index(self, module: str) -> int | None:
+        """Index of the layer that holds the module of that name; None for what is before or after the layers."""
+        rest = module.removeprefix(f"{self.prefix}.")
+        return int(rest.partition(".")[0]) if rest != module else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What each layer returns: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where that is not 0."""
+
+    outputs: int
+    width: int
+    dtype: torch.dtype
+
+    def of(self, hidden: torch.Tensor) -> Any:
+        """`hidden` as a layer returns it."""
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One call of a layer: its index, what went in and what came out."""
+
+    index: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    @property
+    def hidden(self) -> Any:
+        """The hidden states that came out."""
+        return self.out[0] if isinstance(self.out, tuple) else self.out
+
+
+def refusal(source: Source, what: str) -> InputError:
+    """The error for a model that cannot be streamed because of `what` it does."""
+    return InputError(f"{source.name}: {source.architecture} {what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream")
+
+
+def find_layers(model: PreTrainedModel, source: Source) -> Layers:
+    """The decoder layers of `model`: the outermost list of as many modules as its configuration says. Raises InputError where there is none."""
+    count = source.text_config.num_hidden_layers
+    prefix = next((name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count), None)
+    if prefix is None:
+        raise refusal(source, f"has no list of {count} decoder layers")
+    if model._keep_in_fp32_modules_strict:
+        raise refusal(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
+    return Layers(prefix, count)
+
+
+def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[Traced]:
+    """Run `model` on two tokens, its layers on the meta device: `model` needs weights outside its layers only, `meta` none.
+
+    Each layer is answered for with zeros of the shape that `meta`'s gives.
+    """
+    calls: list[Traced] = []
+    cache = DynamicCache()
+
+    def to_meta(leaf: Any) -> Any:
+        return cache if isinstance(leaf, Cache) else leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    def forward(index: int, layer: nn.Module) -> Forward:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs), is_leaf=lambda value: isinstance(value, Cache))
+            out = tree_map_only(torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=device), layer(*meta_args, **meta_kwargs))
+            calls.append(Traced(index, args, kwargs, out))
+            return out
+
+        return call
+
+    with standing_in(layers.of(model), [forward(*numbered) for numbered in enumerate(layers.of(meta))]), torch.inference_mode():
+        model.base_model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=device), past_key_values=DynamicCache(), use_cache=True)
+    return calls
+
+
+def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer:
+    """What the layers of a chain return, from a trace. Raises InputError, naming what the model does, for one that is no chain.
+
+    Objects are told apart by identity; `calls` keeps them alive.
+    """
+    if [call.index for call in calls] != list(range(layers.count)):
+        raise refusal(source, "does not call its decoder layers one after the other")
+    made: set[int] = set()
+    for index, traced in enumerate(calls):
+        if not traced.args and "hidden_states" not in traced.kwargs:
+            raise refusal(source, f"does not give layer {index} its hidden states as the first argument")
+        call, hidden = Call.of(traced.args, traced.kwargs)
+        if index and hidden is not calls[index - 1].hidden:
+            raise refusal(source, f"changes the hidden states between layer {index - 1} and layer {index}")
+        if any(id(leaf) in made for leaf in tree_leaves((call.args, call.kwargs))):
+            raise refusal(source, f"gives layer {index} more of an earlier layer than its hidden states")
+        made |= {id(leaf) for leaf in tree_leaves(traced.out) if isinstance(leaf, torch.Tensor)}
+    out, hidden = calls[-1].out, calls[-1].hidden
+    return Answer(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
+
+
+class LayersReached(Exception):  # noqa: N818  # it stops a forward pass and is no error
+    """Stops a forward pass where its last decoder layer would have run."""
+
+
+@contextmanager
+def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Iterator[None]:
+    """Let `forwards` be called in place of the layers' own; everything else about the layers stays visible to the model."""
+    for layer, forward in zip(layers, forwards, strict=True):
+        vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def record_calls(model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache) -> tuple[list[Call], torch.Tensor]:
+    """What each layer is called with for `input_ids` int64 [windows, seq_len], and the hidden states that the first one gets."""
+    calls: list[Call] = []
+    entering: list[torch.Tensor] = []
+
+    def pass_on(*args: Any, **kwargs: Any) -> Any:
+        call, hidden = Call.of(args, kwargs)
+        calls.append(call)
+        entering.append(hidden)
+        if len(calls) == layers.count:
+            raise LayersReached
+        return answer.of(hidden)
+
+    with standing_in(layers.of(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
+        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    return calls, entering[0]
+
+
+def run_after(
+    model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, leaving: torch.Tensor, observing: AbstractContextManager[DynamicCache]
+) -> None:
+    """Run what follows the layers on `leaving`, the hidden states of the last one; `observing` is entered where that begins."""
+    with ExitStack() as stack, torch.inference_mode():
+
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            return answer.of(Call.of(args, kwargs)[1])
+
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            stack.enter_context(observing)
+            return answer.of(leaving)
+
+        stack.enter_context(standing_in(layers.of(model), [pass_on] * (layers.count - 1) + [leave]))
+        model.base_model(input_ids=input_ids, past_key_values=DynamicCache(), use_cache=True)
+
+
+def equal_calls(mine: Sequence[Call], theirs: Sequence[Call]) -> bool:
+    """Whether all layers are called with the same values."""
+    compared: set[tuple[int, int]] = set()
+    for one, other in zip(mine, theirs, strict=True):
+        leaves = tree_leaves((one.args, one.kwargs)), tree_leaves((other.args, other.kwargs))
+        if len(leaves[0]) != len(leaves[1]):
+            return False
+        for a, b in zip(*leaves, strict=True):
+            if a is b or (id(a), id(b)) in compared:
+                continue
+            if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b):
+                return False
+            compared.add((id(a), id(b)))
+    return True

@@ -1,0 +1,62 @@
+"""Weights for some modules of a skeleton, for a while: what keeps memory at one decoder layer.
+
+Layers are copied to memory, since every batch reads all of their weights; an embedding, of which a batch reads a few rows, stays in its mapped
+file where it is stored in BF16 and the device is the CPU.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import InputError
+from .source import Source
+from .weights import Weights
+
+
+class Materializer:
+    """Gives modules of a skeleton their weights for a while, in BF16, and takes them back."""
+
+    def __init__(self, model: PreTrainedModel, source: Source, device: str):
+        """Take the weights of `source` for `model`, onto `device`."""
+        self.model, self.weights, self.device = model, Weights(source), device
+        self.name, self.stored = source.name, source.stored
+        self.tied: Mapping[str, str] = {**model.all_tied_weights_keys, **{kept: tied for tied, kept in model.all_tied_weights_keys.items()}}
+
+    @contextmanager
+    def filled(self, names: Sequence[str], resident: bool = True) -> Iterator[None]:
+        """Fill the named modules' own parameters and buffers; `resident` False leaves BF16 weights on the CPU in their mapped files.
+
+        Raises InputError for a weight that the checkpoint has under another name.
+        """
+        modules = [(name, self.model.get_submodule(name)) for name in names]
+        before = [dict(module._parameters) for _, module in modules]
+        try:
+            for name, module in modules:
+                self._fill(name, module, resident)
+            yield
+        finally:
+            for (_, module), parameters in zip(modules, before, strict=True):
+                module._parameters.update(parameters)
+
+    def _fill(self, name: str, module: nn.Module, resident: bool) -> None:
+        prefix = f"{name}." if name else ""
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = nn.Parameter(self._read(prefix + key, resident), requires_grad=False)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                computed = key in module._non_persistent_buffers_set
+                module._buffers[key] = buffer.to(self.device) if computed else self._read(prefix + key, resident)
+
+    def _read(self, name: str, resident: bool) -> torch.Tensor:
+        stored = next((key for key in (self.stored(name), self.tied.get(name)) if key in self.weights.names()), None)
+        if stored is None:
+            raise InputError(
+                f"{self.name}: has no tensor {name}; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
+            )
+        mapped = self.weights.tensor(stored)
+        tensor = mapped.to(self.device, torch.bfloat16 if mapped.is_floating_point() else mapped.dtype)
+        return tensor.clone() if resident and tensor is mapped else tensor

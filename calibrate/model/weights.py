@@ -1,0 +1,176 @@
+"""The safetensors of a checkpoint: found, checked by their headers, read tensor by tensor.
+
+A tensor is a view of the mapped file, and the file is unmapped when the tensor is let go of, so that memory holds what one tensor needs
+however large the checkpoint is. Pickled weights can run code when they are read, so they are refused and never opened.
+"""
+
+import json
+from collections.abc import KeysView
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import InputError
+from ...reporter import SILENT, Reporter
+
+if TYPE_CHECKING:
+    import torch
+
+    from .source import Source
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: Values looked at together when offending ones are counted.
+CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors header says of one tensor: its file, its type in safetensors' words, its shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find_weights(directory: Path, name: str) -> tuple[Path, ...]:
+    """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user calls it.
+
+    Raises InputError when there are none (saying what there is instead), when one is damaged, and when the index does not read or promises
+    what is not there.
+    """
+    if (directory / SINGLE).is_file():
+        read_headers((directory / SINGLE,))
+        return (directory / SINGLE,)
+    index = directory / INDEX
+    if not index.is_file():
+        raise InputError(f"{name}: {_instead(directory)}")
+    promised = _read_index(index)
+    shards = sorted({directory / shard for shard in promised.values()})
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise InputError(f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or download it again")
+    headers = read_headers(tuple(shards))
+    for tensor, shard in promised.items():
+        if tensor not in headers or headers[tensor].file.name != shard:
+            raise InputError(f"{index}: promises {tensor} in {shard}, which does not hold it; copy or download the checkpoint again")
+    return tuple(shards)
+
+
+def _instead(directory: Path) -> str:
+    """What a checkpoint without safetensors holds instead, and what to do."""
+    if (directory / "adapter_config.json").is_file():
+        return "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result and its tokenizer with save_pretrained"
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        code = f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; [X.from_pretrained({str(directory)!r}).save_pretrained('NEW') for X in (M, T)]"
+        return f'has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them where you trust them with `python -c "{code}"` and give NEW'
+    others = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack"))
+    found = f" (but {others[0]})" if others else ""
+    return f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read; save the model with save_pretrained"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor -> file name. Raises InputError when it does not read, or points out of the directory."""
+    try:
+        shards = json.loads(path.read_bytes())["weight_map"]
+        if not shards or not all(isinstance(shard, str) for shard in shards.values()):
+            raise TypeError("no file names")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again") from None
+    outside = [shard for shard in shards.values() if Path(shard).name != shard]
+    if outside:
+        raise InputError(f"{path}: names {outside[0]}, which is not a file beside it; the checkpoint is damaged or not to be trusted")
+    return dict(shards)
+
+
+def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
+    """Tensor name -> header, in the order the tensors lie in `files`.
+
+    Raises InputError, naming the file, when one is damaged or cut short, when a tensor is in two of them, and when tensors are FP8 or narrower already.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    headers: dict[str, Header] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                views = {name: opened.get_slice(name) for name in opened.offset_keys()}
+                found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file}: is damaged or cut short ({error}); copy or download it again") from None
+        for name in found.keys() & headers.keys():
+            raise InputError(f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again")
+        headers |= found
+    for name, header in headers.items():
+        if header.dtype.startswith(("F8_", "F6_", "F4")):
+            raise InputError(
+                f"{header.file}: {name} is {header.dtype}, so the checkpoint is quantized already; give the one it was made from, in BF16, FP16 or FP32"
+            )
+    return headers
+
+
+class Weights:
+    """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
+
+    def __init__(self, source: "Source"):
+        """Read the headers of `source`; no tensor yet. Raises InputError for files that have been damaged since."""
+        self._headers = read_headers(source.weight_files)
+
+    def names(self) -> KeysView[str]:
+        """All names."""
+        return self._headers.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._headers[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Type of a tensor, in safetensors' words: `BF16`, `F16`, `F32` …."""
+        return self._headers[name].dtype
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._headers[name].file
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A tensor as it is stored, mapped from its file: read only, its pages are the file's."""
+        from safetensors import safe_open
+
+        with safe_open(self._headers[name].file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+
+def check_finite(source: "Source", report: Reporter = SILENT) -> None:
+    """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying how many."""
+    weights = Weights(source)
+    with report.track("Checking weights", len(weights.names()), "tensors") as advance:
+        for name in weights.names():
+            tensor = weights.tensor(name)
+            if tensor.is_floating_point() and tensor.numel() and not _all_finite(tensor):
+                raise InputError(
+                    f"{name}: holds {_offenders(tensor)} among {tensor.numel():,} values, in {weights.file(name)}; "
+                    "take an earlier checkpoint of the training, or copy or download the file again"
+                )
+            advance(1)
+
+
+def _all_finite(tensor: "torch.Tensor") -> bool:
+    """`aminmax` runs at memory speed and passes NaN and Inf on; rounding to BF16 is monotone, so the extremes tell of all values."""
+    import torch
+
+    extremes = torch.stack(tuple(torch.aminmax(tensor)))
+    return bool(torch.isfinite(extremes.to(torch.bfloat16)).all())
+
+
+def _offenders(tensor: "torch.Tensor") -> str:
+    import torch
+
+    nan = infinite = beyond = 0
+    for chunk in tensor.flatten().split(CHUNK):
+        nan += int(chunk.isnan().sum())
+        infinite += int(chunk.isinf().sum())
+        beyond += int((chunk.to(torch.bfloat16).isinf() & chunk.isfinite()).sum())
+    counts = {"NaN": nan, "Inf": infinite, "beyond BF16's largest (3.39e38)": beyond}
+    return " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)

@@ -1,0 +1,164 @@
+"""Who of several processes still lives: each second every rank tells rank 0 how it is, and rank 0 tells all.
+
+Collectives alone do not say it: a rank that computes for an hour would learn only then that another has died, and whoever started the ranks
+(torchrun's agent) kills those of its own machine alone. A process that dies closes its connections, which the next beat finds at once; a machine that is cut
+off closes nothing, and counts as lost when it has been silent for `SILENCE_S`. `monitored_barrier` sees both too, but says who died in English
+only, and carries no word of those who can still say why.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from ...errors import BackendError, Fp8qError
+from ...files import Strict
+
+#: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more, for it may be waiting itself.
+INTERVAL_S, SILENCE_S, PATIENCE_S = 1.0, 30.0, 10.0
+#: A beat's bytes, and the most characters of a message in it.
+BEAT_BYTES, LONGEST_MESSAGE = 4096, 900
+
+
+class Failure(Strict):
+    """Which rank failed; `message` None: it said nothing."""
+
+    rank: int
+    name: str
+    message: str | None = None
+    code: int = BackendError.exit_code
+
+
+class Beat(Strict):
+    """What a rank tells rank 0 of itself, and rank 0 tells each of all."""
+
+    done: bool = False
+    failure: Failure | None = None
+
+
+class RankError(Fp8qError):
+    """Another rank failed; the exit code is that rank's. `told`: it has said why itself, on its own standard error."""
+
+    def __init__(self, failure: Failure):
+        """Name the rank, and the cause where it is known."""
+        silent = "died without a word (killed, out of memory, or its machine is gone); what started it has its exit code; the same command goes on from what is finished"
+        super().__init__(f"{failure.name}: {failure.message}" if failure.message else f"{failure.name} {silent}")
+        self.exit_code, self.told = failure.code, failure.message is not None
+
+
+class Stopped(BaseException):
+    """Ends what the main thread is doing, wherever that is: no `except Exception` of what it calls may take it for its own. `error`: what to raise for it."""
+
+    def __init__(self, error: Fp8qError):
+        """Carry `error`."""
+        super().__init__(str(error))
+        self.error = error
+
+
+class Heartbeat:
+    """The beats of one rank. Invariant: all ranks end in the same round, with the same verdict, but for those that are gone."""
+
+    def __init__(self, rank: int, names: Sequence[str], group: Any):
+        """Beat for `rank`, in a gloo process `group` of its own; `names`: what to call each rank."""
+        self.rank, self.names, self.group = rank, names, group
+        self.own, self.ended = Beat(), False
+        self.failure: Failure | None = None
+        self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="fp8q-heartbeat", daemon=True)
+        self._handler = signal.signal(signal.SIGTERM, self._stopped) if threading.current_thread() is threading.main_thread() else None
+        self._thread.start()
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the others that this rank is done, or what made it fail, and wait until all are. Raises RankError when it was another that failed."""
+        if error is not None and self._handler is not None:  # what fails is on its way out: nothing may interrupt what it has to say
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        told = None if error is None else Failure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=getattr(error, "exit_code", 1))
+        self.own = Beat(done=error is None, failure=told)
+        self._changed.set()
+        self._thread.join()
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+        if error is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise RankError when it is known that another rank failed."""
+        if self.failure is not None:
+            raise RankError(self.failure)
+
+    def explain(self, seconds: float = SILENCE_S + 2 * PATIENCE_S) -> None:
+        """Wait for the verdict that must come when a connection broke. Raises RankError when it is a failure."""
+        deadline = time.monotonic() + seconds
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.check()
+
+    def _stopped(self, number: int, frame: object) -> None:
+        """SIGTERM: from our own thread, from torchrun because another rank died, or from whoever wants the memory back."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self.explain(3 * INTERVAL_S)
+        except RankError as error:
+            raise Stopped(error) from None
+        raise Stopped(Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there"))
+
+    def _beat(self) -> None:
+        verdict = Beat()
+        while not (verdict.done or verdict.failure):
+            self._changed.wait(INTERVAL_S)
+            verdict = self._follow() if self.rank else self._lead()
+        failure = verdict.failure
+        self.failure = failure if failure and failure.rank != self.rank else None
+        self.ended = True
+        if self.failure and self.own == Beat() and self._handler is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # a real signal: it ends waits that Python's own would not
+
+    def _lead(self) -> Beat:
+        deadline = time.monotonic() + SILENCE_S
+        beats = [self.own, *(self._heard(rank, deadline) for rank in range(1, len(self.names)))]
+        failures = [beat.failure for beat in beats if beat.failure]
+        verdict = Beat(done=all(beat.done for beat in beats), failure=failures[0] if failures else None)
+        for rank in range(1, len(self.names)):
+            with suppress(RuntimeError):  # it is the one that died
+                self._say(verdict, rank)
+        return verdict
+
+    def _follow(self) -> Beat:
+        with suppress(RuntimeError):
+            self._say(self.own, 0)
+        return self._heard(0, time.monotonic() + SILENCE_S + PATIENCE_S)
+
+    def _say(self, beat: Beat, rank: int) -> None:
+        import torch
+
+        content = beat.model_dump_json().encode().ljust(BEAT_BYTES)
+        self.group.send([torch.frombuffer(bytearray(content), dtype=torch.uint8)], rank, 0).wait(timedelta(seconds=SILENCE_S))
+
+    def _heard(self, rank: int, deadline: float) -> Beat:
+        """The beat of `rank`; one of its death when its connection is closed, or silent up to the deadline."""
+        import torch
+
+        content = torch.empty(BEAT_BYTES, dtype=torch.uint8)
+        try:
+            self.group.recv([content], rank, 0).wait(timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        except RuntimeError:
+            return Beat(failure=Failure(rank=rank, name=self.names[rank]))
+        return Beat.model_validate_json(content.numpy().tobytes())
+
+
+def line_of(error: BaseException) -> str:
+    """An exception as one line of a message."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    text = str(error) if isinstance(error, Fp8qError) else f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return " ".join(text.split())[:LONGEST_MESSAGE]
+
+
+def name_of(rank: int, host: str) -> str:
+    """What to call this process as `rank` on `host`."""
+    return f"rank {rank} (process {os.getpid()} on {host})"

@@ -1,0 +1,230 @@
+"""Several processes that measure one model together: each takes a part of the batches, and what they counted is added.
+
+Histograms are sums of integers, amax and channels are maxima, so the result is that of one process that ran the same batches, bit for
+bit, however they are split, as long as each batch is computed alike: on the same hardware, by the same versions, with the same number of threads, which is
+checked when they meet. torchrun starts them (or any launcher that sets its variables), torch.distributed connects them: gloo on CPUs; NCCL adds on GPUs.
+What goes between them is JSON and tensors: nothing is pickled.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import BackendError, Fp8qError, InputError
+from ...run import library_versions
+from ..measure.histogram import Histogram
+from ..measure.statistics import Statistics, TensorStatistics, replace_record
+from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of
+from .place import Place, place
+
+if TYPE_CHECKING:
+    import torch
+
+#: How long ranks wait for each other to come, and for a collective: a rank may read a checkpoint for hours; who died is the heartbeat's to find.
+MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
+
+
+class World:
+    """All ranks of one measurement, seen from one of them; of one rank, every method is the identity."""
+
+    def __init__(self, place: Place = Place(), device: str = "cpu", group: Any = None):
+        """The ranks of the process `group`, this one at `place`, whose products run on `device`."""
+        self.place, self.device, self.group = place, device, group
+        self.rank, self.size = place.rank, place.ranks
+        self.heartbeat: Heartbeat | None = None
+        self.members: list[dict[str, Any]] = [_self_description(place, device)]
+
+    def machine(self) -> dict[str, Any]:
+        """What it is computed on, for the record: device, threads of each rank, ranks, hosts."""
+        alike = self.members[0]["alike"]
+        return {"device": alike["device"], "threads": alike["threads"], "ranks": self.size, "hosts": sorted({member["host"] for member in self.members})}
+
+    def described(self) -> str:
+        """The same in a line."""
+        machine = self.machine()
+        hosts, threads = len(machine["hosts"]), machine["threads"]
+        on = f"{hosts} machines" if hosts > 1 else machine["hosts"][0]
+        return f"measuring on {self.size} ranks of {on} ({machine['device']}), {threads} thread{'s' if threads > 1 else ''} each (OMP_NUM_THREADS)"
+
+    def share(self, batches: Sequence[int]) -> list[int]:
+        """The batches that this rank measures: every `size`-th."""
+        return list(batches[self.rank :: self.size])
+
+    def gathered(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Each rank's `document`, by rank: a collective."""
+        import torch
+
+        if self.size == 1:
+            return [dict(document)]
+        own = _bytes(document)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._settle(self._dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group, async_op=True))
+        padded = torch.full((max(map(int, sizes)),), ord(" "), dtype=torch.uint8)  # JSON does not mind blanks behind it
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._settle(self._dist.all_gather(parts, padded, group=self.group, async_op=True))
+        return [json.loads(part.numpy().tobytes()) for part in parts]
+
+    def sent(self, tokens: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+        """Rank 0's `tokens` int64 [windows, seq_len], on every rank: a collective."""
+        import torch
+
+        if self.size == 1:
+            assert tokens is not None, "a rank alone has the tokens"
+            return tokens
+        shape = torch.tensor(tokens.shape if tokens is not None else (0, 0))
+        self._settle(self._dist.broadcast(shape, 0, group=self.group, async_op=True))
+        values = torch.from_numpy(tokens) if tokens is not None else torch.empty(tuple(shape.tolist()), dtype=torch.int64)
+        self._settle(self._dist.broadcast(values, 0, group=self.group, async_op=True))
+        result: npt.NDArray[np.int64] = values.numpy()
+        return result
+
+    def added(self, statistics: Statistics) -> Statistics:
+        """What all ranks measured, added up, on every rank: a collective. `statistics`: what this one measured."""
+        if self.size == 1:
+            return statistics
+        summaries = self.gathered({"tokens": statistics.record.tokens, "tensors": {name: len(t.amax_channels) for name, t in statistics.tensors.items()}})
+        for member, summary in zip(self.members, summaries):
+            if summary["tensors"] != summaries[0]["tensors"]:
+                differing = min({*summary["tensors"].items()} ^ {*summaries[0]["tensors"].items()})[0]
+                raise Fp8qError(f"{member['name']}: did not measure the tensors of rank 0 ({differing} differs); calibrate in one process")
+        tensors = {name: self._added_tensor(statistics.tensors[name]) for name in sorted(statistics.tensors)}
+        record = replace_record(statistics.record, tokens=sum(summary["tokens"] for summary in summaries))
+        return Statistics(record, tensors, statistics.weights)
+
+    def _added_tensor(self, tensor: TensorStatistics) -> TensorStatistics:
+        """Counts are summed; for the rest the maximum is taken of the bits: magnitudes are ordered as their bits are, NaN above all."""
+        import torch
+
+        counts = torch.from_numpy(tensor.histogram.dense())
+        bits = np.concatenate([tensor.amax_batches, tensor.amax_channels]).view(np.int32)
+        batches = len(tensor.amax_batches)
+        unmeasured = np.isnan(tensor.amax_batches)
+        bits[:batches][unmeasured] = -1
+        total, largest = self._reduced(counts, "SUM"), self._reduced(torch.from_numpy(bits), "MAX").view(np.float32)
+        amax_batches = np.where(largest[:batches].view(np.int32) < 0, np.float32(np.nan), largest[:batches])
+        return TensorStatistics(Histogram.from_dense(total), amax_batches, largest[batches:].copy())
+
+    def _reduced(self, values: "torch.Tensor", operation: str) -> Any:
+        values = values.to(self.device)
+        self._settle(self._dist.all_reduce(values, getattr(self._dist.ReduceOp, operation), group=self.group, async_op=True))
+        return values.cpu().numpy()
+
+    @property
+    def _dist(self) -> Any:
+        import torch.distributed
+
+        return torch.distributed
+
+    def _settle(self, work: Any) -> None:
+        """Wait for a collective, in Python: in C++ no signal would be seen. Raises RankError when it broke because a rank died."""
+        try:
+            while not work.is_completed():
+                time.sleep(0.001)
+            work.wait()
+        except RuntimeError as error:
+            if self.heartbeat is not None:
+                self.heartbeat.explain()
+            raise BackendError(
+                f"{self.members[0]['name']}: the ranks lost each other: {' '.join(str(error).split())[:300]}; run the same command again"
+            ) from None
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """Meet the other ranks that were started with this one, and watch over them until the block ends, on all of them.
+
+    Raises InputError when they are not alike, BackendError when they do not meet, RankError when another fails, then or in the block.
+    """
+    import torch
+
+    here = place()
+    if here.ranks == 1:
+        yield World(here, _device(here))
+        return
+    device = _device(here)
+    dist: Any = torch.distributed
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=MEETING)
+        world = World(here, device, dist.new_group(backend=backend, timeout=COLLECTIVE))
+        beats = dist.new_group(backend="gloo", timeout=MEETING)
+        world.members = world.gathered(world.members[0])
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        raise BackendError(
+            f"{name_of(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+            f"{' '.join(str(error).split())[:300]}; see that all were started, and that this address can be reached"
+        ) from None
+    world.heartbeat = Heartbeat(here.rank, [member["name"] for member in world.members], beats)
+    try:
+        if here.rank == 0:
+            _check_alike(world.members)
+        yield world
+        world.heartbeat.end(None)
+    except Stopped as stop:
+        _give_up(world.heartbeat, stop.error)
+        raise stop.error from None
+    except BaseException as error:
+        _give_up(world.heartbeat, error)
+        raise
+    dist.destroy_process_group()
+
+
+def _device(here: Place) -> str:
+    """The GPU of this rank, made the current one; the CPU where there is none. Raises InputError when the machine has fewer GPUs than ranks."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    if here.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"--nproc-per-node {here.local_ranks}: this machine ({socket.gethostname()}) has {torch.cuda.device_count()} GPUs; start at most as many ranks on it"
+        )
+    if here.ranks > 1:
+        torch.cuda.set_device(here.local_rank)
+    return "cuda"
+
+
+def _self_description(here: Place, device: str) -> dict[str, Any]:
+    import torch
+
+    from ... import __version__
+
+    host = socket.gethostname()
+    kind = torch.cuda.get_device_name() if device != "cpu" else "CPU"
+    alike = {"fp8q": __version__, **library_versions(), "threads": torch.get_num_threads(), "device": kind}
+    return {"name": name_of(here.rank, host), "host": host, "alike": alike}
+
+
+def _check_alike(members: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError for the first rank that would not compute as rank 0 does."""
+    first = members[0]["alike"]
+    for member in members[1:]:
+        for what in sorted(first.keys() | member["alike"].keys()):
+            mine, theirs = first.get(what), member["alike"].get(what)
+            if mine != theirs:
+                remedy = "set OMP_NUM_THREADS to the same number for all" if what == "threads" else "the ranks must be alike"
+                raise InputError(f"{member['name']}: its {what} is {theirs}, and rank 0's is {mine}: their sums would round differently; {remedy}")
+
+
+def _bytes(document: Mapping[str, Any]) -> "torch.Tensor":
+    import torch
+
+    return torch.frombuffer(bytearray(json.dumps(dict(document)).encode()), dtype=torch.uint8)
+
+
+def _give_up(heartbeat: Heartbeat, error: BaseException) -> None:
+    """Tell the other ranks, and torchrun, for its report, what this rank failed of: in a line, without a traceback."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, RankError):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(Fp8qError(line_of(error)))
+    heartbeat.end(error)

@@ -1,0 +1,107 @@
+"""Reading text: a file, a saved data set or a hub data set becomes a list of documents.
+
+A `.txt` is one document; a line of `.jsonl` or a row of a table is one each. Files are read strictly: an error names the byte or the line.
+What is larger than `Reading.limit` is read in parts that are evenly spread over it (`excerpts`), never whole.
+"""
+
+import json
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+from ...reporter import SILENT, Reporter
+from ..hub import is_hub_name
+from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
+from .rows import Documents, Reading, choose_column, documents, kinds_of, local_path
+from .tables import read_hub, read_parquet, read_saved
+
+FORMS = "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or name:config:split)"
+
+
+def load_texts(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> list[str]:
+    """The documents of `spec`, as `load_documents` reads them."""
+    return load_documents(spec, reading, report).texts
+
+
+def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> Documents:
+    """The documents of `spec` in their order: a `.txt`, `.jsonl` or `.parquet` file, a saved `datasets` directory, or a hub data set.
+
+    Raises InputError when there is no such thing, it does not read, or it holds nothing but white space.
+    """
+    path = local_path(spec)
+    reader = _READERS.get(path.suffix.lower())
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            raise InputError(f"{path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORMS}")
+        found = read_saved(path, str(path), reading, report)
+    elif path.exists():
+        if reader is None:
+            raise InputError(f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}")
+        found = reader(path, str(path), reading, report)
+    elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
+        found = read_hub(spec, reading, report)
+    else:
+        raise InputError(f"{spec}: there is no such file; give {FORMS}")
+    if not any(text.strip() for text in found.texts):
+        raise InputError(f"{spec}: holds no text{' but white space' if any(found.texts) else ''}; give {FORMS}")
+    return found
+
+
+def _decode(path: Path, piece: Piece) -> str:
+    content, offset = piece.content, piece.offset
+    if offset == 0 and content.startswith(BOM_UTF8):
+        content, offset = content[len(BOM_UTF8) :], len(BOM_UTF8)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        likely = "utf-16" if piece.content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
+        raise InputError(
+            f"{path}: is not UTF-8: byte 0x{content[error.start]:02X} at offset {offset + error.start:,}; convert it, perhaps with `iconv -f {likely} -t utf-8`"
+        ) from None
+
+
+def _txt(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
+    if not is_larger(path, reading.limit):
+        return Documents([_decode(path, Piece(0, path.read_bytes()))])
+    pieces = list(text_pieces(path, reading.limit))
+    report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
+    return Documents([_decode(path, piece) for piece in pieces])
+
+
+def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
+    lines = _lines(path, spec, reading, report)
+    kinds = kinds_of(row for _, row in _parsed(path, lines))
+    if not kinds and not any(True for _ in _parsed(path, lines)):
+        return Documents([])
+    return documents(spec, _parsed(path, lines), choose_column(spec, kinds, reading), reading)
+
+
+def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tuple[str, str]]:
+    """The lines of the file that are read, each with what the user calls it."""
+    if not is_larger(path, reading.limit):
+        lines = _decode(path, Piece(0, path.read_bytes())).split("\n")
+        return [(f"line {number:,}", line) for number, line in enumerate(lines, 1)]
+    pieces = list(line_pieces(path, reading.limit))
+    report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
+    return [(f"the line at byte {piece.offset:,}", _decode(path, piece).removesuffix("\n")) for piece in pieces]
+
+
+def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects on the lines that are not blank: parsed when asked for, so that what they hold beside the text takes no memory."""
+    for where, line in lines:
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}: {where} is not JSON ({error.msg} at column {error.colno}); each line must be one object") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise InputError(f"{path}: {where} is no JSON that can be read ({' '.join(str(error).split())}); each line must be one object") from None
+        if not isinstance(row, dict):
+            raise InputError(f'{path}: {where} is no object but {line[:20].strip()}; each line must be one like {{"text": …}}')
+        yield where, row
+
+
+_READERS = {".txt": _txt, ".jsonl": _jsonl, ".parquet": read_parquet}

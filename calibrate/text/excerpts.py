@@ -1,0 +1,87 @@
+"""Parts of what is larger than anyone would calibrate on, evenly spread over all of it, in memory that does not grow with it.
+
+Corpora are sorted by source and topic, so their beginning does not speak for them, and reading a terabyte to calibrate on a million tokens is
+a day lost. A file is therefore read at `PIECES` places of equal distance, whole lines at each, as much together as the limit says.
+What is not larger than the limit is read whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ...errors import InputError
+
+PIECES = 1024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file from `offset` on."""
+
+    offset: int
+    content: bytes
+
+
+def is_larger(path: Path, limit: int) -> bool:
+    """Whether the file at `path` has more than `limit` bytes."""
+    return path.stat().st_size > limit
+
+
+def told(spec: str, read: int, size: int, unit: str = "bytes") -> str:
+    """The note for the user that not all of `spec` is read."""
+    return f"{spec}: {read:,} of its {size:,} {unit} are read, evenly spread over it"
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, evenly spread."""
+    most = min(count, most)
+    return [number * count // most for number in range(most)]
+
+
+def text_pieces(path: Path, limit: int) -> Iterator[Piece]:
+    """Pieces of a text file, some `limit` bytes together, that begin and end with lines, or between two characters where a line has no end in sight."""
+    size, share = path.stat().st_size, max(limit // PIECES, 1)
+    with open(path, "rb") as handle:
+        for start in spread(size, PIECES):
+            if start < handle.tell():
+                continue
+            _to_line(handle, start, share)
+            offset = handle.tell()
+            content = handle.read(share)
+            if content and not content.endswith(b"\n"):
+                content += handle.readline(share)
+            yield _whole_characters(Piece(offset, content), at_end=handle.tell() >= size)
+
+
+def line_pieces(path: Path, limit: int) -> Iterator[Piece]:
+    """Whole lines of a file, some `limit` bytes together. Raises InputError for a line longer than `limit`."""
+    size, share = path.stat().st_size, max(limit // PIECES, 1)
+    with open(path, "rb") as handle:
+        for start in spread(size, PIECES):
+            if start < handle.tell():
+                continue
+            _to_line(handle, start, limit)
+            end = handle.tell() + share
+            while (offset := handle.tell()) < end and (line := handle.readline(limit)):
+                if not line.endswith(b"\n") and len(line) == limit:
+                    raise InputError(f"{path}: the line at byte {offset:,} is longer than {limit:,} bytes; each line must be one document")
+                yield Piece(offset, line)
+
+
+def _to_line(handle: BinaryIO, start: int, reach: int) -> None:
+    """Go to the first line that begins at `start` or after it, or to `start` + `reach` where none begins before."""
+    handle.seek(max(start - 1, 0))
+    if start:
+        handle.readline(reach)
+
+
+def _whole_characters(piece: Piece, at_end: bool) -> Piece:
+    """The piece without the parts of UTF-8 characters that it was cut through."""
+    content = piece.content
+    skipped = next((number for number, byte in enumerate(content[:4]) if byte & 0xC0 != 0x80), 0)
+    if not at_end and not content.endswith(b"\n"):
+        last = next((number for number in range(1, min(4, len(content)) + 1) if content[-number] & 0xC0 != 0x80), 0)
+        needed = 1 if not last or content[-last] < 0xC0 else 2 if content[-last] < 0xE0 else 3 if content[-last] < 0xF0 else 4
+        content = content[:-last] if last and needed > last else content
+    return Piece(piece.offset + skipped, content[skipped:])

@@ -1,0 +1,148 @@
+"""Rows of a table become documents: which column holds them, and what a value must be.
+
+A document is a string, or a chat that the tokenizer's template renders as one. Chats are told by their column's name and form, so that a table
+whose only strings are identifiers is not read as text by mistake.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import InputError
+from ...reporter import SILENT, Reporter
+
+#: How much of a text is read, in bytes or characters: some 8 million tokens, eight times what calibration takes by default.
+READ_AT_MOST = 32_000_000
+#: Rows that are looked at to tell what a column of a data set holds.
+HEAD = 100
+#: The columns that chats come in.
+CHATS = ("messages", "conversations")
+
+Kind = Literal["strings", "chats", "other"]
+Row = Mapping[str, Any]
+#: Turns the messages of a row into text; the first argument says where the row is, for errors.
+Render = Callable[[str, object], str]
+
+
+def local_path(spec: str) -> Path:
+    """The path that the name of a text is, should it be one. Raises InputError for what no file can be called."""
+    try:
+        path = Path(spec).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a home of nobody, a NUL
+        shown = spec if len(spec) <= 60 else f"{spec[:60]}…"
+        raise InputError(f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another") from None
+    return path
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What to read of a text, and how much.
+
+    `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render` None: chats are refused;
+    otherwise they are rendered, and with `chats_first` preferred to a column `text` beside them. `limit`: a longer text is read in parts, in bytes or characters.
+    """
+
+    column: str | None = None
+    split: str | None = None
+    render: Render | None = None
+    chats_first: bool = True
+    limit: int = READ_AT_MOST
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What was read, in its order; `chat`: these are chats, whose template has written the special tokens already."""
+
+    texts: list[str]
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """The column of a table that is read."""
+
+    name: str
+    chat: bool
+
+
+def kind_of(name: str, value: object) -> Kind:
+    """What a column of that name holds, told by one of its values."""
+    if isinstance(value, str):
+        return "strings"
+    return "chats" if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict) else "other"
+
+
+def kinds_of(rows: Iterable[Row]) -> dict[str, Kind]:
+    """What each column holds, told by its first value that is neither missing nor an empty list."""
+    kinds: dict[str, Kind] = {}
+    for row in rows:
+        kinds |= {name: kind_of(name, value) for name, value in row.items() if value is not None and value != [] and name not in kinds}
+    return kinds
+
+
+def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Column:
+    """The column to read. Raises InputError naming those there are, or the option that renders chats."""
+    strings = [name for name, kind in kinds.items() if kind == "strings"]
+    chat = next((name for name in CHATS if kinds.get(name) == "chats" and reading.column is None), None)
+    if chat and reading.render and (reading.chats_first or "text" not in strings):
+        return Column(chat, chat=True)
+    if chat and "text" not in strings:
+        raise InputError(
+            f"{spec}: holds chats, under `{chat}`; render them by the tokenizer's own template with --chat-template, or name a column of strings `text`"
+        )
+    wanted = reading.column or ("text" if "text" in strings or len(strings) != 1 else strings[0])
+    if wanted not in strings:
+        found = "none" if not kinds else ", ".join(name if kind == "strings" else f"{name} (no strings)" for name, kind in kinds.items())
+        raise InputError(f"{spec}: has no column `{wanted}` of strings; its columns are {found}; name the one to read `text`")
+    return Column(wanted, chat=False)
+
+
+def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
+    """The split to read. Raises InputError naming those there are."""
+    wanted = reading.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+    if wanted not in splits:
+        raise InputError(f"{spec}: has no split `{wanted}`; it has {', '.join(splits)}")
+    return wanted
+
+
+def documents(spec: str, rows: Iterable[tuple[str, Row]], column: Column, reading: Reading, limit: int | None = None, report: Reporter = SILENT) -> Documents:
+    """The documents under `column` of `rows`, each with what the user calls it ("line 3"); missing ones left out.
+
+    Once they hold `limit` characters no more are read, and `report` says so. Raises InputError for a value that is no text, or no chat.
+    """
+    texts, characters = list[str](), 0
+    for where, row in rows:
+        value = row.get(column.name)
+        if value is None:
+            continue
+        if column.chat:
+            assert reading.render is not None, "chats are chosen where they can be rendered"
+            texts.append(reading.render(f"{spec}: {where}", value))
+        else:
+            texts.append(_checked(spec, where, column.name, value))
+        characters += len(texts[-1])
+        if limit is not None and characters >= limit:
+            report.note(f"{spec}: only its first {limit:,} characters are read")
+            break
+    return Documents(texts, column.chat)
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold `value`: JSON can escape halves of surrogate pairs, which are no characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _checked(spec: str, where: str, column: str, value: object) -> str:
+    if isinstance(value, str) and is_text(value):
+        return value
+    shown = json.dumps(value, default=str)[:20]
+    raise InputError(
+        f"{spec}: {where} holds {shown} under `{column}`, which is no text; each {'row' if where.startswith('row') else 'line'} must hold a string there"
+    )

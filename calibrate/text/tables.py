@@ -1,0 +1,140 @@
+"""Documents of tables: parquet files, data sets that `datasets` saved, and those on the hub.
+
+Nothing goes through the cache of `datasets`, which is neither littered nor believed: a stale copy there would change scales unseen. What is larger than
+the limit of its reading is read in rows evenly spread over it; a hub data set comes over the network in its own order, so of that the first are read.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InputError
+from ...reporter import Reporter
+from ..hub import hub_errors, quiet_hub
+from .excerpts import spread, told
+from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+#: Row groups of one parquet file that are read in part, where not all of it is read.
+GROUPS = 64
+#: Rows of a parquet file that are held together, and bytes that are read of it at once: left to itself, Arrow reads the column of a whole row group.
+BATCH = 64
+BUFFER = 1 << 20
+
+
+def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
+    """The documents of a parquet file. Raises InputError."""
+    from pyarrow import parquet
+
+    with unreadable(spec, "write or copy it again"), parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
+        column = choose_column(spec, {field.name: _kind(field) for field in file.schema_arrow}, reading)
+        sizes = [_column_bytes(file, group, column) for group in range(file.num_row_groups)]
+        groups, every = list(range(len(sizes))), 1
+        if sum(sizes) > reading.limit:
+            groups = spread(len(sizes), GROUPS)
+            every = -(-sum(sizes[group] for group in groups) // reading.limit)
+        found = documents(spec, _parquet_rows(file, groups, every, column.name), column, reading)
+        if sum(sizes) > reading.limit:
+            report.note(told(spec, len(found.texts), file.metadata.num_rows, "rows"))
+        return found
+
+
+def _kind(field: "pa.Field[Any]") -> Kind:
+    from pyarrow import types
+
+    plain = field.type.value_type if types.is_dictionary(field.type) else field.type
+    if types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain):
+        return "strings"
+    rows = (types.is_list(plain) or types.is_large_list(plain)) and types.is_struct(plain.value_type)
+    return "chats" if rows and field.name in CHATS else "other"
+
+
+def _column_bytes(file: "parquet.ParquetFile", group: int, column: Column) -> int:
+    metadata = file.metadata.row_group(group)
+    chunks = (metadata.column(number) for number in range(metadata.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if (chunk.path_in_schema + ".").startswith(f"{column.name}."))
+
+
+def _parquet_rows(file: "parquet.ParquetFile", groups: list[int], every: int, name: str) -> Iterator[tuple[str, Row]]:
+    """Every so many rows of the row groups, numbered from 1 in the file."""
+    first = [0]
+    for group in range(file.num_row_groups):
+        first.append(first[-1] + file.metadata.row_group(group).num_rows)
+    for group in groups:
+        number = first[group]
+        for batch in file.iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False):
+            for index in range(-number % every, batch.num_rows, every):
+                yield f"row {number + index + 1:,}", {name: batch.column(0)[index].as_py()}
+            number += batch.num_rows
+
+
+def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
+    """The documents of a directory that `datasets` saved. Raises InputError."""
+    import datasets
+
+    with quiet_datasets(), unreadable(spec, "save or copy it again"):
+        saved = datasets.load_from_disk(str(path))
+        if isinstance(saved, datasets.DatasetDict):
+            saved = saved[choose_split(spec, list(saved), reading)]
+        column = choose_column(spec, kinds_of(saved.take(HEAD)), reading)
+        saved = saved.select_columns([column.name])
+        every = max(-(-saved.data.nbytes // reading.limit), 1)
+        chosen = range(0, len(saved), every)
+        if every > 1:
+            report.note(told(spec, len(chosen), len(saved), "rows"))
+        return documents(spec, ((f"row {number + 1:,}", saved[number]) for number in chosen), column, reading)
+
+
+def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
+    """The documents of a hub data set (name, name:config or name:config:split), the first of them where it is larger than the limit. Raises InputError."""
+    import datasets
+    from huggingface_hub import HfApi
+
+    name, config, split = [*spec.split(":"), "", ""][:3]
+    reading = Reading(reading.column, reading.split or split or None, reading.render, reading.chats_first, reading.limit)
+    offline = "connect, or save its text to a .txt or .jsonl file elsewhere and give that"
+    with quiet_hub(), quiet_datasets(), hub_errors("data set", name, None, offline):
+        HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute
+        remedy = f"name one of its configurations as {name}:config, or save its text to a file and give that"
+        with unreadable(spec, remedy), TemporaryDirectory() as cache:
+            found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=cache)
+            rows = found[choose_split(spec, list(found), reading)]
+            column = choose_column(spec, kinds_of(rows.take(HEAD)), reading)
+            numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns([column.name]), 1))
+            return documents(spec, numbered, column, reading, reading.limit, report)
+
+
+@contextmanager
+def unreadable(spec: str, remedy: str) -> Iterator[None]:
+    """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises is `hub_errors`' to say."""
+    from datasets.exceptions import DatasetsError
+    from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except (HTTPError, HfHubHTTPError, ConnectionError, TimeoutError):
+        raise
+    except (ValueError, OSError, KeyError, TypeError, RuntimeError, DatasetsError) as error:
+        raise InputError(f"{spec}: does not read: {' '.join(str(error).split())}; {remedy}") from None
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Keep `datasets` from logging and drawing bars; the settings before are restored."""
+    import datasets
+
+    verbosity, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if bars:
+            datasets.enable_progress_bars()

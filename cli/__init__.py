@@ -1,0 +1,1 @@
+"""The command line: its commands, how they show results, how the terminal looks."""

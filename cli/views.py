@@ -1,0 +1,170 @@
+"""What the commands show when they are done: the run's tables, or the run as one JSON object."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..run import Run
+from ..validate.columns import (
+    Table,
+    accuracy_table,
+    against_table,
+    delayed_table,
+    engine_table,
+    finding_table,
+    kept_table,
+    module_table,
+    size_table,
+    stage_table,
+    wide_cache_table,
+)
+from ..validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+
+if TYPE_CHECKING:
+    from ..api import Inspection
+    from ..stages.engines import EngineView
+    from ..stages.linting import Linted
+    from .console import Terminal
+
+#: Findings of one rule that are shown; the rest are counted.
+LISTED = 8
+#: What a run holds for people to open, in the order of the stages.
+FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "baselines", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
+
+
+def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
+    """Show the run at `path`: tables on a terminal, or one JSON object on one line of standard output."""
+    run = Run(path)
+    if as_json:
+        emit(document(run))
+        return
+    for table in (accuracy_table(accuracy_rows(run)), engine_table(engine_rows(run)), size_table(size_rows(run)), stage_table(stage_rows(run))):
+        if table.rows:
+            draw(speak, table)
+    kept = kept_table(modules(run))
+    if kept.rows:
+        draw(speak, kept)
+    if found := files(run):
+        speak.table("Files", ("path",), [(str(file),) for file in found])
+
+
+def modules(run: Run) -> list[ModuleRow]:
+    """Every module, where scales were chosen: not for some of the batches alone."""
+    return module_rows(run) if run.scales.is_file() else []
+
+
+def files(run: Run) -> list[Path]:
+    """What there is to open in `run`."""
+    return [run.root / name for name in FILES if (run.root / name).exists()]
+
+
+def document(run: Run) -> dict[str, Any]:
+    """The run as one JSON object: paths, numbers of modules, and the rows of every table."""
+    rows = modules(run)
+    return {
+        "run": str(run.root),
+        "quantized": sum(row.kind == "product" and row.reason is None for row in rows),
+        "skipped": {row.module: row.reason for row in rows if row.reason is not None},
+        "accuracy": [plain(row) for row in accuracy_rows(run)],
+        "engines": [plain(row) for row in engine_rows(run)],
+        "sizes": [plain(row) for row in size_rows(run)],
+        "stages": [plain(row) for row in stage_rows(run)],
+        "files": [str(file) for file in files(run)],
+    }
+
+
+def plain(row: Any) -> dict[str, Any]:
+    """A row without what does not apply to it; JSON has no infinity and no NaN, so these are written as text."""
+    return {key: str(value) if isinstance(value, float) and value - value != 0 else value for key, value in asdict(row).items() if value is not None}
+
+
+def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
+    """Show what `fp8q inspect` found: what stands out last, where a terminal leaves the eye."""
+    parts: dict[str, Sequence[Any] | None] = {
+        "modules": found.modules, "bf16_cache": found.bf16_cache, "findings": found.findings, "delayed": found.delayed, "against": found.against,
+    }  # fmt: skip
+    if as_json:
+        emit({name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None})
+        return
+    tables: list[Table[Any]] = [module_table(found.modules), kept_table(found.modules), wide_cache_table(found.bf16_cache)]
+    tables += [delayed_table(found.delayed)] if found.delayed is not None else []
+    tables += [against_table(found.against)] if found.against is not None else []
+    for table in (*tables, finding_table(found.findings)):
+        if table.rows:
+            draw(speak, table)
+
+
+def linted(found: "Linted", as_json: bool) -> None:
+    """Show what `fp8q lint` found: a line each, of one rule the first few, or all of it as one JSON object."""
+    if as_json:
+        emit({"findings": [{key: value for key, value in asdict(finding).items() if key != "name"} for finding in found.findings]})
+        return
+    against = f"held against {found.promised_by}" if found.promised_by else "nothing promised of it"
+    lines = [f"{found.path}: opset {found.opset}, {found.products} products, {found.fp8_products} on FP8 codes on both sides; {against}"]
+    for rule, group in groupby(found.findings, lambda finding: finding.rule):
+        shown = list(group)
+        lines += [f"{finding.severity:<8}{finding}" for finding in shown[:LISTED]]
+        lines += [f"{'':<8}{rule}: {len(shown) - LISTED} more (--json has all)"] if len(shown) > LISTED else []
+    lines += ["no findings"] if not found.findings else []
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
+    """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and wide products."""
+    if as_json:
+        emit({"engines": [asdict(view) for view in found]})
+        return
+    from ..export.names import product_of
+
+    for view in found:
+        codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
+        told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
+        head = f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised products on FP8 codes on both sides ({told}){codes}"
+        columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
+        products = [
+            (product_of(row.node), row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
+            for row in view.products
+        ]
+        speak.out.print(head, markup=False, soft_wrap=True)
+        if products:
+            speak.table(f"{view.target}: products", columns, alike(products))
+        attention = [(row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}") for row in view.attention]
+        if attention:
+            speak.table(f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention))
+        wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
+        if view.narrow:
+            reason = "the weights' scales are per tensor, or narrower than FP32"
+            narrow = [(module, reason) for module in view.narrow]
+            speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
+        if wide:
+            speak.table(f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide))
+
+
+def kernels(names: Sequence[str]) -> str:
+    """Names of kernels or modules in a cell: modules by their last part, the compiler's own prefix left out."""
+    return " ".join(name.removeprefix("__myl_") if name.startswith("_") else name.rpartition(".")[2] for name in names)
+
+
+def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose first column differs in a layer's number alone, as one, with their count."""
+    counts: dict[tuple[str, ...], list[str]] = {}
+    for first, *rest in rows:
+        counts.setdefault((re.sub(r"\.\d+\.|_\d+$", lambda number: number[0].replace(number[0].strip("._"), "*"), first), *rest), []).append(first)
+    return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
+
+
+def draw(speak: "Terminal", table: Table[Any]) -> None:
+    """Draw one table."""
+    titles = [column.title for column in table.columns]
+    numeric = [column.title for column in table.columns if column.numeric]
+    speak.table(table.title, titles, [[cell.text for cell in row] for row in table.cells()], numeric)
+
+
+def emit(result: dict[str, Any]) -> None:
+    """Print `result` as one line of JSON."""
+    sys.stdout.write(json.dumps(result) + "\n")

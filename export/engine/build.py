@@ -1,0 +1,357 @@
+"""Build engines from `model.onnx` and prove what runs in them; the only file that imports TensorRT.
+
+One path for TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that the types are the graph's and nobody's choice.
+TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it finds. What was built is then read back (`plan`), and every promised product
+is looked for with FP8 on both sides in every profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ...errors import BackendError, GateError, InputError
+from ...files import PARTIAL, Strict, read_document, replacing, write_document
+from ...options import DEFAULT_SEQ_LEN, EngineOptions, Precision
+from ...reporter import Reporter
+from ...run import GRAPH, Run
+from .. import names
+from ..lint.check import lint, promised_attention
+from ..lint.indexed import load_graph
+from . import targets
+from .build_progress import Progress
+from .failures import explain
+from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
+from .profiles import Profile, profiles
+from .script import write_script
+from .targets import Runtime
+
+#: Names listed in a message; the rest are counted.
+LISTED = 8
+
+
+class EngineInfo(Strict):
+    """`engines/<target>.json`: an engine and what is known of it."""
+
+    runtime: Runtime
+    version: str = Field(description="of the runtime")
+    target: str = Field(description="compute capability, as sm89")
+    bytes: int
+    promised_products: int = Field(description="modules that scales.json promises on FP8")
+    fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
+    wide_products: list[str] = Field(description="the others")
+    ran: dict[str, int] | None = Field(default=None, description="of an engine that promises none: how many modules' products are of which types")
+    evidence: Literal["plan", "inspector", "unknown"]
+    profiles: list[Profile]
+    build_seconds: float
+
+
+def resolve(options: EngineOptions) -> EngineOptions:
+    """The options with `auto` and the default targets replaced by what they mean on this machine.
+
+    Raises InputError for a target that cannot do FP8 or that the runtime does not know, BackendError when the runtime is missing.
+    """
+    for target in options.targets:
+        targets.check_capability(target)
+    gpu = targets.gpu_target()
+    runtime = targets.choose_runtime(options.runtime, options.targets, targets.available_runtimes(), gpu)
+    known = known_targets(runtime, gpu)
+    chosen = tuple(dict.fromkeys(options.targets or targets.default_targets(runtime, gpu, known)))
+    for target in chosen:
+        targets.check_target(target, runtime, known)
+    return replace(options, runtime=runtime, targets=chosen)
+
+
+def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
+    """The targets a runtime can build for, FP8 or not: TensorRT the GPU that is here, TensorRT-RTX those its builder lists."""
+    if runtime == "tensorrt":
+        return (gpu,) if gpu else ()
+    members = load(runtime).ComputeCapability.__members__
+    return tuple(name.lower() for name in members if targets.capability(name.lower()))
+
+
+def load(runtime: Runtime) -> Any:
+    """Import a runtime; raises BackendError, saying why, where it is missing or broken."""
+    try:
+        return import_module(targets.MODULES[runtime])
+    except (ImportError, OSError) as error:
+        raise BackendError(f"{targets.TITLES[runtime]} cannot be imported ({error}); install it with `pip install 'fp8q[{runtime}]'`") from error
+
+
+def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
+    """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it, and how trtexec builds it; returns the files.
+
+    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is noted instead. Whether enough of
+    them do is for `check_share` to say: an engine that falls short stays, with its JSON, so that it can be looked into. Nothing is replaced before all are
+    built; engines of other targets, built from an earlier graph, are removed then.
+    Raises InputError when the graph breaks a rule of `lint`, BackendError when the builder fails.
+    """
+    assert options.runtime != "auto", "the options are resolved"
+    graph, directory = run.checkpoint(options.precision) / GRAPH, run.engines_of(options.precision)
+    if options.precision == "fp8":
+        check_graph(graph, promised, promised_attention(run))
+    wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
+    with together(directory) as fresh:
+        for target in options.targets:
+            path, timings = fresh / f"{target}.plan", directory / f"{target}.timings"
+            info, found = build_engine(graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
+            write_document(path.with_suffix(".json"), info)
+            write_script(path.with_suffix(".sh"), graph, info, options.workspace, directory)
+            for line in remarks(info, found) if options.precision == "fp8" else []:
+                report.note(line)
+    written = [directory / f"{target}.{kind}" for target in options.targets for kind in ("plan", "json", "sh")]
+    for stale in [path for kind in ("plan", "json", "sh") for path in directory.glob(f"*.{kind}")]:
+        if stale not in written:
+            stale.unlink()
+    return written
+
+
+@contextmanager
+def together(directory: Path) -> Iterator[Path]:
+    """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails or is interrupted."""
+    fresh = directory.with_name(f".{directory.name}{PARTIAL}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        yield fresh
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in sorted(fresh.iterdir()):
+            file.replace(directory / file.name)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
+    """Raise InputError when the graph, or its external data, is not fit to be built."""
+    if not promised:
+        raise InputError(f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer --skip")
+    errors = [finding for finding in lint(onnx_file, dict.fromkeys(promised), attention=attention) if finding.severity == "error"]
+    if errors:
+        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise InputError(f"{onnx_file}: {errors[0]}{more}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`: where TensorRT keeps how long kernels took."""
+
+    runtime: Runtime
+    target: str
+    profiles: tuple[Profile, ...]
+    workspace: int | None = None
+    timings: Path | None = None
+
+
+def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter) -> tuple[EngineInfo, Evidence]:
+    """Build one engine into the file `path` and look into it."""
+    start = time.monotonic()
+    plan = build(onnx_file, job, report)
+    seconds = round(time.monotonic() - start, 3)
+    with replacing(path) as partial:
+        partial.write_bytes(plan)
+    looked = read_inspector(inspect(plan)) if job.runtime == "tensorrt" else read_plan(plan)
+    if job.runtime == "tensorrt-rtx" and looked and doubt(plan, looked, job.target):
+        looked = None
+    found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
+    kind = found.kind if promised or looked is None else looked.kind
+    ran = None if promised or looked is None else modules_by_types(looked)
+    info = EngineInfo(
+        runtime=job.runtime, version=load(job.runtime).__version__, target=job.target, bytes=plan.nbytes, promised_products=len(promised),
+        fp8_products=len(found.fp8), wide_products=[module for module in promised if module not in found.fp8], evidence=kind,
+        profiles=list(job.profiles), build_seconds=seconds, ran=ran,
+    )  # fmt: skip
+    return info, found
+
+
+def remarks(info: EngineInfo, found: Evidence) -> list[str]:
+    """What the user should know of an engine: which promised products run wide, and which answer in less than FP32."""
+    lines = [f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}" for module in info.wide_products[:LISTED]]
+    if found.narrow:
+        example = min(found.narrow)
+        reason = "their weights' scales are per tensor, or narrower than FP32"
+        lines.append(f"{info.target}: {len(found.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}")
+    return lines
+
+
+def engine_stage(precision: Precision) -> str:
+    """The stage that builds the engines of a precision."""
+    return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
+
+
+def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
+    """What is known of the engines of a precision that `fp8q build-engine` wrote, in the order of their targets.
+
+    Raises InputError when there are none, or one is not as it was written.
+    """
+    name = engine_stage(precision)
+    stage = run.record().stages.get(name)
+    files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
+    if not files:
+        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
+    return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
+
+
+def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
+    """Raise GateError, naming the products that run wide, when an engine has fewer FP8 products than `min_fp8_share` (a fraction) of the promised.
+
+    An engine that cannot be read has no share: it passes only where none is asked for (0).
+    """
+    for info in engines:
+        share = info.fp8_products / info.promised_products
+        if info.evidence == "unknown" and min_fp8_share > 0:
+            raise GateError(
+                f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
+                f"use the version that fp8q pins, or accept it with --min-fp8-share 0"
+            )
+        if share < min_fp8_share:
+            raise GateError(
+                f"{info.target}: {info.fp8_products} of {info.promised_products} promised products take FP8 on both sides, less than --min-fp8-share {min_fp8_share:g}; "
+                f"wide: {listed(info.wide_products)}; the engine is kept, `fp8q export` again or accept it with a smaller share"
+            )
+
+
+def listed(items: Sequence[str]) -> str:
+    """The first of `items`, and how many more there are."""
+    more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
+    return ", ".join(items[:LISTED]) + more
+
+
+def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
+    """Build the engine of a graph; returns the serialized plan, in the builder's own memory.
+
+    Ctrl-C stops the builder at its next step. Raises BackendError naming the ONNX node, its module and what to do, InputError for a graph whose dynamic
+    dimensions have other names than `profiles` gives ranges to.
+    """
+    trt = load(job.runtime)
+    logger, errors = collecting_logger(trt)
+    failed = f"{targets.TITLES[job.runtime]} {trt.__version__} cannot build {onnx_file} for {job.target}"
+
+    def near(node: str) -> str | None:
+        return load_graph(onnx_file).module_near(node)
+
+    builder = trt.Builder(logger)
+    flags = trt.NetworkDefinitionCreationFlag.__members__
+    network = builder.create_network(1 << int(flags["STRONGLY_TYPED"]) if "STRONGLY_TYPED" in flags else 0)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(onnx_file)):
+        error = parser.get_error(0)
+        raise BackendError(f"{failed}: {explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)}")
+    config = configure(trt, builder, job)
+    for profile in job.profiles:
+        if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
+            raise BackendError(f"{failed}: {explain(errors)}")
+    with report.track(f"Building the {job.target} engine", Progress.TOTAL, "%") as advance:
+        progress = Progress(advance)
+        monitor = progress_monitor(trt, progress)
+        config.progress_monitor = monitor
+        plan = interruptible(lambda: builder.build_serialized_network(network, config), progress)
+        progress.reach(1.0)
+    if job.runtime == "tensorrt" and job.timings is not None and plan is not None:
+        save_timings(config, job.timings)
+    if plan is None:
+        layers = [network.get_layer(i).name for i in range(network.num_layers)]
+        raise BackendError(f"{failed}: {explain(errors, layers=layers, near=near)}")
+    return memoryview(plan).cast("B")
+
+
+def collecting_logger(trt: Any) -> tuple[Any, list[str]]:
+    """A logger that prints nothing, and the list its errors go to."""
+    errors: list[str] = []
+
+    class Collecting(trt.ILogger):  # type: ignore[misc]  # the base class is known when the runtime is
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                errors.append(message)
+
+    return Collecting(), errors
+
+
+def configure(trt: Any, builder: Any, job: Job) -> Any:
+    """The builder's configuration: the target for TensorRT-RTX, and for TensorRT an engine that its inspector can read."""
+    config = builder.create_builder_config()
+    if job.runtime == "tensorrt-rtx":
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.__members__[job.target.upper()], 0)
+    else:
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if job.timings is not None:
+            load_timings(config, job.timings)
+    if job.workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, job.workspace << 20)
+    return config
+
+
+def load_timings(config: Any, file: Path) -> None:
+    """Let the builder know how long kernels took in an earlier build, and collect anew where the file is of another version or GPU. TensorRT-RTX times none."""
+    known = file.read_bytes() if file.is_file() else b""
+    if not (known and (cache := config.create_timing_cache(known)) is not None and config.set_timing_cache(cache, ignore_mismatch=False)):
+        config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+
+def save_timings(config: Any, file: Path) -> None:
+    """Keep how long kernels took, for the next build."""
+    with replacing(file) as partial:
+        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
+
+
+def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
+    """`profile` for every input of `network`, from the names of its dimensions."""
+    made = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        dimensions = [size if size >= 0 else tensor.get_dimension_name(axis) or "" for axis, size in enumerate(tensor.shape)]
+        made.set_shape(tensor.name, *profile.shapes(tensor.name, dimensions))
+    return made
+
+
+def progress_monitor(trt: Any, progress: Progress) -> Any:
+    """`progress` as the object that the builder calls."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            progress.start(phase_name, parent_phase, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return progress.step(phase_name, step)
+
+        def phase_finish(self, phase_name: str) -> None:
+            progress.finish(phase_name)
+
+    return Monitor()
+
+
+def interruptible(work: Callable[[], Any], progress: Progress) -> Any:
+    """Do `work` in a thread, so that Ctrl-C is heard while the builder works: it then stops at its next step.
+
+    An exception raised inside one of the builder's callbacks would have to cross its C++ frames; in a thread of its own none is.
+    """
+    with ThreadPoolExecutor(1, "builder") as pool:
+        future = pool.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            progress.cancel()
+            raise
+
+
+def inspect(plan: memoryview) -> str:
+    """What TensorRT's inspector says of an engine, as JSON; needs the GPU it was built on. Written from the documentation, not run yet."""
+    trt = load("tensorrt")
+    logger, errors = collecting_logger(trt)
+    engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
+    if engine is None:
+        raise BackendError(f"TensorRT cannot load the engine it built: {explain(errors)}")
+    information: str = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    return information

@@ -1,0 +1,98 @@
+"""Which runtime builds, and for which GPUs: TensorRT for the one it finds, TensorRT-RTX ahead of time for the ones it knows.
+
+A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9): for what is older the builder fails after all the work
+("the model contains HW-specific datatypes"), so it is refused before any. Nothing here imports a runtime.
+"""
+
+import ctypes
+import re
+from importlib.util import find_spec
+from typing import Literal
+
+from ...errors import BackendError, InputError
+
+Runtime = Literal["tensorrt", "tensorrt-rtx"]
+#: Runtime -> the module it is imported as.
+MODULES: dict[Runtime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+#: How the runtimes write themselves.
+TITLES: dict[Runtime, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+#: What TensorRT-RTX builds for where there is no GPU: Ada and Blackwell RTX cards.
+AHEAD_OF_TIME = ("sm89", "sm120")
+FP8_CAPABILITY = (8, 9)
+#: CUDA driver API, `CUdevice_attribute`.
+_MAJOR, _MINOR = 75, 76
+
+
+def available_runtimes() -> tuple[Runtime, ...]:
+    """The runtimes that are installed; none is imported."""
+    return tuple(name for name, module in MODULES.items() if find_spec(module) is not None)
+
+
+def capability(target: str) -> tuple[int, int] | None:
+    """`sm120` as (12, 0); None for what is no target's name."""
+    match = re.fullmatch(r"sm(\d+)(\d)", target)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def can_do_fp8(target: str) -> bool:
+    """Whether a target has FP8 tensor cores."""
+    return (capability(target) or (0, 0)) >= FP8_CAPABILITY
+
+
+def gpu_target() -> str | None:
+    """The first GPU the driver shows, as a target; None where there is no driver or no GPU. Asks the driver itself, so CUDA_VISIBLE_DEVICES counts."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, major, minor = (ctypes.c_int() for _ in range(3))
+    found = (
+        cuda.cuInit(0) == 0
+        and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
+        and cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device) == 0
+        and cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device) == 0
+    )
+    return f"sm{major.value}{minor.value}" if found else None
+
+
+def choose_runtime(asked: Runtime | Literal["auto"], targets: tuple[str, ...], installed: tuple[Runtime, ...], gpu: str | None) -> Runtime:
+    """The runtime to build with: the one asked for, or for `auto` TensorRT where its GPU is here and meant, else TensorRT-RTX.
+
+    Raises BackendError, naming the extra to install, when it is not installed.
+    """
+    if asked != "auto":
+        runtime = asked
+    elif gpu is not None and set(targets) <= {gpu} and "tensorrt" in installed:
+        runtime = "tensorrt"
+    else:
+        runtime = "tensorrt-rtx"
+    if runtime in installed:
+        return runtime
+    raise BackendError(f"{TITLES[runtime]} is not installed and this command needs it; install it with `pip install 'fp8q[{runtime}]'`")
+
+
+def default_targets(runtime: Runtime, gpu: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets where none is asked for: this machine's GPU if the runtime builds FP8 for it, else `AHEAD_OF_TIME`.
+
+    Raises BackendError when TensorRT, which builds on the GPU, finds none.
+    """
+    if runtime == "tensorrt" and gpu is None:
+        raise BackendError("TensorRT builds on the GPU that will run the engine, and there is none here; --runtime tensorrt-rtx builds ahead of time")
+    if gpu is not None and (runtime == "tensorrt" or (gpu in known and can_do_fp8(gpu))):
+        return (gpu,)
+    return AHEAD_OF_TIME
+
+
+def check_capability(target: str) -> None:
+    """Raise InputError for a GPU that is too old for FP8; needs no runtime."""
+    if capability(target) is not None and not can_do_fp8(target):
+        raise InputError(f"--target {target}: cannot do FP8, whose tensor cores begin with sm{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}; choose a newer one")
+
+
+def check_target(target: str, runtime: Runtime, known: tuple[str, ...]) -> None:
+    """Raise InputError when a target cannot do FP8, or when the runtime does not know it (`known`: those it does)."""
+    check_capability(target)
+    if target not in known:
+        here = "; it builds for the GPU in this machine" if runtime == "tensorrt" else ""
+        fit = ", ".join(filter(can_do_fp8, known)) or "none"
+        raise InputError(f"--target {target}: {TITLES[runtime]} does not know it{here}; choose from {fit}")

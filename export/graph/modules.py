@@ -1,0 +1,247 @@
+"""A Hugging Face decoder as one plain ONNX graph (standard operators only), its weights left where they are.
+
+The model is built on the meta device, so memory does not grow with the weights, and traced by `torch.onnx.export(dynamo=True)`. Three
+things are put in place of the originals: linear layers on FP8 codes, an attention that makes its own mask from positions, and a cache whose
+past is a buffer of fixed capacity (slot j holds position j) and whose new keys and values leave the graph alone. The padding of a batch goes to the
+right: a padded token continues the positions, is masked, and what it writes is overwritten.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
+
+from ...calibrate.measure.observe import attention_modules, output_axis
+from ...quantize.linear import CODE, replace_linears
+from . import operators
+
+ATTENTION = "fp8q"
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the cache that are codes, of `kv`.
+
+    `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all else computes in.
+    `attention`: whether its products take codes too.
+    """
+
+    groups: Mapping[str, list[str]]
+    cache: str
+    dtype: torch.dtype
+    code: torch.dtype = CODE
+    attention: bool = False
+
+
+class QuantizedInput(nn.Module):
+    """The input of a group: every member receives the same tensor, which is quantized once."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.dtype, self.code = plan.dtype, plan.code
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` quantized and dequantized, in the compute type."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, operators.dequantize(operators.quantize(x, self.scale, self.code), self.scale, self.dtype))
+        return self._last[1]
+
+
+class GraphLinear(nn.Module):
+    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a bias. A Conv1D's weight needs no Transpose."""
+
+    def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
+        """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
+        super().__init__()
+        self.dtype, self.axis = plan.dtype, output_axis(linear)
+        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
+        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta"))
+        self.bias = linear.bias
+        self.quantized = [quantized]  # in a list, so that only the first registers it
+        if first:
+            self.input = quantized
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        weight = operators.dequantize(self.weight, self.weight_scale, self.dtype, self.axis)
+        y = torch.matmul(self.quantized[0](x), weight if self.axis else weight.t())
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedCache(nn.Module):
+    """Keys (or values) of one layer as codes: the past is dequantized, the new ones are quantized once and leave as codes."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.dtype = plan.dtype
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+
+    scale: torch.Tensor
+
+    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as values, and the new codes."""
+        codes = operators.quantize(new, self.scale, CODE)
+        values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
+        return torch.cat(values, dim=-2), codes
+
+
+def cache_shape(text: PreTrainedConfig) -> tuple[int, int]:
+    """KV heads and head size of the cache, of keys as of values and in every layer, by the configuration of the text model."""
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+class PlainCache(nn.Module):
+    """Keys (or values) of one layer in the compute type."""
+
+    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of them, and the new ones."""
+        return torch.cat([past, new], dim=-2), new
+
+
+class GraphLayer(DynamicLayer):
+    """One layer of the cache while the graph is traced: `new` holds what this step wrote."""
+
+    def __init__(self, attention: nn.Module, past: tuple[torch.Tensor, torch.Tensor]):
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
+        self.parts = tuple(attention.get_submodule(name) for name in ("fp8q_k", "fp8q_v"))
+        self.past = past
+        self.new: tuple[torch.Tensor, ...] = ()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take keys and values [batch, heads, seq, size]; return the past's and theirs."""
+        pairs = [part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)]
+        self.new = tuple(stored for _, stored in pairs)
+        return pairs[0][0], pairs[1][0]
+
+
+class Graph(nn.Module):
+    """The traced module: inputs and outputs of the ONNX graph, in its order."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self.attention = attention_modules(model)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits [batch, seq, vocabulary], then this step's keys and values of every layer."""
+        capacity = past[0][0].shape[2]
+        slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
+        keys = torch.cat([slots, position_ids], dim=1)
+        cache = DynamicCache()
+        layers = [GraphLayer(self.model.get_submodule(self.attention[i]), pair) for i, pair in zip(sorted(self.attention), past, strict=True)]
+        cache.layers = [*layers]
+        with attending(position_ids, keys, attention_mask):
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
+        return (logits, *(new for layer in layers for new in layer.new))
+
+
+_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+
+@contextmanager
+def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -> Iterator[None]:
+    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are there."""
+    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0))
+    try:
+        yield
+    finally:
+        _mask.pop()
+
+
+def attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object, scaling: float | None = None,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not by slot.
+
+    Where TensorRT has no fused kernel, as plain products and a softmax.
+    """
+    queries, keys, filled = _mask[-1]
+    allowed = (keys <= queries) & filled
+    if sliding_window is not None:
+        allowed = allowed & (queries - keys < sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (own := getattr(module, "fp8q_attention", None)) is not None:
+        output = own(query, key, value, allowed, scale)
+    elif not has_fused_kernel(*query.shape[1::2]):
+        output = plain_attention(query, key, value, allowed, scale)
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return output.transpose(1, 2).contiguous(), None
+
+
+def has_fused_kernel(heads: int, size: int) -> bool:
+    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for single tokens (found by building)."""
+    return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
+
+
+def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1)
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+class MatMul(nn.Module):
+    """A product as a module, so that its node has a name."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """`a` [..., n, k] by `b` [..., k, m]."""
+        return torch.matmul(a, b)
+
+
+class QuantizedAttention(nn.Module):
+    """Attention as two products of codes and a softmax in FP32. Query heads that share a key head are one matrix, so that nothing is repeated."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.q, self.k, self.v, self.p = (QuantizedInput(plan) for _ in "qkvp")
+        self.scores, self.values = MatMul(), MatMul()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
+        """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1, seq, length]."""
+        batch, heads, seq, size = query.shape
+        kv_heads, length = key.shape[1:3]
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads * seq, size)
+        scores = self.scores(self.q(grouped), self.k(key).transpose(-1, -2)).float().reshape(batch, heads, seq, length) * scale
+        weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1).reshape((*grouped.shape[:3], length))
+        output: torch.Tensor = self.values(self.p(weights), self.v(value)).reshape(query.shape)
+        return output
+
+
+def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
+    """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in place)."""
+    AttentionInterface.register(ATTENTION, attention)
+    model.set_attn_implementation(ATTENTION)
+    layers: dict[str, nn.Module] = {}
+    for members in plan.groups.values():
+        quantized = QuantizedInput(plan)
+        for name in members:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
+            layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
+    replace_linears(model, layers)
+    for name in attention_modules(model).values():
+        module = model.get_submodule(name)
+        if plan.attention:
+            module.fp8q_attention = QuantizedAttention(plan)
+        module.fp8q_k, module.fp8q_v = (QuantizedCache(plan) if part in plan.cache else PlainCache() for part in "kv")
+    return Graph(model.eval())

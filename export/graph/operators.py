@@ -1,0 +1,47 @@
+"""Quantization as torch operators, so that an exported graph says QuantizeLinear and DequantizeLinear and nothing else.
+
+Each has a kernel (the reference's arithmetic) and a shape function; `translations` gives their ONNX form for torch's exporter. Scales
+are FP32 and the output type is stated: with scales in a narrower type TensorRT multiplies by a rounded reciprocal (docs/decisions).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from ...quantize.linear import CODE, encode, encode_int8
+
+
+@torch.library.custom_op("fp8q::quantize", mutates_args=())
+def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    """Codes of x / scale, of x's shape in the type `code`: float8_e4m3fn, or int8; `scale` float32 []."""
+    return encode(x, scale) if code == CODE else encode_int8(x, scale)
+
+
+@quantize.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=code, device=x.device)
+
+
+@torch.library.custom_op("fp8q::dequantize", mutates_args=())
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
+    """code × scale in FP32, cast to `dtype`; `scale` float32 [] for the tensor, or [channels] along `axis`."""
+    factor = scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(codes.dim())])
+    return (codes.float() * factor).to(dtype)
+
+
+@dequantize.register_fake
+def _(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
+    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
+
+
+def translations() -> dict[Callable[..., object], Callable[..., object]]:
+    """The ONNX form of both operators, for `torch.onnx.export(custom_translation_table=…)`."""
+    from onnxscript import opset23 as op
+
+    def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]  # traced by onnxscript, whose values have no public type
+        return op.QuantizeLinear(x, scale, output_dtype=int(code))
+
+    def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
+        return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))
+
+    return {torch.ops.fp8q.quantize.default: onnx_quantize, torch.ops.fp8q.dequantize.default: onnx_dequantize}

@@ -1,0 +1,136 @@
+"""Which architectures can be exported, told before any work: the graph's attention and cache must be able to take the place of the model's own.
+
+Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks at what it is handed. transformers makes no
+mask for an attention it does not know, and the graph's own is causal: so a mask that arrives all the same was computed by the model, and would be lost.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, DynamicCache
+
+from ...calibrate.measure.observe import ObservedLayer, attention_modules, matrix_products
+from ...calibrate.model.architecture import one_line
+from ...calibrate.model.weights import Weights
+from .modules import cache_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...calibrate.model.source import Source
+
+LOOKING = "fp8q_looking"
+#: Keywords of an attention that the graph's honours (the first two), or that change nothing in it. `dropout` is 0 in a model that evaluates.
+KEYWORDS = {
+    "scaling", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+}  # fmt: skip
+#: Model types whose graph is right, and at which TensorRT-RTX 1.7.1's builder ends in a segmentation fault.
+CRASHING = {"diffllama"}
+
+
+def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
+    """What of `model` (the meta device will do) cannot be done, to follow the architecture's name in a sentence; None where all can.
+
+    1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers' interface, where the graph's takes
+    its place. 3. Positions that are counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph
+    at which the builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the graph's,
+    a cache of other shapes (`seen_in_a_pass`). 7. Weights that loading makes of other tensors than those stored: the graph points at these.
+    """
+    if getattr(source.text_config, "attn_logit_softcapping", None):
+        return "caps its attention logits"
+    code = inspect.getsource(sys.modules[type(model).__module__])
+    if "ALL_ATTENTION_FUNCTIONS" not in code:
+        return "has an attention that transformers does not let be replaced"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "counts positions from its cache (its forward takes no position_ids)"
+    if "create_position_ids_from_input_ids" in code:
+        return "counts positions from its padding token on"
+    if source.text_config.model_type in CRASHING:
+        return "has a differential attention (TensorRT-RTX 1.7.1's builder ends in a segmentation fault on it)"
+    layers = attention_modules(model)
+    if sorted(layers) != list(range(source.text_config.num_hidden_layers)):
+        return "writes its cache where it cannot be told which layer it is"
+    if reason := seen_in_a_pass(model, layers, cache_shape(source.text_config)):
+        return reason
+    stored = Weights(source).names()
+    tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
+    for name, product in matrix_products(model).items():
+        if product is not tied and source.stored(f"{name}.weight") not in stored:
+            return f"stores no {name}.weight (transformers makes it of other tensors when it loads them: load it once and save_pretrained it)"
+    return None
+
+
+@dataclass
+class Looked:
+    """What a forward pass showed: `reasons` against it, and by layer the [heads, size] of the keys and values that it wrote."""
+
+    reasons: list[str] = field(default_factory=list)
+    shapes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def attention(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Stand in for an attention: nothing is computed, only the shape is right."""
+        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in KEYWORDS)
+        if attention_mask is not None:
+            self.reasons.append(f"computes an attention mask of its own ({type(module).__name__})")
+        elif getattr(module, "is_causal", True) is False:
+            self.reasons.append(f"attends to later tokens too ({type(module).__name__}.is_causal is False)")
+        elif unknown:
+            self.reasons.append(f"hands its attention {', '.join(unknown)} ({type(module).__name__}; the graph's would ignore it)")
+        return query.new_empty(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+
+    def cache(self, layers: Mapping[int, str]) -> DynamicCache:
+        """A cache whose layers note the shapes they are given."""
+
+        def note(layer: int) -> ObservedLayer:
+            def see(keys: torch.Tensor, values: torch.Tensor) -> None:
+                self.shapes[layer] = [(states.shape[1], states.shape[3]) for states in (keys, values)]
+
+            return ObservedLayer(see)
+
+        cache = DynamicCache()
+        cache.layers = [note(layer) for layer in sorted(layers)]
+        return cache
+
+
+def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: tuple[int, int]) -> str | None:
+    """What two tokens show of `model` that the graph cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it, 4. a cache of another `shape` (heads, size).
+
+    Before these: a forward pass that looks at values (rotary frequencies that depend on the length), which cannot be traced either.
+    """
+    looked = Looked()
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        with attending(model, looked), torch.inference_mode():
+            model(input_ids=ids, past_key_values=looked.cache(layers), use_cache=True)
+    except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
+        return f"cannot be run on shapes alone ({one_line(error)})"
+    if looked.reasons:
+        return looked.reasons[0]
+    for layer, name in sorted(layers.items()):
+        written = looked.shapes.get(layer)
+        if written is None:
+            return f"writes no cache in {name}"
+        for part, found in zip(("keys", "values"), written, strict=True):
+            if found != shape:
+                return f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as its config.json has it for all"
+    return None
+
+
+@contextmanager
+def attending(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
+    """Put `looked.attention` in the place of the model's."""
+    AttentionInterface.register(LOOKING, looked.attention)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(LOOKING)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,157 @@
+"""From a checkpoint in a run to `model.onnx` and `model.fp32.onnx` beside it: the FP8 one, or one that FP8 is compared with.
+
+Both are traced from the checkpoint's config.json on the meta device, once for each type: no weight is read, so memory
+does not grow with the model, and the run is all that is needed.
+"""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import onnx_ir as ir
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ...calibrate.measure.statistics import StatisticsRecord
+from ...calibrate.model.skeleton import computed_buffers, skeleton
+from ...calibrate.model.tensor_names import renamed_in
+from ...errors import BackendError
+from ...files import replacing
+from ...quantize.linear import CODE
+from ...quantize.scales import Scales
+from ...reporter import Reporter
+from ...run import GRAPH, GRAPH_FP32, Run
+from . import operators, passes
+from .heads import split_by_heads
+from .modules import Graph, GraphPlan, cache_shape, prepare
+
+OPSET = 23
+Dtype = Literal["bf16", "fp16"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_model(run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, fp8_attention: bool = False) -> list[Path]:
+    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32; returns their paths."""
+    return export_graphs(run.model, GraphPlan(promised_groups(record.groups, scales), scales.cache_parts, DTYPES[dtype], attention=fp8_attention), report)
+
+
+def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
+    """Write both graphs of the weights in `directory` that FP8 is compared with: INT8 products of `groups`, BF16 where there are none."""
+    return export_graphs(directory, GraphPlan(groups, "", torch.bfloat16, torch.int8), report)
+
+
+def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Path]:
+    """Write both graphs of the checkpoint in `directory`, as `plan` says and the same in FP32; returns their paths.
+
+    Raises BackendError where torch's exporter cannot trace the architecture.
+    """
+    plans = {directory / GRAPH: plan, directory / GRAPH_FP32: replace(plan, dtype=torch.float32)}
+    with report.track("Exporting to ONNX", len(plans), "graphs") as advance:
+        for path, planned in plans.items():
+            model = trace(directory, planned)
+            with replacing(path) as partial:
+                ir.save(model, partial)
+            advance(1)
+    return list(plans)
+
+
+def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
+    """The groups of the promised products: members that stay in BF16 left out, keyed by the first that remains."""
+    kept = [[member for member in members if member in scales.weights] for members in groups.values()]
+    return {members[0]: members for members in kept if members}
+
+
+def trace(directory: Path, plan: GraphPlan) -> ir.Model:
+    """The ONNX model of the checkpoint in `directory`, its initializers external data there."""
+    config = AutoConfig.from_pretrained(directory)
+    model, buffers = empty_model(config, plan.dtype)
+    graph = prepare(model, plan)
+    with quiet(), torch.no_grad():
+        inputs, shapes = example(graph, config, plan)
+        try:
+            program = torch.export.export(graph, inputs, dynamic_shapes=shapes, strict=False)
+            exported = torch.onnx.export(
+                program, (), custom_translation_table=operators.translations(), opset_version=OPSET, optimize=False, dynamo=True, verbose=False
+            )
+        except (torch.onnx.errors.OnnxExporterError, torch._dynamo.exc.TorchDynamoException, RuntimeError, TypeError) as error:
+            raise BackendError(
+                f"{config.model_type}: torch {torch.__version__} cannot export this architecture to ONNX ({_first_line(error)}); `model/` is complete, serve it with vLLM or transformers"
+            ) from error
+    assert exported is not None, "torch.onnx.export without a file returns its program"
+    onnx_model: ir.Model = exported.model
+    passes.name_interface(onnx_model, len(graph.attention))
+    passes.name_nodes(onnx_model, graph.attention.values())
+    stored = {name: tensor.shape for name, tensor in passes.stored_tensors(directory).items()}
+    passes.point_at_weights(onnx_model, directory, tied_names(model) | renamed_in(config, type(model), stored), buffers)
+    passes.simplify(onnx_model)
+    split_by_heads(onnx_model)
+    passes.widen_initializers(onnx_model)
+    passes.strip(onnx_model)
+    return onnx_model
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, ir.TensorProtocol]]:
+    """The model all on the meta device, and the values of the buffers that no checkpoint holds."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = skeleton(config, dtype)
+    buffers: dict[str, ir.TensorProtocol] = {}
+    for name, module in model.named_modules():
+        for key, buffer in computed_buffers(module).items():
+            buffers[f"{name}.{key}".lstrip(".")] = ir.tensor(buffer.contiguous(), name=key)
+            module._buffers[key] = buffer.to("meta")
+    return model, buffers
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Name of a tied parameter -> the names its tensor also bears (the first is what a checkpoint keeps)."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(parameter), name)
+        if kept != name:
+            aliases |= {name: kept, kept: name}
+    return aliases
+
+
+def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Inputs to trace with, on the meta device, and which of their dimensions are dynamic. The sizes differ, so that none are taken for equal."""
+    batch, seq, capacity = 2, 3, 5
+    heads, size = cache_shape(config.get_text_config())
+    stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    layers = range(len(graph.attention))
+    past = [tuple(empty(batch, heads, capacity, size, dtype=stored[part]) for part in "kv") for _ in layers]
+    dynamic = torch.export.Dim.DYNAMIC
+    matrix = {0: dynamic, 1: dynamic}
+    shapes: dict[str, object] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), matrix)
+    shapes["past"] = [tuple({0: dynamic, 2: dynamic} for _ in "kv") for _ in layers]
+    return (empty(batch, seq), empty(batch, capacity + seq), empty(batch, seq), past), shapes
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the exporter's remarks on packages it does without."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an exception's text, without the colours that torch writes it in."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return next((line.strip() for line in plain.splitlines() if line.strip()), type(error).__name__)

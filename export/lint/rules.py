@@ -1,0 +1,105 @@
+"""The rules of `lint`: what a finding is, and the register that every rule enters under its number.
+
+A rule is a function from the graph, and what is promised of it, to the places where it is broken. Its docstring says why the rule is there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .. import names
+from .indexed import Array, Indexed
+
+Severity = Literal["error", "warning"]
+Scope = Literal["any", "promised", "foreign"]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output channels] of weights.
+
+    `attention`: the products of attention on FP8, by node, with the scales of both sides.
+    """
+
+    input_scales: Mapping[str, float | None]
+    weight_scales: Mapping[str, Array] = field(default_factory=dict)
+    attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a graph breaks: at which `node` (or tensor, or the graph: ""), of which `module`, and what to do."""
+
+    rule: str
+    name: str
+    severity: Severity
+    node: str
+    module: str | None
+    message: str
+
+    def __str__(self) -> str:
+        """As one line."""
+        return f"{self.rule} {self.name}: {self.node}{': ' if self.node else ''}{self.message}"
+
+
+#: A place where a rule is broken: node (or tensor) and message.
+Broken = Iterator[tuple[str, str]]
+Check = Callable[[Indexed], Broken]
+PromiseCheck = Callable[[Indexed, Promise], Broken]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule under its number. `scope`: for any graph, one of which something is `promised` (its check is given that too), or others' (`foreign`)."""
+
+    number: str
+    name: str
+    severity: Severity
+    check: Callable[..., Broken]
+    scope: Scope
+
+    @property
+    def why(self) -> str:
+        """The reason for the rule: its function's docstring."""
+        return self.check.__doc__ or ""
+
+    def findings(self, graph: Indexed, promise: Promise | None) -> Iterator[Finding]:
+        """Where the graph breaks the rule."""
+        if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
+            return
+        for node, message in self.check(graph, promise) if self.scope == "promised" else self.check(graph):
+            yield Finding(self.number, self.name, self.severity, node, names.module_of(node) or _owner(node, graph) or names.scope_of(node), message)
+
+
+def _owner(tensor: str, graph: Indexed) -> str | None:
+    """The module whose parameter a tensor is."""
+    return tensor.rpartition(".")[0] or None if tensor in graph.initializers else None
+
+
+#: Number -> rule, in the order of their numbers once all rules are imported (`lint` does so).
+RULES: dict[str, Rule] = {}
+
+
+def rule(number: str, name: str, severity: Severity = "error", scope: Literal["any", "foreign"] = "any") -> Callable[[Check], Check]:
+    """Enter a rule that needs only the graph."""
+
+    def enter(check: Check) -> Check:
+        _enter(Rule(number, name, severity, check, scope))
+        return check
+
+    return enter
+
+
+def promise_rule(number: str, name: str, severity: Severity = "error") -> Callable[[PromiseCheck], PromiseCheck]:
+    """Enter a rule that holds the graph against what is promised of it."""
+
+    def enter(check: PromiseCheck) -> PromiseCheck:
+        _enter(Rule(number, name, severity, check, "promised"))
+        return check
+
+    return enter
+
+
+def _enter(entry: Rule) -> None:
+    assert entry.number not in RULES, f"rule {entry.number} is entered twice"
+    RULES[entry.number] = entry

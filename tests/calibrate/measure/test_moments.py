@@ -1,0 +1,52 @@
+"""Second moments: the sum over all tokens, of each distinct tensor, in files."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8q.calibrate.measure.moments import SecondMoments, gathering, load_moments, moments_file
+from fp8q.run import Run
+
+
+def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:
+    x = torch.randn(3, 5, 7, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    moments = SecondMoments(tmp_path)
+    for batch in x:
+        moments.add("layer", batch)
+    assert moments.close() == ["layer"]
+    tokens = x.double().flatten(0, -2)
+    np.testing.assert_allclose(load_moments(tmp_path, "layer").numpy(), (tokens.T @ tokens).numpy(), rtol=1e-5, atol=1e-4)
+
+
+def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:
+    moments = SecondMoments(tmp_path)
+    for _ in range(2):
+        moments.add("layer", torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+        assert moments.close() == ["layer"]
+    assert load_moments(tmp_path, "layer").tolist() == [[1, 2], [2, 5]]
+
+
+def test_the_run_s_folder_holds_what_was_added_up_and_nothing_older(tmp_path: Path) -> None:
+    run, work = Run(tmp_path), tmp_path / "work"
+    for name, folder in (("old", None), ("new", work)):
+        with gathering(run, True, folder) as moments:
+            assert moments is not None
+            moments.add(name, torch.ones(1, 2))
+        assert [path.name for path in run.moments.iterdir()] == [f"{name}.npy"]
+    assert [path.name for path in work.iterdir()] == ["new.npy"]
+    with gathering(run, False) as moments:
+        assert moments is None
+    assert not run.moments.exists()
+
+
+def test_a_full_disk_is_an_error_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        SecondMoments(tmp_path).add("layer", torch.ones(1, 4))
+    assert moments_file(tmp_path, "layer") == tmp_path / "layer.npy"

@@ -1,0 +1,57 @@
+"""Names under which checkpoints hold their tensors: whatever transformers loads is found, and nothing else is called renamed."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
+
+from fp8q.calibrate.model.source import Source, Weights, load_model, open_source
+from fp8q.stages.sources import products_of
+
+
+@pytest.fixture
+def saved(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
+    """`saved(config)`: a random checkpoint as save_pretrained writes it."""
+
+    def save(config: GPT2Config | GPTNeoXConfig) -> Path:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+        shutil.copyfile(demo_checkpoint / "tokenizer.json", tmp_path / "model" / "tokenizer.json")
+        return tmp_path / "model"
+
+    return save
+
+
+def assert_found(source: Source) -> None:
+    """Every tensor of the loaded model is the stored one of the name that `stored` gives, bit for bit."""
+    weights, model = Weights(source), load_model(source, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.tensor(source.stored(name)), parameter), name
+
+
+def test_tensors_under_their_own_names_and_tied_ones_are_not_renamed(demo_checkpoint: Path) -> None:
+    source = open_source(str(demo_checkpoint))
+    assert (source.renamed, source.stored("model.norm.weight")) == ({}, "model.norm.weight")
+    assert_found(source)
+
+
+def test_the_head_of_gpt_neox_is_stored_as_embed_out(saved: Callable[..., Path]) -> None:
+    config = GPTNeoXConfig(vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+    source = open_source(str(saved(config)))
+    assert source.renamed == {"lm_head.weight": "embed_out.weight"}
+    assert_found(source)
+    assert products_of(source, ()).head == "lm_head"
+
+
+def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(saved: Callable[..., Path]) -> None:
+    path = saved(GPT2Config(vocab_size=2048, n_embd=64, n_layer=2, n_head=4, n_positions=64))
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, path / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(path))
+    assert source.stored("transformer.h.1.mlp.c_fc.weight") == "h.1.mlp.c_fc.weight"
+    assert_found(source)
+    assert len(products_of(source, ()).names) == 2 * 4 + 1

@@ -1,0 +1,114 @@
+"""When two texts are the same text, whatever they came in, and when they only look alike."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fp8q.calibrate.text.overlap import check_disjoint, shares
+from fp8q.errors import InputError
+
+if TYPE_CHECKING:
+    from tests.calibrate.conftest import Notebook
+
+
+def prose(words: int, seed: int) -> str:
+    """Text of so many words, four letters each, in lines of ten; other seeds give other words."""
+    chosen = random.Random(seed)
+    letters = ["".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(words)]
+    return "".join(" ".join(letters[start : start + 10]) + "\n" for start in range(0, words, 10))
+
+
+def refusal(calibration: list[str], evaluation: list[str]) -> str:
+    with pytest.raises(InputError) as refused:
+        check_disjoint(calibration, evaluation, "c.txt", "e.txt")
+    return str(refused.value)
+
+
+def message(share: int, of: str, within: str) -> str:
+    return (
+        f"--eval-data e.txt: is not apart from the calibration text: {share}% of {of} is in {within}; "
+        "evaluate on other text, or leave --eval-data out to hold out the last tenth of --data"
+    )
+
+
+def test_the_same_text_is_refused() -> None:
+    text = prose(1000, 1)
+    assert refusal([text], [text]) == message(100, "e.txt", "c.txt")
+
+
+def test_the_same_text_is_refused_when_lines_and_documents_are_broken_elsewhere() -> None:
+    text = prose(1000, 1)
+    lines = text.splitlines()
+    assert refusal([text], lines) == message(100, "e.txt", "c.txt")
+    assert refusal(lines, [" ".join(lines).replace(" ", "\r\n\t")]) == message(100, "e.txt", "c.txt")
+
+
+def test_a_text_is_refused_when_it_is_part_of_the_other() -> None:
+    text, more = prose(200, 1), prose(5000, 2)
+    assert refusal([more + text + more], [text]) == message(100, "e.txt", "c.txt")
+    assert refusal([text], [more + text]) == message(100, "c.txt", "e.txt")
+
+
+def test_the_share_is_that_of_the_distinct_runs_of_64_units() -> None:
+    # 1,000 units have 937 runs; of the first 563, 500 are in the other text as well.
+    text = prose(1000, 1)
+    copied = " ".join(text.split()[:563])
+    assert shares([text], [copied, prose(1000, 2)]) == (500 / 937, 500 / 1500)
+
+
+def test_copies_shorter_than_a_run_do_not_count() -> None:
+    text = prose(1000, 1)
+    quoted = " ".join(text.split()[100:163])
+    assert shares([text], [prose(300, 2), quoted]) == (0.0, 0.0)
+
+
+def test_a_licence_header_in_every_file_counts_once(report: "Notebook") -> None:
+    header = prose(150, 0)
+    first, second = ([header + prose(500, seed) for seed in range(start, start + 20)] for start in (1, 21))
+    # 150 units make 87 runs; 20 files of 650 units, whose last unit runs on into the next header, hardly any fewer than 13,000.
+    assert max(shares(first, second)) < 0.01
+    check_disjoint(first, second, "c.txt", "e.txt", report)
+    assert report.lines == []
+
+
+def test_a_few_hundredths_are_noted(report: "Notebook") -> None:
+    text = prose(1000, 1)
+    copied = " ".join(text.split()[:103])
+    check_disjoint([text], [copied, prose(960, 2)], "c.txt", "e.txt", report)
+    assert report.lines == ["--eval-data e.txt: 4.3% of c.txt is in e.txt"]  # 40 of 937 runs
+
+
+def test_a_text_shorter_than_a_run_is_compared_as_far_as_it_goes() -> None:
+    assert shares(["to be or not to be that is the question"], ["to be or\nnot to be that"]) == (4 / 7, 1.0)  # runs of 4 units, 7 against 4
+    assert shares(["one two"], ["three"]) == (0.0, 0.0)
+    assert shares([""], ["three"]) == (0.0, 0.0)
+
+
+def test_the_order_within_a_run_counts() -> None:
+    units = [f"w{number}" for number in range(64)]
+    for half in (1, 2, 4, 8, 16):  # the inner two of four equal parts change places
+        swapped = [*units[:half], *units[2 * half : 3 * half], *units[half : 2 * half], *units[3 * half :]]
+        assert sorted(swapped) == sorted(units)
+        assert shares([" ".join(units)], [" ".join(swapped)]) == (0.0, 0.0)
+
+
+def test_signs_that_are_not_ascii_are_units_of_their_own() -> None:
+    text = "".join(chr(0x4E00 + number) for number in range(200))
+    assert shares([text], [text[:100]]) == (37 / 137, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "evaluation"),
+    [
+        ("python-calibration.txt", "python-evaluation.txt"),
+        ("wikitext-2-raw-valid.txt", "wikitext-2-raw-test.txt"),
+        ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt"),
+    ],
+)
+def test_ordinary_corpora_pass_without_a_note(calibration: str, evaluation: str, shared_data: Callable[[str], Path], report: "Notebook") -> None:
+    texts = [shared_data(name).read_text(encoding="utf-8") for name in (calibration, evaluation)]
+    check_disjoint([texts[0]], [texts[1]], calibration, evaluation, report)
+    assert report.lines == []

@@ -1,0 +1,122 @@
+"""`docs/lint.md` against the rules: every rule has its section, its reason is the rule's own, and its example breaks it with the words that are printed."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from google.protobuf import text_format
+
+from fp8q.export.lint.check import RULES, lint
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "lint.md"
+SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
+#: What the page says that scales.json and the checkpoint hold.
+PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
+#: And attention.json, for the rule about attention alone.
+ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A rule's section: its title, what stands under it, the difference to the good graph, and what the lint says of that."""
+
+    title: str
+    text: str
+    difference: list[str]
+    findings: list[str]
+
+
+def blocks() -> tuple[str, list[Section]]:
+    """The good graph, and the sections."""
+    head, *parts = PAGE.read_text(encoding="utf-8").split("\n### ")
+    (good,) = re.findall(r"```onnx\n(.*?)```", head, re.DOTALL)
+    return good, [section(part) for part in parts]
+
+
+def section(part: str) -> Section:
+    match = re.fullmatch(r"(.+?)\n\n(.+?)\n\n```diff\n(.*?)\n```\n\n```text\n(.*?)\n```\n(?:\n## .*)?\n*", part, re.DOTALL)
+    assert match, f"the section {part[:60]!r} has another form"
+    return Section(match[1], match[2], match[3].split("\n"), match[4].split("\n"))
+
+
+GOOD, SECTIONS = blocks()
+
+
+def changed(difference: list[str]) -> str:
+    """The good graph with a difference applied: what follows removed lines takes their place, what follows none stands before the line it names."""
+    lines = GOOD.split("\n")
+    at = None
+    for line in difference:
+        sign, text = line[:1], line[1:]
+        if sign in ("-", " "):
+            at = lines.index(text)
+            if sign == "-":
+                del lines[at]
+            else:
+                at += 1
+        else:
+            assert sign == "+"
+            assert at is not None, "a difference begins with a line of the good graph"
+            lines.insert(at, text)
+            at += 1
+    return "\n".join(lines)
+
+
+def undotted(word: re.Match[str]) -> str:
+    return word[0] if re.search(r"\.[A-Z]", word[0]) else word[0].replace(".", "__dot__")  # but an operator's domain
+
+
+def write(text: str, directory: Path) -> Path:
+    """The graph of a text in ONNX's own syntax, which has no dots in names, and its safetensors file, whose data begin at byte 256."""
+    parts = text.split('"')  # the dots inside quotes are file names'
+    dotted = '"'.join(re.sub(r"[A-Za-z_][\w.]*", undotted, part) if index % 2 == 0 else part for index, part in enumerate(parts))
+    model = text_format.Parse(text_format.MessageToString(onnx.parser.parse_model(dotted)).replace("__dot__", "."), onnx.ModelProto())
+    (directory / "model.onnx").write_bytes(model.SerializeToString())
+    entries = {
+        "up.weight_scale": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
+        "up.weight": {"dtype": "F8_E4M3", "shape": [16, 32], "data_offsets": [64, 576]},
+    }
+    header = json.dumps(entries).ljust(248).encode()
+    assert len(header) == 248
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + WEIGHT_SCALES["up"].tobytes() + bytes(512))
+    return directory / "model.onnx"
+
+
+def test_the_page_has_a_section_for_every_rule_in_order() -> None:
+    assert [entry.title for entry in SECTIONS] == [f"{number} {RULES[number].name}" for number in sorted(RULES)]
+
+
+@pytest.mark.parametrize("entry", SECTIONS, ids=lambda entry: entry.title)
+def test_severity_scope_and_reason_are_the_rules_own(entry: Section) -> None:
+    rule = RULES[entry.title.partition(" ")[0]]
+    why = " ".join(rule.why.split())
+    assert " ".join(entry.text.split()) == f"{rule.severity.capitalize()}, for {SCOPES[rule.scope]}. {why}"
+
+
+@pytest.mark.parametrize("entry", SECTIONS, ids=lambda entry: entry.title)
+def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: Section, tmp_path: Path) -> None:
+    number = entry.title.partition(" ")[0]
+    path = write(changed(entry.difference), tmp_path)
+    promised = RULES[number].scope == "promised"
+    found = lint(path, PROMISED, WEIGHT_SCALES, ATTENTION.get(number)) if promised else lint(path)
+    assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings
+
+
+def test_the_good_graph_is_good(tmp_path: Path) -> None:
+    assert lint(write(GOOD, tmp_path)) == []
+    assert {finding.rule for finding in lint(tmp_path / "model.onnx", PROMISED, WEIGHT_SCALES)} == {"F306"}  # it is a layer, not a whole model
+
+
+@pytest.mark.parametrize("finding", [finding for entry in SECTIONS for finding in entry.findings])
+def test_every_finding_ends_with_what_to_do(finding: str) -> None:
+    what, _, remedy = finding.rpartition("; ")
+    assert what
+    assert re.match(
+        r"(let|quantize|store|keep|set|leave|take|use|dequantize|move|run|calibrate|export|write|express|name|give|make|rename|put|copy|drop|state|the engine)\b",
+        remedy,
+    )
