@@ -40,7 +40,7 @@ from .stages.steps import Notes, device, stage
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
     from .calibrate.ranks.world import World
-    from .export.engine.build import EngineInfo
+    from .export.engine.info import EngineInfo
     from .quantize.policy import Products
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
@@ -253,7 +253,8 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     Raises GateError when fewer than `options.min_fp8_share` of them do, or when that cannot be told; BackendError when the runtime is missing.
     """
     from .calibrate.text.corpus import lower_default
-    from .export.engine.build import build_engines, check_share, engine_stage, load_engines, resolve
+    from .export.engine.build import build_engines, resolve
+    from .export.engine.info import check_share, engine_stage, load_engines
 
     found, notes = open_run(path), Notes(progress)
     options = resolve(options)

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from fp8q import __version__
-from fp8q.calibrate.model.source import Source, Weights, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.model.weights import Weights
 from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
@@ -62,7 +63,7 @@ def forward_of(reference: Reference) -> Forward:
 
 def with_weights(directory: Path, source: Source, change: Callable[[FP8Linear, torch.Tensor], None]) -> Forward:
     """The reference of `directory` with each FP8 layer changed, given its weight, float32 [out, in]."""
-    reference, weights = load_reference(directory, "exact", torch.float32), Weights(source)
+    reference, weights = load_reference(directory, "exact", torch.float32), Weights(source.weight_files)
     for name, layer in reference.model.named_modules():
         if isinstance(layer, FP8Linear):
             change(layer, weights.tensor(f"{name}.weight").float())
@@ -139,7 +140,7 @@ def main() -> int:
 
 def parameters(source: Source) -> int:
     """Numbers in the checkpoint."""
-    weights = Weights(source)
+    weights = Weights(source.weight_files)
     return sum(int(torch.Size(weights.shape(name)).numel()) for name in weights.names())
 
 

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from ..calibrate.model.architecture import max_positions
-from ..calibrate.model.source import Source, Weights
+from ..calibrate.model.source import Source
+from ..calibrate.model.weights import Weights
 from ..errors import InputError
 from ..reporter import Reporter
 from .card import model_card
@@ -50,7 +51,7 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
     integers is for the graph beside it (`quantize.baselines`), and so has no tokenizer and no model card.
     Raises InputError when the source stores a module's weight under another name than transformers does.
     """
-    weights, form = Weights(source), form_of(source, scales)
+    weights, form = Weights(source.weight_files), form_of(source, scales)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:

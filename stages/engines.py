@@ -12,7 +12,7 @@ from ..run import FP8_STAGES, Run
 
 if TYPE_CHECKING:
     from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
-    from ..export.engine.build import EngineInfo
+    from ..export.engine.info import EngineInfo
     from ..export.engine.plan import Plan
     from ..export.lint.indexed import Indexed
     from ..quantize.scales import Scales
@@ -45,7 +45,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built from other files than the run has now:
     scales of activations are numbers that the program of an engine does not tell, so only the record does.
     """
-    from ..export.engine.build import load_engines
+    from ..export.engine.info import load_engines
     from ..export.lint.indexed import load_graph
     from ..quantize.scales import load_scales
 
@@ -114,7 +114,7 @@ def read(
 
 def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
     """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised products in FP8, on this model's codes."""
-    from ..export.engine.build import listed
+    from ..export.engine.info import listed
 
     for view in views:
         asked = f"--min-fp8-share {min_fp8_share:g}"

@@ -63,8 +63,8 @@ def check_same(source: "Source", world: "World") -> None:
 
 def check_weights(run: Run, source: "Source", report: Reporter) -> None:
     """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
-    from ..calibrate.model.source import check_finite
+    from ..calibrate.model.weights import check_finite
 
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:
-        check_finite(source, report)
+        check_finite(source.weight_files, report)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Generic, TypeVar
 
-from ..export.engine.build import listed
+from ..export.engine.info import listed
 from .findings import AgainstRow, DelayedRow, Finding
 from .tables import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..calibrate.measure.statistics import Statistics, StatisticsRecord, TensorStatistics, load_statistics
-from ..export.engine.build import engine_stage, load_engines
+from ..export.engine.info import engine_stage, load_engines
 from ..files import read_document
 from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales

@@ -21,7 +21,7 @@ class Materializer:
 
     def __init__(self, model: PreTrainedModel, source: Source, device: str):
         """Take the weights of `source` for `model`, onto `device`."""
-        self.model, self.weights, self.device = model, Weights(source), device
+        self.model, self.weights, self.device = model, Weights(source.weight_files), device
         self.name, self.stored = source.name, source.stored
         self.tied: Mapping[str, str] = {**model.all_tied_weights_keys, **{kept: tied for tied, kept in model.all_tied_weights_keys.items()}}
 

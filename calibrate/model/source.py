@@ -21,13 +21,11 @@ from ...reporter import SILENT, Reporter
 from ..hub import fetch_model, is_hub_name
 from .architecture import load_config, max_positions, one_line, refuse_experts
 from .silence import quiet
-from .weights import Weights, check_finite, find_weights, read_headers
+from .weights import find_weights, read_headers
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["Source", "Weights", "check_finite", "load_model", "load_tokenizer", "meta_model", "open_source"]
 
 #: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16

@@ -16,8 +16,6 @@ from ...reporter import SILENT, Reporter
 if TYPE_CHECKING:
     import torch
 
-    from .source import Source
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Values looked at together when offending ones are counted.
@@ -113,9 +111,9 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
 class Weights:
     """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
 
-    def __init__(self, source: "Source"):
-        """Read the headers of `source`; no tensor yet. Raises InputError for files that have been damaged since."""
-        self._headers = read_headers(source.weight_files)
+    def __init__(self, files: tuple[Path, ...]):
+        """Read the headers of `files`; no tensor yet. Raises InputError for files that have been damaged since."""
+        self._headers = read_headers(files)
 
     def names(self) -> KeysView[str]:
         """All names."""
@@ -142,9 +140,9 @@ class Weights:
         return tensor
 
 
-def check_finite(source: "Source", report: Reporter = SILENT) -> None:
+def check_finite(files: tuple[Path, ...], report: Reporter = SILENT) -> None:
     """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying how many."""
-    weights = Weights(source)
+    weights = Weights(files)
     with report.track("Checking weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             tensor = weights.tensor(name)

@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from ...errors import BackendError, GateError, InputError
-from ...files import PARTIAL, Strict, read_document, replacing, write_document
-from ...options import DEFAULT_SEQ_LEN, EngineOptions, Precision
+from ...errors import BackendError, InputError
+from ...files import PARTIAL, replacing, write_document
+from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...reporter import Reporter
 from ...run import GRAPH, Run
 from .. import names
@@ -28,29 +26,11 @@ from ..lint.indexed import load_graph
 from . import targets
 from .build_progress import Progress
 from .failures import explain
+from .info import LISTED, EngineInfo
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
-
-#: Names listed in a message; the rest are counted.
-LISTED = 8
-
-
-class EngineInfo(Strict):
-    """`engines/<target>.json`: an engine and what is known of it."""
-
-    runtime: Runtime
-    version: str = Field(description="of the runtime")
-    target: str = Field(description="compute capability, as sm89")
-    bytes: int
-    promised_products: int = Field(description="modules that scales.json promises on FP8")
-    fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
-    wide_products: list[str] = Field(description="the others")
-    ran: dict[str, int] | None = Field(default=None, description="of an engine that promises none: how many modules' products are of which types")
-    evidence: Literal["plan", "inspector", "unknown"]
-    profiles: list[Profile]
-    build_seconds: float
 
 
 def resolve(options: EngineOptions) -> EngineOptions:
@@ -177,49 +157,6 @@ def remarks(info: EngineInfo, found: Evidence) -> list[str]:
         reason = "their weights' scales are per tensor, or narrower than FP32"
         lines.append(f"{info.target}: {len(found.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}")
     return lines
-
-
-def engine_stage(precision: Precision) -> str:
-    """The stage that builds the engines of a precision."""
-    return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
-
-
-def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
-    """What is known of the engines of a precision that `fp8q build-engine` wrote, in the order of their targets.
-
-    Raises InputError when there are none, or one is not as it was written.
-    """
-    name = engine_stage(precision)
-    stage = run.record().stages.get(name)
-    files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
-    if not files:
-        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
-    return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
-
-
-def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
-    """Raise GateError, naming the products that run wide, when an engine has fewer FP8 products than `min_fp8_share` (a fraction) of the promised.
-
-    An engine that cannot be read has no share: it passes only where none is asked for (0).
-    """
-    for info in engines:
-        share = info.fp8_products / info.promised_products
-        if info.evidence == "unknown" and min_fp8_share > 0:
-            raise GateError(
-                f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
-                f"use the version that fp8q pins, or accept it with --min-fp8-share 0"
-            )
-        if share < min_fp8_share:
-            raise GateError(
-                f"{info.target}: {info.fp8_products} of {info.promised_products} promised products take FP8 on both sides, less than --min-fp8-share {min_fp8_share:g}; "
-                f"wide: {listed(info.wide_products)}; the engine is kept, `fp8q export` again or accept it with a smaller share"
-            )
-
-
-def listed(items: Sequence[str]) -> str:
-    """The first of `items`, and how many more there are."""
-    more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
-    return ", ".join(items[:LISTED]) + more
 
 
 def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:

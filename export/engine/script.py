@@ -9,17 +9,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onnx import TensorProto
 
 from ...files import replacing
 from ..lint.indexed import load_graph
+from .info import EngineInfo
 from .profiles import Profile
 from .targets import TITLES
-
-if TYPE_CHECKING:
-    from .build import EngineInfo
 
 #: Runtime -> its tool.
 TOOLS = {"tensorrt": "trtexec", "tensorrt-rtx": "tensorrt_rtx"}
@@ -45,7 +42,7 @@ trap 'rm -rf "$INPUTS"' EXIT
 """
 
 
-def write_script(path: Path, onnx_file: Path, info: "EngineInfo", workspace: int | None, directory: Path | None = None) -> None:
+def write_script(path: Path, onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path | None = None) -> None:
     """Write the script that builds and times the engine `info` of a graph; `workspace` in MiB, None: the tool's own limit.
 
     `directory`: where the script will lie, when it is written elsewhere first.
@@ -54,7 +51,7 @@ def write_script(path: Path, onnx_file: Path, info: "EngineInfo", workspace: int
         partial.write_text(script(onnx_file, info, workspace, directory or path.parent), encoding="utf-8")
 
 
-def script(onnx_file: Path, info: "EngineInfo", workspace: int | None, directory: Path) -> str:
+def script(onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path) -> str:
     """The script's text; the graph is named relative to its `directory`, as `../model/model.onnx`."""
     inputs = load_graph(onnx_file).inputs
     dimensions = {name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for name, value in inputs.items()}
@@ -75,7 +72,7 @@ def script(onnx_file: Path, info: "EngineInfo", workspace: int | None, directory
     return "".join(parts)
 
 
-def _flags(info: "EngineInfo", workspace: int | None) -> list[str]:
+def _flags(info: EngineInfo, workspace: int | None) -> list[str]:
     if info.runtime == "tensorrt-rtx":
         flags = [f"--computeCapabilities={info.target.removeprefix('sm')}"]
     else:

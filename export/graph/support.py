@@ -58,7 +58,7 @@ def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
         return "writes its cache where it cannot be told which layer it is"
     if reason := seen_in_a_pass(model, layers, cache_shape(source.text_config)):
         return reason
-    stored = Weights(source).names()
+    stored = Weights(source.weight_files).names()
     tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
     for name, product in matrix_products(model).items():
         if product is not tied and source.stored(f"{name}.weight") not in stored:

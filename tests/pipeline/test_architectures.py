@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fp8q import api
-from fp8q.export.engine.build import load_engines
+from fp8q.export.engine.info import load_engines
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.errors import GateError, InputError
-from fp8q.export.engine.build import load_engines
+from fp8q.export.engine.info import load_engines
 from fp8q.files import read_document
 from fp8q.options import Baseline, Precision
 from fp8q.quantize.scales import Scales, load_scales

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 
 from fp8q.calibrate.measure.moments import load_moments
-from fp8q.calibrate.model.source import Source, Weights, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.model.weights import Weights
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions
 from fp8q.quantize.linear import encode
@@ -66,7 +67,7 @@ def stored(run: Run, name: str) -> torch.Tensor:
 
 
 def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(compensated: Run, source: Source) -> None:
-    weight = Weights(source).tensor(f"{MODULE}.weight").to(torch.bfloat16)
+    weight = Weights(source.weight_files).tensor(f"{MODULE}.weight").to(torch.bfloat16)
     scale = stored(compensated, f"{MODULE}.weight_scale")
     codes = stored(compensated, f"{MODULE}.weight")
     groups = json.loads(compensated.statistics_json.read_text())["groups"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8q.errors import InputError
-from fp8q.export.engine.build import EngineInfo
+from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
 from fp8q.files import sha256_file, write_document
 from fp8q.run import Run

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, MptConfig
 
 from fp8q.calibrate.model.architecture import max_positions
-from fp8q.calibrate.model.source import Source, check_finite, load_model, load_tokenizer, meta_model, open_source
+from fp8q.calibrate.model.source import Source, load_model, load_tokenizer, meta_model, open_source
+from fp8q.calibrate.model.weights import check_finite
 from fp8q.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def test_the_demo_is_opened(demo: Source, demo_checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "opt", "qwen2", "stories260k"])
 def test_the_other_checkpoints_are_opened_and_finite(name: str, shared_checkpoint: Callable[[str], Path]) -> None:
     source = open_source(str(shared_checkpoint(name)))
-    check_finite(source)
+    check_finite(source.weight_files)
     assert source.max_positions == 512
     assert source.architecture == {"gpt2": "GPT2LMHeadModel", "stories260k": "LlamaForCausalLM", "opt": "OPTForCausalLM"}.get(
         name, f"{name.title()}ForCausalLM"
@@ -289,7 +290,7 @@ def test_nan_in_a_weight(copy: Path) -> None:
     name = "model.layers.2.self_attn.o_proj.weight"
     rewrite(copy, lambda tensors: tensors[name][5, 7:9].fill_(float("nan")))
     with pytest.raises(InputError) as refused:
-        check_finite(open_source(str(copy)))
+        check_finite(open_source(str(copy)).weight_files)
     assert str(refused.value) == (
         f"{name}: holds 2 NaN among 65,536 values, in {copy}/model.safetensors; take an earlier checkpoint of the training, or copy or download the file again"
     )

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 
-from fp8q.calibrate.model.source import Source, Weights, load_model, open_source
+from fp8q.calibrate.model.source import Source, load_model, open_source
+from fp8q.calibrate.model.weights import Weights
 from fp8q.stages.sources import products_of
 
 
@@ -28,7 +29,7 @@ def saved(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
 
 def assert_found(source: Source) -> None:
     """Every tensor of the loaded model is the stored one of the name that `stored` gives, bit for bit."""
-    weights, model = Weights(source), load_model(source, torch.bfloat16)
+    weights, model = Weights(source.weight_files), load_model(source, torch.bfloat16)
     for name, parameter in model.named_parameters():
         assert torch.equal(weights.tensor(source.stored(name)), parameter), name
 

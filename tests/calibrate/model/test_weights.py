@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -12,20 +10,6 @@ from safetensors.torch import save_file
 
 from fp8q.calibrate.model.weights import Weights, check_finite, find_weights, read_headers
 from fp8q.errors import InputError
-
-if TYPE_CHECKING:
-    from fp8q.calibrate.model.source import Source
-
-
-@dataclass
-class Files:
-    """As much of a `Source` as weights need."""
-
-    weight_files: tuple[Path, ...]
-
-
-def source(*files: Path) -> "Source":
-    return cast("Source", Files(files))
 
 
 def shards(directory: Path, contents: Mapping[str, Mapping[str, torch.Tensor]], **changes: str) -> Path:
@@ -51,7 +35,7 @@ def finiteness(file: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """What `check_finite` says of tensors written to `file`; nothing when they are finite."""
     save_file(dict(tensors), file)
     try:
-        check_finite(source(file))
+        check_finite((file,))
     except InputError as error:
         return str(error)
     return ""
@@ -71,7 +55,7 @@ def test_shards_are_those_of_the_index_in_name_order(tmp_path: Path) -> None:
 def test_weights_are_read_as_they_are_stored(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "n": torch.tensor([1, 2]), "half": torch.tensor([0.1], dtype=torch.float16)}
     save_file(tensors, tmp_path / "model.safetensors")
-    weights = Weights(source(tmp_path / "model.safetensors"))
+    weights = Weights((tmp_path / "model.safetensors",))
     assert set(weights.names()) == set(tensors)
     for name, tensor in tensors.items():
         assert weights.tensor(name).dtype == tensor.dtype
@@ -83,7 +67,7 @@ def test_weights_are_read_as_they_are_stored(tmp_path: Path) -> None:
 
 def test_names_come_in_the_order_of_the_bytes(tmp_path: Path) -> None:
     two_shards(tmp_path)
-    assert list(Weights(source(tmp_path / "a.safetensors", tmp_path / "b.safetensors")).names()) == ["v", "w"]
+    assert list(Weights((tmp_path / "a.safetensors", tmp_path / "b.safetensors")).names()) == ["v", "w"]
 
 
 def anonymous_bytes() -> int:
@@ -94,7 +78,7 @@ def anonymous_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of this process is read from /proc")
 def test_a_tensor_is_mapped_and_not_copied(tmp_path: Path) -> None:
     save_file({"w": torch.ones(64 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    weights = Weights(source(tmp_path / "model.safetensors"))
+    weights = Weights((tmp_path / "model.safetensors",))
     before = anonymous_bytes()
     tensor = weights.tensor("w")
     assert int(tensor[:: 1 << 12].sum()) == 1 << 14  # every page has been read
@@ -232,4 +216,4 @@ def test_the_first_in_the_files_is_named(tmp_path: Path) -> None:
     save_file({"first": nan}, tmp_path / "a.safetensors")
     save_file({"again": nan}, tmp_path / "b.safetensors")
     with pytest.raises(InputError, match=r"^first: holds 1 NaN among 1 values, in .*a\.safetensors; "):
-        check_finite(source(tmp_path / "a.safetensors", tmp_path / "b.safetensors"))
+        check_finite((tmp_path / "a.safetensors", tmp_path / "b.safetensors"))

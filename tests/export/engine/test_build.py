@@ -14,9 +14,10 @@ from onnx import ModelProto, TensorProto
 from fp8q.errors import BackendError, GateError, InputError
 from fp8q.export.engine import build as engine
 from fp8q.export.engine import targets
-from fp8q.export.engine.build import EngineInfo, Job, build, build_engines, check_share, load_engines, resolve
+from fp8q.export.engine.build import Job, build, build_engines, resolve
 from fp8q.export.engine.build_progress import Progress
 from fp8q.export.engine.failures import explain
+from fp8q.export.engine.info import EngineInfo, check_share, load_engines
 from fp8q.export.engine.profiles import Profile, profiles
 from fp8q.files import read_document
 from fp8q.options import EngineOptions

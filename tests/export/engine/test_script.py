@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8q.export.engine.build import EngineInfo
+from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.engine.script import script, write_script
 

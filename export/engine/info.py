@@ -1,0 +1,76 @@
+"""`engines/<target>.json`: an engine and what is known of it; and whether that is enough."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from ...errors import GateError, InputError
+from ...files import Strict, read_document
+from ...options import Precision
+from ...run import Run
+from . import targets
+from .profiles import Profile
+from .targets import Runtime
+
+#: Names listed in a message; the rest are counted.
+LISTED = 8
+
+
+class EngineInfo(Strict):
+    """`engines/<target>.json`: an engine and what is known of it."""
+
+    runtime: Runtime
+    version: str = Field(description="of the runtime")
+    target: str = Field(description="compute capability, as sm89")
+    bytes: int
+    promised_products: int = Field(description="modules that scales.json promises on FP8")
+    fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
+    wide_products: list[str] = Field(description="the others")
+    ran: dict[str, int] | None = Field(default=None, description="of an engine that promises none: how many modules' products are of which types")
+    evidence: Literal["plan", "inspector", "unknown"]
+    profiles: list[Profile]
+    build_seconds: float
+
+
+def engine_stage(precision: Precision) -> str:
+    """The stage that builds the engines of a precision."""
+    return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
+
+
+def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
+    """What is known of the engines of a precision that `fp8q build-engine` wrote, in the order of their targets.
+
+    Raises InputError when there are none, or one is not as it was written.
+    """
+    name = engine_stage(precision)
+    stage = run.record().stages.get(name)
+    files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
+    if not files:
+        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
+    return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
+
+
+def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
+    """Raise GateError, naming the products that run wide, when an engine has fewer FP8 products than `min_fp8_share` (a fraction) of the promised.
+
+    An engine that cannot be read has no share: it passes only where none is asked for (0).
+    """
+    for info in engines:
+        share = info.fp8_products / info.promised_products
+        if info.evidence == "unknown" and min_fp8_share > 0:
+            raise GateError(
+                f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
+                f"use the version that fp8q pins, or accept it with --min-fp8-share 0"
+            )
+        if share < min_fp8_share:
+            raise GateError(
+                f"{info.target}: {info.fp8_products} of {info.promised_products} promised products take FP8 on both sides, less than --min-fp8-share {min_fp8_share:g}; "
+                f"wide: {listed(info.wide_products)}; the engine is kept, `fp8q export` again or accept it with a smaller share"
+            )
+
+
+def listed(items: Sequence[str]) -> str:
+    """The first of `items`, and how many more there are."""
+    more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
+    return ", ".join(items[:LISTED]) + more
