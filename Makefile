@@ -54,11 +54,16 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	ln -sfn ../.. .venv/typing/fp8q
 	touch $@
 
-# The first interpreter that can make a venv: those the pinned wheels exist for before any later one. (pip is the last thing
-# that venv installs, so a venv that was interrupted is made again.)
+# The first interpreter that can make a venv: those the pinned wheels exist for before any later one. (pip is the last
+# thing that venv installs, so a venv that was interrupted is made again.)
+CHECK := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))
 $(BIN)/pip:
-	@usable() { command -v "$$1" >/dev/null && "$$1" -c "import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $$2))" 2>/dev/null; }; \
+	@usable() { command -v "$$1" >/dev/null && "$$1" -c "$(CHECK)" "$$2" 2>/dev/null; }; \
 	for try in $(or $(PYTHON:%=%:99),python3:13 python3.13:13 python3.12:13 python3.11:13 python3:99); do \
-	  if usable "$${try%:*}" "$${try#*:}"; then echo "$${try%:*} -m venv .venv"; exec "$${try%:*}" -m venv --clear .venv; fi; \
+	  if usable "$${try%:*}" "$${try#*:}"; then \
+	    echo "$${try%:*} -m venv .venv"; exec "$${try%:*}" -m venv --clear .venv; \
+	  fi; \
 	done; \
-	echo "make: $(or $(PYTHON),python3): no Python 3.11 or later with venv and pip was found (python3 is $$(python3 --version 2>&1 | head -n 1)); install one (Debian, Ubuntu: apt install python3-venv) or name it with PYTHON=…" >&2; exit 2
+	echo "make: $(or $(PYTHON),python3): no Python 3.11 or later with venv and pip was found" \
+	  "(python3 is $$(python3 --version 2>&1 | head -n 1)); install one (Debian, Ubuntu: apt install python3-venv)" \
+	  "or name it with PYTHON=…" >&2; exit 2

@@ -1,7 +1,7 @@
 """The public functions: each is one command of the command line, with the same names and defaults.
 
-They join the stages; the work is in the folders. Every function takes a `Reporter` for its notes and progress (silent by default), and
-does nothing that a finished stage of the same inputs, options and version has done already.
+They join the stages; the work is in the folders. Every function takes a `Reporter` for its notes and progress (silent
+by default), and does nothing that a finished stage of the same inputs, options and version has done already.
 
     from fp8q.api import calibrate, build_engine, validate
 """
@@ -101,28 +101,42 @@ def needs(extra: str, modules: Sequence[str]) -> None:
     """Raise BackendError, naming the extra, when one of `modules` is not installed."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise BackendError(f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`")
+        raise BackendError(
+            f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
+        )
 
 
 def open_run(path: Path) -> Run:
     """The run directory at `path`; raises InputError when there is none."""
     found = Run(Path(path))
     if not found.root.exists():
-        raise InputError(f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`")
+        raise InputError(
+            f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`"
+        )
     if not found.exists():
-        raise InputError(f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out {path}`")
+        raise InputError(
+            f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out "
+            f"{path}`"
+        )
     found.record()
     return found
 
 
 def calibrate(
-    model: str, data: str | Sequence[str], out: Path, eval_data: str | None = None, options: CalibrateOptions = CalibrateOptions(),
-    export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
-) -> Run:  # fmt: skip
-    """Measure `model` on `data`, choose scales, write the FP8 checkpoint and its ONNX graphs into the run directory `out`.
+    model: str,
+    data: str | Sequence[str],
+    out: Path,
+    eval_data: str | None = None,
+    options: CalibrateOptions = CalibrateOptions(),
+    export_options: ExportOptions = ExportOptions(),
+    progress: Reporter = SILENT,
+) -> Run:
+    """Measure `model` on `data`, choose scales, write the FP8 checkpoint and its ONNX graphs into the run directory
+    `out`.
 
-    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets` directory, or a hub data set; several of
-    these, each `TEXT` or `TEXT=WEIGHT`, make one corpus in which each has its share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
+    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets`
+    directory, or a hub data set; several of these, each `TEXT` or `TEXT=WEIGHT`, make one corpus in which each has its
+    share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
     In each of several processes that torchrun started, all measure and the first alone does the rest.
     """
     needs("calibrate", CALIBRATE_MODULES)
@@ -132,7 +146,9 @@ def calibrate(
     found, notes = Run(Path(out)), Notes(progress)
     with joined() as world:
         if world.rank:
-            source = open_source(model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0)
+            source = open_source(
+                model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0
+            )
             sources.check_same(source, world)
             measuring.take_part(found, source, world, notes)
         else:
@@ -141,7 +157,10 @@ def calibrate(
         found.leave_work("measure", world.rank)
     elif options.batches:
         first, end = options.batches
-        progress.note(f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the other batches and goes on")
+        progress.note(
+            f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the "
+            "other batches and goes on"
+        )
     else:
         choosing.quantize(found, source, products, options, notes)
         graphs.export(found, export_options, notes)
@@ -149,9 +168,17 @@ def calibrate(
 
 
 def _measured(
-    found: Run, model: str, data: str | Sequence[str], eval_data: str | None, options: CalibrateOptions, notes: Notes, world: "World"
+    found: Run,
+    model: str,
+    data: str | Sequence[str],
+    eval_data: str | None,
+    options: CalibrateOptions,
+    notes: Notes,
+    world: "World",
 ) -> "tuple[Source, Products]":
-    """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the corpus, measure."""
+    """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the
+    corpus, measure.
+    """
     from .calibrate.model.source import load_tokenizer, open_source
 
     before = found.record().model
@@ -172,10 +199,12 @@ def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
-    """Add what `runs` measured, choose scales, and write FP8 checkpoint and graphs into the run directory `out`; the model is not run.
+    """Add what `runs` measured, choose scales, and write FP8 checkpoint and graphs into the run directory `out`; the
+    model is not run.
 
-    The source checkpoint is read, for the weights: from `model`, or where one of the runs says it is. Raises InputError for runs that cannot be added:
-    of different models, tokenizers, or sizes of windows or batches, or with a batch in common.
+    The source checkpoint is read, for the weights: from `model`, or where one of the runs says it is. Raises InputError
+    for runs that cannot be added: of different models, tokenizers, or sizes of windows or batches, or with a batch in
+    common.
     """
     needs("calibrate", CALIBRATE_MODULES)
 
@@ -183,14 +212,20 @@ def merge(
     before = found.record().model
     with notes.held():
         if options.weight_rounding != "nearest":
-            raise InputError(f"--weight-rounding {options.weight_rounding}: its second moments are not added; calibrate in one run, or leave it out")
+            raise InputError(
+                f"--weight-rounding {options.weight_rounding}: its second moments are not added; calibrate in one "
+                "run, or leave it out"
+            )
         merged = merging.add(runs, out)
         source = merging.source_of_all(merged, model, notes)
         check_model(found, before, source)
         products = sources.products_of(source, options.skip, options.only)
         merging.check_held_out(merged, source, notes)
         if left := merging.missing(merged):
-            notes.note(f"{len(left)} batches were measured by none of the runs: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}")
+            notes.note(
+                f"{len(left)} batches were measured by none of the runs: "
+                f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
+            )
     merging.write(found, source, merged, notes)
     choosing.quantize(found, source, products, options, notes)
     graphs.export(found, export_options, notes)
@@ -198,17 +233,21 @@ def merge(
 
 
 def check_model(found: Run, before: Mapping[str, str], source: "Source") -> None:
-    """Raise InputError when the directory of `found` holds a run of another model than `source`, by its record `before`."""
+    """Raise InputError when the directory of `found` holds a run of another model than `source`, by its record
+    `before`.
+    """
     if before and before["fingerprint"] != source.fingerprint:
         raise InputError(
-            f"{found.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not {source.fingerprint[:12]}); name another directory with --out"
+            f"{found.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, "
+            f"not {source.fingerprint[:12]}); name another directory with --out"
         )
 
 
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
-    With `options.precision` bf16 or int8: the same model in that precision, made of the source checkpoint, into `baselines/`.
+    With `options.precision` bf16 or int8: the same model in that precision, made of the source checkpoint, into
+    `baselines/`.
     """
     needs("calibrate", CALIBRATE_MODULES)
 
@@ -221,9 +260,11 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
 
 
 def lint(path: Path, run: Path | None = None) -> linting.Linted:
-    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is returned, and nothing is raised for it.
+    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is
+    returned, and nothing is raised for it.
 
-    The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph that lies elsewhere. Needs no torch.
+    The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
+    that lies elsewhere. Needs no torch.
     """
     return linting.lint(Path(path), open_run(run) if run else None)
 
@@ -232,9 +273,11 @@ def scales(
     path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
     skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
-    """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the model is not run.
+    """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
+    model is not run.
 
-    What is None stays as the run has it. The source checkpoint is read, for the weights. Raises InputError when it is no longer there, or not the same.
+    What is None stays as the run has it. The source checkpoint is read, for the weights. Raises InputError when it is
+    no longer there, or not the same.
     """
     needs("calibrate", CALIBRATE_MODULES)
 
@@ -246,11 +289,15 @@ def scales(
     return found
 
 
-def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT) -> "list[EngineInfo]":
-    """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on both sides.
+def build_engine(
+    path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
+) -> "list[EngineInfo]":
+    """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on
+    both sides.
 
-    With `options.precision` bf16 or int8: of that graph, into `engines/<precision>/`; nothing is promised of it, and the engine says what it runs.
-    Raises GateError when fewer than `options.min_fp8_share` of them do, or when that cannot be told; BackendError when the runtime is missing.
+    With `options.precision` bf16 or int8: of that graph, into `engines/<precision>/`; nothing is promised of it, and
+    the engine says what it runs. Raises GateError when fewer than `options.min_fp8_share` of them do, or when that
+    cannot be told; BackendError when the runtime is missing.
     """
     from .calibrate.text.corpus import lower_default
     from .export.engine.build import build_engines, resolve
@@ -261,7 +308,9 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
     precision, name = options.precision, engine_stage(options.precision)
     inputs, promised = graphs.files_of(found, precision), load_scales(found).promised if precision == "fp8" else []
     limit = other_text.positions(found)
-    max_seq_len = lower_default("--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes)
+    max_seq_len = lower_default(
+        "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes
+    )
     options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
     chosen.pop("min_fp8_share")
@@ -275,14 +324,18 @@ def build_engine(path: Path, options: EngineOptions = EngineOptions(), progress:
 
 
 def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engines.EngineView]:
-    """What the engines of the run at `path` run, read from them: each matrix product, the kernels around it, attention, what stayed wide and why.
+    """What the engines of the run at `path` run, read from them: each matrix product, the kernels around it, attention,
+    what stayed wide and why.
 
-    `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises nothing for what it finds.
+    `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises
+    nothing for what it finds.
     """
     return engines.view_engines(open_run(path), tuple(targets), plan)
 
 
-def validate(path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT) -> "Accuracy":
+def validate(
+    path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT
+) -> "Accuracy":
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
     Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction).
@@ -298,7 +351,11 @@ def validate(path: Path, data: str | None = None, options: ValidateOptions = Val
         inputs |= graphs.files_of(found, precision)
     evaluation = other_text.evaluation(found, data, options.context, options.stride, notes)
     inputs["tokens"] = evaluation.protocol.sha256
-    chosen = {"runtimes": list(options.runtimes), "context": evaluation.protocol.context, "stride": evaluation.protocol.stride}
+    chosen = {
+        "runtimes": list(options.runtimes),
+        "context": evaluation.protocol.context,
+        "stride": evaluation.protocol.stride,
+    }
     if not found.is_current("validate", inputs, chosen):
         with stage(found, "validate", inputs, chosen, notes) as log:
             made = forwards(options.runtimes, found, lambda: sources.source_of(found), device())
@@ -316,16 +373,21 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
     """
     if limit is None:
         return
-    increases = {name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in WITHOUT_FP8}
+    increases = {
+        name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in WITHOUT_FP8
+    }
     if not increases or None in increases.values():
         raise InputError(
-            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are {', '.join(accuracy.runtimes)}; add what is missing to --runtimes"
+            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
+            f"{', '.join(accuracy.runtimes)}; add what is missing to --runtimes"
         )
     for name, increase in increases.items():
         runtime = accuracy.runtimes[name]
         if increase is not None and not increase <= limit:
             raise GateError(
-                f"{name}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than --max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 with --skip"
+                f"{name}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
+                f"--max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 "
+                "with --skip"
             )
 
 
@@ -346,7 +408,12 @@ def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
     from .validate.report import write_report
 
     found, notes = open_run(path), Notes(progress)
-    inputs = {name: digest for stage, record in found.record().stages.items() if stage != "report" for name, digest in record.outputs.items()}
+    inputs = {
+        name: digest
+        for stage, record in found.record().stages.items()
+        if stage != "report"
+        for name, digest in record.outputs.items()
+    }
     if not found.is_current("report", inputs, {}):
         with stage(found, "report", inputs, {}, notes) as log:
             log.outputs += write_report(found, notes)
@@ -369,7 +436,9 @@ def report_plots(path: Path) -> "dict[str, Plot]":
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `fp8q inspect` found: every module, the cache where it stays in BF16 (as FP8 would have it), what stands out, and what was asked for beside it."""
+    """What `fp8q inspect` found: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
+    out, and what was asked for beside it.
+    """
 
     modules: "list[ModuleRow]"
     bf16_cache: "list[ModuleRow]"
@@ -378,12 +447,16 @@ class Inspection:
     against: "list[AgainstRow] | None" = None
 
 
-def inspect(path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT) -> Inspection:
-    """Every matrix product and cache tensor of the run at `path` (its scale and what that does, or why it stays in BF16), and what stands out.
+def inspect(
+    path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT
+) -> Inspection:
+    """Every matrix product and cache tensor of the run at `path` (its scale and what that does, or why it stays in
+    BF16), and what stands out.
 
-    A cache tensor in BF16 is shown at the scale that the run's own method would choose, so that what FP8 would do to it is seen before.
-    `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this text with the float model,
-    as many windows as were calibrated on, and hold it against the chosen scales.
+    A cache tensor in BF16 is shown at the scale that the run's own method would choose, so that what FP8 would do to it
+    is seen before.
+    `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this
+    text with the float model, as many windows as were calibrated on, and hold it against the chosen scales.
     """
     from .validate.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
     from .validate.tables import module_rows, wide_cache_rows
@@ -397,7 +470,13 @@ def inspect(path: Path, delayed: Clipping | None = None, against: str | None = N
     for warning in jumps(under_history or []):
         progress.note(warning)
     other = against_rows(statistics, scales, measure_text(found, against, progress)) if against else None
-    return Inspection(modules, wide_cache_rows(statistics, prospective), findings(statistics, scales, prospective), under_history, other)
+    return Inspection(
+        modules,
+        wide_cache_rows(statistics, prospective),
+        findings(statistics, scales, prospective),
+        under_history,
+        other,
+    )
 
 
 def measure_text(run: Run, text: str, progress: Reporter = SILENT) -> Statistics:
@@ -418,9 +497,17 @@ class RunOptions:
 
 
 def run(
-    model: str, data: str | Sequence[str], out: Path, eval_data: str | None = None, options: RunOptions = RunOptions(), progress: Reporter = SILENT
-) -> Run:  # fmt: skip
-    """All stages, one after the other: the arguments are those of `calibrate`. A gate that is not met is raised when all is written."""
+    model: str,
+    data: str | Sequence[str],
+    out: Path,
+    eval_data: str | None = None,
+    options: RunOptions = RunOptions(),
+    progress: Reporter = SILENT,
+) -> Run:
+    """All stages, one after the other: the arguments are those of `calibrate`.
+
+    A gate that is not met is raised when all is written.
+    """
     found = calibrate(model, data, out, eval_data, options.calibrate, options.export, progress)
     if place().rank:
         return found  # the first rank alone does what follows

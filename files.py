@@ -1,4 +1,6 @@
-"""How fp8q writes and reads files: under a temporary name and then renamed, JSON validated on reading, the disk's refusals in one line."""
+"""How fp8q writes and reads files: under a temporary name and then renamed, JSON validated on reading, the disk's
+refusals in one line.
+"""
 
 import errno
 import fcntl
@@ -23,7 +25,9 @@ FICLONE = 0x40049409
 
 
 class Strict(BaseModel):
-    """A JSON object of the run directory: frozen, unknown keys refused; infinity and NaN, which JSON lacks, are strings."""
+    """A JSON object of the run directory: frozen, unknown keys refused; infinity and NaN, which JSON lacks, are
+    strings.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
@@ -51,7 +55,9 @@ def disk_errors(where: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends well."""
+    """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends
+    well.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f".{path.name}{PARTIAL}"
     remove(partial)
@@ -69,7 +75,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _readable(path: Path) -> None:
-    """Give files the permissions that the umask allows: safetensors writes them for the owner alone, and a server is often another user."""
+    """Give files the permissions that the umask allows: safetensors writes them for the owner alone, and a server is
+    often another user.
+    """
     mask = os.umask(0)
     os.umask(mask)
     for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]:
@@ -85,9 +93,11 @@ def remove(path: Path) -> None:
 
 
 def share(source: Path, target: Path) -> None:
-    """Copy a file; where the file system can (Btrfs, XFS) the copy shares its blocks with the original and takes no room.
+    """Copy a file; where the file system can (Btrfs, XFS) the copy shares its blocks with the original and takes no
+    room.
 
-    Not a hard link, which takes none anywhere: ONNX's own checker refuses external data with several links, as an attack.
+    Not a hard link, which takes none anywhere: ONNX's own checker refuses external data with several links, as an
+    attack.
     """
     with open(source, "rb") as read, open(target, "wb") as written:
         try:
@@ -99,7 +109,9 @@ def share(source: Path, target: Path) -> None:
 def write_document(path: Path, document: BaseModel) -> None:
     """Write a pydantic model as indented JSON, atomically."""
     with replacing(path) as partial:
-        partial.write_text(document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n", encoding="utf-8")
+        partial.write_text(
+            document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n", encoding="utf-8"
+        )
 
 
 def read_document(path: Path, kind: type[Document]) -> Document:
@@ -114,7 +126,10 @@ def read_document(path: Path, kind: type[Document]) -> Document:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
-        raise InputError(f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; restore it, or calibrate again into a new directory") from None
+        raise InputError(
+            f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; restore it, or calibrate again "
+            "into a new directory"
+        ) from None
 
 
 def sha256_file(path: Path) -> str:

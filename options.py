@@ -39,7 +39,9 @@ def at_least_one(options: object, names: tuple[str, ...]) -> None:
 
 
 def one_of(options: object, names: tuple[str, ...]) -> None:
-    """Raise InputError for the first of the fields `names` whose value its type does not list: Python checks no Literal."""
+    """Raise InputError for the first of the fields `names` whose value its type does not list: Python checks no
+    Literal.
+    """
     for name in names:
         allowed, value = get_args(get_type_hints(type(options))[name]), getattr(options, name)
         if value not in allowed:
@@ -47,20 +49,29 @@ def one_of(options: object, names: tuple[str, ...]) -> None:
 
 
 #: The methods that options of `Clipping` belong to; the others belong to all.
-METHOD_OF = {"percentile": "percentile", "amax_history_len": "delayed", "amax_compute_algo": "delayed", "interval": "delayed"}
+METHOD_OF = {
+    "percentile": "percentile",
+    "amax_history_len": "delayed",
+    "amax_compute_algo": "delayed",
+    "interval": "delayed",
+}
 
 
 def first_given(options: object, names: Iterable[str]) -> str | None:
-    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where all are."""
+    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where
+    all are.
+    """
     given = (name for name in names if getattr(options, name) != getattr(type(options), name))
     return next((f"--{name.replace('_', '-')} {getattr(options, name)}" for name in given), None)
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of scales.
+    """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of
+    scales.
 
-    `percentile` (in percent) belongs to that method alone; the last three, under Transformer Engine's names, to `delayed`.
+    `percentile` (in percent) belongs to that method alone; the last three, under Transformer Engine's names, to
+    `delayed`.
     """
 
     method: Method = "amax"
@@ -77,11 +88,17 @@ class Clipping:
         if not 0 < self.percentile <= 100:
             raise InputError(f"--percentile {self.percentile}: must lie in (0, 100]")
         if abs(self.margin) > LARGEST_MARGIN:
-            raise InputError(f"--margin {self.margin}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 to this power")
+            raise InputError(
+                f"--margin {self.margin}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is "
+                "multiplied by 2 to this power"
+            )
         at_least_one(self, ("amax_history_len", "interval"))
         for name, method in METHOD_OF.items():
             if self.method != method and (option := first_given(self, [name])):
-                raise InputError(f"{option}: is for --method {method}, and the method is {self.method}; choose that one, or leave this out")
+                raise InputError(
+                    f"{option}: is for --method {method}, and the method is {self.method}; choose that one, or leave "
+                    "this out"
+                )
 
 
 @dataclass(frozen=True)
@@ -104,8 +121,8 @@ class ScaleOptions:
 class CalibrateOptions(ScaleOptions):
     """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
 
-    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text; `batches`: measure those from the first up to the second alone, to be merged
-    with others, and choose nothing.
+    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text; `batches`: measure
+    those from the first up to the second alone, to be merged with others, and choose nothing.
     """
 
     samples: int | None = None
@@ -125,12 +142,18 @@ class CalibrateOptions(ScaleOptions):
         if self.seed is not None and self.seed < 0:
             raise InputError(f"--seed {self.seed}: must be at least 0")
         if self.batches is not None and not 0 <= self.batches[0] < self.batches[1]:
-            raise InputError(f"--batches {self.batches[0]}:{self.batches[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8")
+            raise InputError(
+                f"--batches {self.batches[0]}:{self.batches[1]}: holds no batch; the first is 0, and the end is not "
+                "one of them, as in 0:8"
+            )
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of `fp8q export`. `dtype`: the type the FP8 graph computes in outside its products; the graphs of other precisions compute in BF16."""
+    """Options of `fp8q export`.
+
+    `dtype`: the type the FP8 graph computes in outside its products; the graphs of other precisions compute in BF16.
+    """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
     precision: Precision = "fp8"
@@ -140,16 +163,23 @@ class ExportOptions:
         """Refuse a type for graphs that have no other, and attention in FP8 in what is compared with FP8."""
         one_of(self, ("dtype", "precision", "attention"))
         if self.precision != "fp8" and self.attention != "wide":
-            raise InputError(f"--attention {self.attention}: is for the FP8 graph, not for --precision {self.precision}; leave one of them out")
+            raise InputError(
+                f"--attention {self.attention}: is for the FP8 graph, not for --precision {self.precision}; leave one "
+                "of them out"
+            )
         if self.precision != "fp8" and self.dtype != ExportOptions.dtype:
-            raise InputError(f"--dtype {self.dtype}: is for the FP8 graph, and --precision {self.precision} computes in BF16; leave one of them out")
+            raise InputError(
+                f"--dtype {self.dtype}: is for the FP8 graph, and --precision {self.precision} computes in BF16; "
+                "leave one of them out"
+            )
 
 
 @dataclass(frozen=True)
 class ValidateOptions:
     """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
 
-    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export --precision` writes.
+    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
+    --precision` writes.
     """
 
     runtimes: tuple[str, ...] = RUNTIMES[:3]
@@ -162,7 +192,8 @@ class ValidateOptions:
         unknown = [name for name in self.runtimes if name not in RUNTIMES]
         if unknown or not self.runtimes:
             raise InputError(
-                f"--runtimes {','.join(self.runtimes) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no runtime; choose from {', '.join(RUNTIMES)}"
+                f"--runtimes {','.join(self.runtimes) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no "
+                f"runtime; choose from {', '.join(RUNTIMES)}"
             )
 
     @property
@@ -173,10 +204,14 @@ class ValidateOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of `fp8q build-engine`. No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions.
+    """Options of `fp8q build-engine`.
 
-    `max_prompt`: tokens taken in one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels are chosen for (None: see
-    `export.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate results (None: the runtime's own limit).
+    No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions.
+
+    `max_prompt`: tokens taken in one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels are
+    chosen for (None: see
+    `export.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate results (None: the runtime's
+    own limit).
     """
 
     runtime: Literal["auto", "tensorrt", "tensorrt-rtx"] = "auto"
@@ -197,11 +232,15 @@ class EngineOptions:
         for name in ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"):
             value, most = getattr(self, name), LARGEST_WORKSPACE if name == "workspace" else LARGEST_SIZE
             if value is not None and value > most:
-                raise InputError(f"--{name.replace('_', '-')} {value:,}: is more than {most:,}, the most that a runtime takes")
+                raise InputError(
+                    f"--{name.replace('_', '-')} {value:,}: is more than {most:,}, the most that a runtime takes"
+                )
         for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
             value, most = getattr(self, name), getattr(self, limit)
             if value is not None and most is not None and value > most:
                 option, of = (field.replace("_", "-") for field in (name, limit))
-                raise InputError(f"--{option} {value:,}: is more than --{of} {most:,}; ask for at most that, or raise --{of}")
+                raise InputError(
+                    f"--{option} {value:,}: is more than --{of} {most:,}; ask for at most that, or raise --{of}"
+                )
         if not 0 <= self.min_fp8_share <= 1:
             raise InputError(f"--min-fp8-share {self.min_fp8_share}: must lie in [0, 1]")

@@ -2,9 +2,9 @@
 
 A stage is a type: "not calibrated yet" is a missing file. Every file is written under a temporary name and
 renamed, so whatever a killed process leaves is either the last good state, a `*.partial` that the next call
-removes, or a `*.work` folder that it goes on from. `run.json` keeps, for each stage, the hashes of what it read and wrote and the options it was given:
-a stage is done again when any of these, or the version of fp8q, has changed, and a file that is not the one its
-stage wrote is refused instead of used.
+removes, or a `*.work` folder that it goes on from. `run.json` keeps, for each stage, the hashes of what it read and
+wrote and the options it was given: a stage is done again when any of these, or the version of fp8q, has changed, and a
+file that is not the one its stage wrote is refused instead of used.
 """
 
 import fcntl
@@ -43,9 +43,17 @@ DISTRIBUTIONS = [
 ]
 
 
-#: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then exports.
-COMMANDS = {"corpus": "calibrate", "measure": "calibrate", "quantize": "calibrate", "queries": "export --attention fp8"} | {
-    f"{stage}-{precision}": f"{stage} --precision {precision}" for stage in ("export", "build-engine") for precision in ("bf16", "int8")
+#: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then
+#: exports.
+COMMANDS = {
+    "corpus": "calibrate",
+    "measure": "calibrate",
+    "quantize": "calibrate",
+    "queries": "export --attention fp8",
+} | {
+    f"{stage}-{precision}": f"{stage} --precision {precision}"
+    for stage in ("export", "build-engine")
+    for precision in ("bf16", "int8")
 }
 #: What the files of the FP8 runtimes come from, in the order of work.
 FP8_STAGES = ("measure", "quantize", "export")
@@ -64,7 +72,9 @@ class StageRecord(Strict):
     notes: list[str]
     seconds: float
     peak_memory_bytes: int
-    machine: dict[str, JsonValue] = Field(default_factory=dict, description="what it was computed on, where that decides its last bits")
+    machine: dict[str, JsonValue] = Field(
+        default_factory=dict, description="what it was computed on, where that decides its last bits"
+    )
 
 
 class RunRecord(Strict):
@@ -140,7 +150,9 @@ class Run:
         if self.exists():
             return read_document(self.record_file, RunRecord)
         if self.root.is_dir() and any(not _is_ours(path) for path in self.root.iterdir()):
-            raise InputError(f"{self.root}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory")
+            raise InputError(
+                f"{self.root}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"
+            )
         if self.root.exists() and not self.root.is_dir():
             raise InputError(f"{self.root}: is a file, not a run directory; name another with --out")
         return RunRecord()
@@ -156,14 +168,18 @@ class Run:
         Raises InputError, naming the command to run, when the stage has not been run or the file has been changed.
         """
         if not self.exists():
-            raise InputError(f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out {self.root}`")
+            raise InputError(
+                f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT "
+                f"--out {self.root}`"
+            )
         recorded, command = self.record().stages.get(stage), self.command(stage)
         name = str(path.relative_to(self.root))
         if recorded is None or name not in recorded.outputs or not path.is_file():
             raise InputError(f"{path}: is missing; `{command}` writes it, run that first")
         if sha256_file(path) != recorded.outputs[name]:
             raise InputError(
-                f"{path}: is not the file that `{command}` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `{command}` again"
+                f"{path}: is not the file that `{command}` wrote (its SHA-256 differs from run.json); restore it, or "
+                f"delete it and run `{command}` again"
             )
         return path
 
@@ -183,11 +199,17 @@ class Run:
         return True
 
     @contextmanager
-    def stage(self, name: str, inputs: Mapping[str, str], options: Mapping[str, object], model: Mapping[str, str] | None = None) -> Iterator[StageLog]:
+    def stage(
+        self,
+        name: str,
+        inputs: Mapping[str, str],
+        options: Mapping[str, object],
+        model: Mapping[str, str] | None = None,
+    ) -> Iterator[StageLog]:
         """Run one stage: lock the directory, clear what a killed process left, and record the outputs at the end.
 
-        The record of the stage is dropped first, so that a stage that dies half-way does not count as done. `model` is kept as
-        the identity of the source model. A directory that was made for a stage that failed is removed.
+        The record of the stage is dropped first, so that a stage that dies half-way does not count as done. `model` is
+        kept as the identity of the source model. A directory that was made for a stage that failed is removed.
         """
         self.record()  # refuses a directory that is no run before anything is written
         with disk_errors(self.root):
@@ -229,37 +251,49 @@ class Run:
         return True
 
     def _give_up(self, before: RunRecord, name: str, created: bool) -> None:
-        """Leave nothing half-written of a stage that failed; what it had made another time still counts, where it has not been touched."""
+        """Leave nothing half-written of a stage that failed; what it had made another time still counts, where it has
+        not been touched.
+        """
         if created:
             shutil.rmtree(self.root, ignore_errors=True)
             return
         self._clear_partial()
         old = before.stages.get(name)
-        if old and all((self.root / path).is_file() and sha256_file(self.root / path) == digest for path, digest in old.outputs.items()):
+        if old and all(
+            (self.root / path).is_file() and sha256_file(self.root / path) == digest
+            for path, digest in old.outputs.items()
+        ):
             with suppress(OSError):
                 write_document(self.record_file, before)
 
     def is_stale(self, stage: str) -> bool:
-        """Whether a file that the finished `stage` read has been made anew since: what it wrote is of another checkpoint then."""
+        """Whether a file that the finished `stage` read has been made anew since: what it wrote is of another
+        checkpoint then.
+        """
         stages = self.record().stages
         outputs = {name: digest for record in stages.values() for name, digest in record.outputs.items()}
         files = {name: digest for name, digest in stages[stage].inputs.items() if "." in name}
         return any(outputs.get(name) != digest for name, digest in files.items())
 
     def refuse_stale(self, *stages: str) -> None:
-        """Raise InputError, naming the command to run, when one of `stages` was done with files that have been made anew since: parts that do not belong together."""
+        """Raise InputError, naming the command to run, when one of `stages` was done with files that have been made
+        anew since: parts that do not belong together.
+        """
         for stage in stages:
             if stage in self.record().stages and self.is_stale(stage):
                 raise InputError(
-                    f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made anew since; run `{self.command(stage)}` again"
+                    f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made "
+                    f"anew since; run `{self.command(stage)}` again"
                 )
 
     @contextmanager
     def work(self, name: str, key: Mapping[str, object], rank: int = 0) -> Iterator[Path]:
-        """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the stage is done.
+        """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the
+        stage is done.
 
-        `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk is to blame for
-        leaves nothing behind. `rank`: of several processes that run the stage, each has a folder of its own, inside that of rank 0.
+        `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk
+        is to blame for leaves nothing behind. `rank`: of several processes that run the stage, each has a folder of its
+        own, inside that of rank 0.
         """
         folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
@@ -294,7 +328,9 @@ class Run:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise InputError(f"{self.root}: another fp8q process is working here; wait for it, or name another directory") from None
+                raise InputError(
+                    f"{self.root}: another fp8q process is working here; wait for it, or name another directory"
+                ) from None
             yield
 
     def _clear_partial(self) -> None:
@@ -326,7 +362,9 @@ def _reset_peak_memory() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process, in bytes: since the stage began on Linux, since the process began elsewhere."""
+    """Peak resident memory of this process, in bytes: since the stage began on Linux, since the process began
+    elsewhere.
+    """
     try:
         status = Path("/proc/self/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024

@@ -1,11 +1,13 @@
-"""What FP8 makes of each architecture: perplexity in BF16, in the FP8 reference and on ONNX Runtime, with and without an FP8 cache, and FP8 products by target.
+"""What FP8 makes of each architecture: perplexity in BF16, in the FP8 reference and on ONNX Runtime, with and without
+an FP8 cache, and FP8 products by target.
 
     python benchmarks/architectures.py CHECKPOINTS DATA [--names llama,gpt2] [--windows 40] [--context 256]
 
-CHECKPOINTS holds a folder for each model of `MODELS`, DATA their texts. Calibrates each on 64 windows, validates on `--windows` windows of `--context` tokens, each
-scored alone, and builds engines with TensorRT-RTX; then again with an FP8 cache, from the same statistics. The ceiling is BF16's own perplexity, beside the others.
-Prints a table in Markdown and last one line of JSON; exit status 1 when a promised product is not FP8 in an engine, or ONNX Runtime's perplexity is more than 0.5 % from
-the reference's (1 % for heads of 8, whose attention is ill-conditioned).
+CHECKPOINTS holds a folder for each model of `MODELS`, DATA their texts. Calibrates each on 64 windows, validates on
+`--windows` windows of `--context` tokens, each scored alone, and builds engines with TensorRT-RTX; then again with an
+FP8 cache, from the same statistics. The ceiling is BF16's own perplexity, beside the others. Prints a table in Markdown
+and last one line of JSON; exit status 1 when a promised product is not FP8 in an engine, or ONNX Runtime's perplexity
+is more than 0.5 % from the reference's (1 % for heads of 8, whose attention is ill-conditioned).
 """
 
 import argparse
@@ -21,7 +23,10 @@ from fp8q.options import KvCache
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run, library_versions
 
-PYTHON, STORIES = ("python-calibration.txt", "python-evaluation.txt"), ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt")
+PYTHON, STORIES = (
+    ("python-calibration.txt", "python-evaluation.txt"),
+    ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt"),
+)
 MODELS = {"llama": PYTHON, "qwen2": PYTHON, "gemma": PYTHON, "gpt2": PYTHON, "opt": PYTHON, "stories260k": STORIES}
 TARGETS = ("sm89", "sm120")
 LIMITS = {"stories260k": 0.01}
@@ -40,7 +45,9 @@ COLUMNS = (
 def outcome(run: Run, options: ValidateOptions) -> dict[str, object]:
     """Perplexities of the run as it is, and the FP8 products of its engines."""
     runtimes = validate(run.root, options=options).runtimes
-    built = build_engine(run.root, EngineOptions(runtime="tensorrt-rtx", targets=TARGETS, max_seq_len=512, min_fp8_share=0))
+    built = build_engine(
+        run.root, EngineOptions(runtime="tensorrt-rtx", targets=TARGETS, max_seq_len=512, min_fp8_share=0)
+    )
     return {
         "perplexity": {name: runtime.perplexity for name, runtime in runtimes.items()},
         "kl_reference_nats": runtimes["reference"].kl_mean_nats,
@@ -55,12 +62,22 @@ def beginning(text: str, checkpoint: Path, tokens: int) -> str:
     return text[: ends[min(tokens, len(ends)) - 1][1]]
 
 
-def measure(checkpoint: Path, calibration: Path, evaluation: Path, windows: int, context: int) -> dict[KvCache, dict[str, object]]:
+def measure(
+    checkpoint: Path, calibration: Path, evaluation: Path, windows: int, context: int
+) -> dict[KvCache, dict[str, object]]:
     """`outcome` of one checkpoint with the cache in BF16 and in FP8."""
     with tempfile.TemporaryDirectory() as directory:
         held_out = Path(directory) / evaluation.name
-        held_out.write_text(beginning(evaluation.read_text(encoding="utf-8"), checkpoint, windows * context), encoding="utf-8")
-        run = calibrate(str(checkpoint), str(calibration), Path(directory) / "run", str(held_out), CalibrateOptions(samples=64, seq_len=256))
+        held_out.write_text(
+            beginning(evaluation.read_text(encoding="utf-8"), checkpoint, windows * context), encoding="utf-8"
+        )
+        run = calibrate(
+            str(checkpoint),
+            str(calibration),
+            Path(directory) / "run",
+            str(held_out),
+            CalibrateOptions(samples=64, seq_len=256),
+        )
         options = ValidateOptions(context=context)
         off = outcome(run, options)
         return {"off": off, "fp8": outcome(scales(run.root, kv_cache="fp8"), options)}
@@ -76,9 +93,13 @@ def row(name: str, result: dict[KvCache, dict[str, object]]) -> str:
     bf16 = plain["bf16"]
     shown = [
         f"{bf16:.3f}",
-        *(f"{value:.3f} ({value / bf16 - 1:+.2%})" for value in (plain["reference"], plain["onnxruntime"], cached["reference"], cached["onnxruntime"])),
+        *(
+            f"{value:.3f} ({value / bf16 - 1:+.2%})"
+            for value in (plain["reference"], plain["onnxruntime"], cached["reference"], cached["onnxruntime"])
+        ),
     ]
-    return f"| {' | '.join([name, *shown, str(fp8['promised_products']), *(str(fp8['fp8_products'][target]) for target in TARGETS)])} |"
+    products = [str(fp8["promised_products"]), *(str(fp8["fp8_products"][target]) for target in TARGETS)]
+    return f"| {' | '.join([name, *shown, *products])} |"
 
 
 def passed(name: str, result: dict[KvCache, dict[str, object]]) -> bool:
@@ -87,7 +108,9 @@ def passed(name: str, result: dict[KvCache, dict[str, object]]) -> bool:
         perplexity, products = each["perplexity"], each["fp8_products"]
         assert isinstance(perplexity, dict)
         assert isinstance(products, dict)
-        if abs(perplexity["onnxruntime"] / perplexity["reference"] - 1) > LIMITS.get(name, LIMIT) or set(products.values()) != {each["promised_products"]}:
+        if abs(perplexity["onnxruntime"] / perplexity["reference"] - 1) > LIMITS.get(name, LIMIT) or set(
+            products.values()
+        ) != {each["promised_products"]}:
             return False
     return True
 
@@ -105,10 +128,23 @@ def main() -> int:
     results = {}
     for name in arguments.names.split(","):
         calibration, evaluation = (arguments.data / text for text in MODELS[name])
-        results[name] = measure(arguments.checkpoints / name, calibration, evaluation, arguments.windows, arguments.context)
+        results[name] = measure(
+            arguments.checkpoints / name, calibration, evaluation, arguments.windows, arguments.context
+        )
         print(row(name, results[name]), flush=True)
     good = all(passed(name, result) for name, result in results.items())
-    print(json.dumps({"results": results, "context": arguments.context, "limit": LIMIT, "limits": LIMITS, "passed": good, "versions": library_versions()}))
+    print(
+        json.dumps(
+            {
+                "results": results,
+                "context": arguments.context,
+                "limit": LIMIT,
+                "limits": LIMITS,
+                "passed": good,
+                "versions": library_versions(),
+            }
+        )
+    )
     return 0 if good else 1
 
 

@@ -2,10 +2,12 @@
 
     python benchmarks/calibration.py [--rounds 7] [--layers 4] [--llmcompressor PYTHON]
 
-A Llama of width 2048 (intermediate 5632, 32 heads, 4 KV heads, vocabulary 4096 so that the head would hide nothing), random weights, windows of 512 tokens. The
-ceiling is the decoder alone, without the output head. In each round every contender runs a short and a long series of batches in turn, and
-the difference of the two counts: start-up and what is done once drop out. The peers are ModelOpt's `max` calibration, on the decoder too, and, where the Python
-of an environment that has it is given, llm-compressor's FP8 calibration (`peer_llmcompressor.py`, held against the plain pass in that environment). Prints one JSON
+A Llama of width 2048 (intermediate 5632, 32 heads, 4 KV heads, vocabulary 4096 so that the head would hide nothing),
+random weights, windows of 512 tokens. The ceiling is the decoder alone, without the output head. In each round every
+contender runs a short and a long series of batches in turn, and the difference of the two counts: start-up and what is
+done once drop out. The peers are ModelOpt's `max` calibration, on the decoder too, and, where the Python of an
+environment that has it is given, llm-compressor's FP8 calibration (`peer_llmcompressor.py`, held against the plain pass
+in that environment). Prints one JSON
 line: `ratio` is the median over rounds of ours to the ceiling, `limit_ratio` the target.
 """
 
@@ -41,7 +43,9 @@ def ours(model: LlamaForCausalLM) -> Series:
 
 
 def modelopt(model: LlamaForCausalLM) -> Series:
-    """ModelOpt's `max`, per tensor for inputs and caches and per channel for weights; the model is converted once, before it is timed."""
+    """ModelOpt's `max`, per tensor for inputs and caches and per channel for weights; the model is converted once,
+    before it is timed.
+    """
     import modelopt.torch.quantization as mtq
 
     quantizers = [
@@ -63,7 +67,9 @@ def modelopt(model: LlamaForCausalLM) -> Series:
 def peer(python: str, layers: int) -> dict[str, object]:
     """What llm-compressor makes of the same decoder, in its own environment."""
     script = Path(__file__).with_name("peer_llmcompressor.py")
-    printed = subprocess.run([python, str(script), "--layers", str(layers)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    printed = subprocess.run(
+        [python, str(script), "--layers", str(layers)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     found: dict[str, object] = json.loads(printed.splitlines()[-1])
     return found
 
@@ -73,14 +79,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment with llm-compressor")
+    parser.add_argument(
+        "--llmcompressor", metavar="PYTHON", help="the interpreter of an environment with llm-compressor"
+    )
     arguments = parser.parse_args()
     model, measured = build(arguments.layers), commit()
     contenders = {"plain": plain(model), "fp8q": ours(model), "modelopt": modelopt(build(arguments.layers))}
     for series in contenders.values():
         series(1)
     rounds = [{name: marginal(series) for name, series in contenders.items()} for _ in range(arguments.rounds)]
-    ratios = {name: statistics.median(seconds[name] / seconds["plain"] for seconds in rounds) for name in ("fp8q", "modelopt")}
+    ratios = {
+        name: statistics.median(seconds[name] / seconds["plain"] for seconds in rounds) for name in ("fp8q", "modelopt")
+    }
     per_second = (LONG - SHORT) * BATCH * WINDOW / statistics.median(seconds["plain"] for seconds in rounds)
     result = {
         "ratio": ratios["fp8q"],

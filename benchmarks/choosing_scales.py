@@ -2,10 +2,13 @@
 
     python benchmarks/choosing_scales.py MODEL=CALIBRATION,EVALUATION … [--windows 16] [--context 256]
 
-Each checkpoint is measured once; every row then changes one choice and leaves the rest at the default (activations by amax, margin 0, BF16 grid, weights per channel by mse,
-E4M3). The floor is what no choice of activation scales goes below in a static engine: the cost of the weights alone. Prints a Markdown table (KL relative to
-the default's, and the increase of perplexity) and one JSON line. These models have no large outliers; a row named `outliers` is the first model with some
-made: 4 channels of every input norm 64 times larger, the next matrices' columns as much smaller, so that in exact arithmetic it is the same function.
+Each checkpoint is measured once; every row then changes one choice and leaves the rest at the default (activations by
+amax, margin 0, BF16 grid, weights per channel by mse, E4M3). The floor is what no choice of activation scales goes
+below in a static engine: the cost of the weights alone. Prints a Markdown table (KL relative to the default's, and the
+increase of perplexity) and one JSON line. These models have no large outliers; a row named `outliers` is the first
+model with some
+made: 4 channels of every input norm 64 times larger, the next matrices' columns as much smaller, so that in exact
+arithmetic it is the same function.
 """
 
 import argparse
@@ -46,7 +49,10 @@ OUTLIER, OUTLIER_CHANNELS = 64.0, 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One row: how the activations' scales and the weights' are chosen. `bf16_inputs` leaves activations as they are; `cache` chooses those of an FP8 cache."""
+    """One row: how the activations' scales and the weights' are chosen.
+
+    `bf16_inputs` leaves activations as they are; `cache` chooses those of an FP8 cache.
+    """
 
     clip: Clipping = Clipping()
     weights: WeightMethod = ScaleOptions.weight_method
@@ -103,7 +109,9 @@ def layer(linear: nn.Linear, codes: torch.Tensor, weight_scale: torch.Tensor, sc
     elif choice.format is not E4M3:
         patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().numpy()
         with np.errstate(all="ignore"):
-            made.table = torch.from_numpy(choice.format.decode(choice.format.encode(patterns / np.float32(scale)))).to(torch.bfloat16)
+            made.table = torch.from_numpy(choice.format.decode(choice.format.encode(patterns / np.float32(scale)))).to(
+                torch.bfloat16
+            )
     return made
 
 
@@ -125,7 +133,10 @@ def quantized(model: nn.Module, modules: Mapping[str, Any], statistics: Statisti
     for name in {first[name] for name in modules}:
         tensor = statistics.tensors[f"{name}.input"]
         scales[name] = tensor_scale(tensor.histogram, choice.clip, choice.format, tensor.amax_batches).scale
-    layers = {name: layer(linear, *weight_codes(linear.weight.detach(), choice), scales[first[name]], choice) for name, linear in modules.items()}
+    layers = {
+        name: layer(linear, *weight_codes(linear.weight.detach(), choice), scales[first[name]], choice)
+        for name, linear in modules.items()
+    }
     replace_linears(model, layers)
     try:
         yield
@@ -138,21 +149,31 @@ def new_cache(model: nn.Module, statistics: Statistics, clip: Clipping | None) -
     if clip is None:
         return None
     tensors = {name: tensor for name, tensor in statistics.tensors.items() if name.endswith((".k", ".v"))}
-    scales = {name: tensor_scale(tensor.histogram, clip, amax_batches=tensor.amax_batches).scale for name, tensor in tensors.items()}
+    scales = {
+        name: tensor_scale(tensor.histogram, clip, amax_batches=tensor.amax_batches).scale
+        for name, tensor in tensors.items()
+    }
     return FP8Cache(scales, attention_modules(model))
 
 
 def make_outliers(model: Any) -> None:
-    """Scale some channels of each norm up and the columns of the matrices that read them down, by a power of two: the function stays the same."""
+    """Scale some channels of each norm up and the columns of the matrices that read them down, by a power of two: the
+    function stays the same.
+    """
     for block in model.model.layers:
-        for norm, readers in (("input_layernorm", ("q_proj", "k_proj", "v_proj")), ("post_attention_layernorm", ("gate_proj", "up_proj"))):
+        for norm, readers in (
+            ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
+            ("post_attention_layernorm", ("gate_proj", "up_proj")),
+        ):
             block.get_submodule(norm).weight.data[:OUTLIER_CHANNELS] *= OUTLIER
             for name, module in block.named_modules():
                 if name.endswith(readers):
                     module.weight.data[:, :OUTLIER_CHANNELS] /= OUTLIER
 
 
-def evaluate(source: Source, data: str, eval_data: str, windows: int, context: int, outliers: bool) -> dict[str, dict[str, float | None]]:
+def evaluate(
+    source: Source, data: str, eval_data: str, windows: int, context: int, outliers: bool
+) -> dict[str, dict[str, float | None]]:
     """Choice -> perplexity, its increase and mean KL, on `windows` windows of `eval_data`."""
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
     vocabulary = source.text_config.vocab_size
@@ -164,10 +185,14 @@ def evaluate(source: Source, data: str, eval_data: str, windows: int, context: i
     statistics = measure(model, ids, identity, record, SILENT)
     products = sources.products_of(source, ())
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
-    evaluation: Evaluation = cut(corpus.encode(corpus.load_texts(eval_data), tokenizer)[: windows * context], eval_data, context, context)
+    evaluation: Evaluation = cut(
+        corpus.encode(corpus.load_texts(eval_data), tokenizer)[: windows * context], eval_data, context, context
+    )
 
     def logits(window_ids: np.ndarray, cache: FP8Cache | None = None) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=torch.from_numpy(window_ids), past_key_values=cache, use_cache=cache is not None).logits
+        found: torch.Tensor = model(
+            input_ids=torch.from_numpy(window_ids), past_key_values=cache, use_cache=cache is not None
+        ).logits
         return found
 
     def forward(choice: Choice) -> Forward:
@@ -177,9 +202,15 @@ def evaluate(source: Source, data: str, eval_data: str, windows: int, context: i
 
         return run
 
-    accuracy, _ = compare(evaluation, {"bf16": logits} | {name: forward(choice) for name, choice in CHOICES.items()}, vocabulary, SILENT)
+    accuracy, _ = compare(
+        evaluation, {"bf16": logits} | {name: forward(choice) for name, choice in CHOICES.items()}, vocabulary, SILENT
+    )
     return {
-        name: {"perplexity": found.perplexity, "perplexity_increase": found.perplexity_increase, "kl_mean_nats": found.kl_mean_nats}
+        name: {
+            "perplexity": found.perplexity,
+            "perplexity_increase": found.perplexity_increase,
+            "kl_mean_nats": found.kl_mean_nats,
+        }
         for name, found in accuracy.runtimes.items()
     }
 
@@ -189,9 +220,17 @@ def markdown(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     default = next(iter(CHOICES))
     lines = ["| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
     for name in CHOICES:
-        cells = [f"{rows[name]['kl_mean_nats'] / rows[default]['kl_mean_nats']:.2f} ({rows[name]['perplexity_increase']:+.2%})" for rows in found.values()]
+        cells = [
+            (
+                f"{rows[name]['kl_mean_nats'] / rows[default]['kl_mean_nats']:.2f} "
+                f"({rows[name]['perplexity_increase']:+.2%})"
+            )
+            for rows in found.values()
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    absolute = [f"{rows[default]['kl_mean_nats'] * 1e6:.0f}, {rows['bf16']['perplexity']:.2f}" for rows in found.values()]
+    absolute = [
+        f"{rows[default]['kl_mean_nats'] * 1e6:.0f}, {rows['bf16']['perplexity']:.2f}" for rows in found.values()
+    ]
     return "\n".join([*lines, "| KL of the default (nats × 10⁶), perplexity of BF16 | " + " | ".join(absolute) + " |"])
 
 
@@ -210,10 +249,16 @@ def main() -> None:
         name = Path(model).resolve().name if Path(model).name != "checkpoint" else Path(model).resolve().parent.name
         found[name] = evaluate(source, data, eval_data, arguments.windows, arguments.context, outliers=False)
         if number == 0:
-            found[f"{name}, outliers"] = evaluate(source, data, eval_data, arguments.windows, arguments.context, outliers=True)
+            found[f"{name}, outliers"] = evaluate(
+                source, data, eval_data, arguments.windows, arguments.context, outliers=True
+            )
         if arguments.out:
             arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "versions": library_versions()}
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": library_versions(),
+    }
     result = {
         "windows": arguments.windows,
         "context": arguments.context,

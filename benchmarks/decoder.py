@@ -1,4 +1,6 @@
-"""The decoder whose plain forward pass is the ceiling of calibration: imports nothing of fp8q, so that peers can run it in environments of their own."""
+"""The decoder whose plain forward pass is the ceiling of calibration: imports nothing of fp8q, so that peers can run it
+in environments of their own.
+"""
 
 import time
 from collections.abc import Callable
@@ -46,7 +48,9 @@ def plain(model: LlamaForCausalLM) -> Series:
 
 
 def marginal(series: Series) -> float:
-    """Seconds of a series of `LONG` batches less those of one of `SHORT`: what takes the same time in both, such as starting up, drops out."""
+    """Seconds of a series of `LONG` batches less those of one of `SHORT`: what takes the same time in both, such as
+    starting up, drops out.
+    """
     seconds = []
     for batches in (SHORT, LONG):
         start = time.perf_counter()

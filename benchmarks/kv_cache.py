@@ -1,10 +1,12 @@
-"""What an FP8 KV cache costs: keys alone, values alone, both, and keys less the calibrated mean of each of their channels.
+"""What an FP8 KV cache costs: keys alone, values alone, both, and keys less the calibrated mean of each of their
+channels.
 
     python benchmarks/kv_cache.py MODEL=CALIBRATION,EVALUATION … [--samples 64] [--windows 40] [--context 256]
 
-KL(BF16 weights || the same with that cache), everything else computed in FP32, so that nothing but the cache's rounding is seen; beside it the cost of all
-W8A8 products with a wide cache. Subtracting a constant vector m from every key of a head changes each of a query's scores by the same q·m, which the softmax
-does not see; what remains has smaller magnitudes where a channel is far from zero, and so smaller errors. Prints a Markdown table and one JSON line.
+KL(BF16 weights || the same with that cache), everything else computed in FP32, so that nothing but the cache's rounding
+is seen; beside it the cost of all W8A8 products with a wide cache. Subtracting a constant vector m from every key of a
+head changes each of a query's scores by the same q·m, which the softmax does not see; what remains has smaller
+magnitudes where a channel is far from zero, and so smaller errors. Prints a Markdown table and one JSON line.
 """
 
 import argparse
@@ -36,7 +38,13 @@ from fp8q.validate.compare import Forward, compare
 from fp8q.validate.perplexity import cut
 
 #: Row -> which parts of the cache are codes, and whether keys are stored less their channels' means.
-CACHES = {"K": ("k", False), "V": ("v", False), "K and V": ("kv", False), "K less its means": ("k", True), "K less its means, and V": ("kv", True)}
+CACHES = {
+    "K": ("k", False),
+    "V": ("v", False),
+    "K and V": ("kv", False),
+    "K less its means": ("k", True),
+    "K less its means, and V": ("kv", True),
+}
 PRODUCTS = "all W8A8 products, cache wide"
 
 
@@ -47,7 +55,9 @@ class Seen(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.see = see
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Show both; return them as they are."""
         self.see(key_states, value_states)
         return key_states, value_states
@@ -60,7 +70,9 @@ class Centred(FP8Layer):
         super().__init__(key_scale, value_scale)
         self.means = means
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the difference; attention may see it too, since the softmax does not."""
         return super().update(key_states - self.means, value_states, *args, **kwargs)
 
@@ -72,7 +84,9 @@ def cache_of(layers: Iterable[DynamicLayer]) -> DynamicCache:
     return cache
 
 
-def watched(model: PreTrainedModel, windows: np.ndarray, see: Callable[[int], Callable[[torch.Tensor, torch.Tensor], None]]) -> None:
+def watched(
+    model: PreTrainedModel, windows: np.ndarray, see: Callable[[int], Callable[[torch.Tensor, torch.Tensor], None]]
+) -> None:
     """Run `model` on `windows`, showing what each layer writes."""
     with torch.inference_mode():
         for ids in torch.from_numpy(windows).split(8):
@@ -101,15 +115,24 @@ def measured(model: PreTrainedModel, windows: np.ndarray) -> tuple[list[torch.Te
 
     watched(model, windows, add)
     watched(model, windows, extremes)
-    return [mean.float() for mean in means], [{name: float(scale_of(value, E4M3)) for name, value in layer.items()} for layer in amax]
+    return [mean.float() for mean in means], [
+        {name: float(scale_of(value, E4M3)) for name, value in layer.items()} for layer in amax
+    ]
 
 
 def benchmark(directory: str, data: str, eval_data: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Row -> mean KL in nats × 10⁶, on one model."""
     source = open_source(directory)
-    tokenizer, options, notes = load_tokenizer(source), CalibrateOptions(samples=arguments.samples, seq_len=arguments.context), Notes(SILENT)
+    tokenizer, options, notes = (
+        load_tokenizer(source),
+        CalibrateOptions(samples=arguments.samples, seq_len=arguments.context),
+        Notes(SILENT),
+    )
     evaluation = cut(
-        corpus.encode(corpus.load_texts(eval_data), tokenizer)[: arguments.windows * arguments.context], eval_data, arguments.context, arguments.context
+        corpus.encode(corpus.load_texts(eval_data), tokenizer)[: arguments.windows * arguments.context],
+        eval_data,
+        arguments.context,
+        arguments.context,
     )
     model = load_model(source, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -126,22 +149,38 @@ def benchmark(directory: str, data: str, eval_data: str, arguments: argparse.Nam
                 layers = []
                 for mean, scale in zip(means, scales, strict=True):
                     key = (scale["centred"] if centred else scale["k"]) if "k" in parts else None
-                    layers.append(Centred(mean if centred else torch.zeros(()), key, scale["v"] if "v" in parts else None))
+                    layers.append(
+                        Centred(mean if centred else torch.zeros(()), key, scale["v"] if "v" in parts else None)
+                    )
                 return cache_of(layers)
 
             return lambda ids: made(input_ids=torch.from_numpy(ids), past_key_values=cache(), use_cache=True).logits
 
         runtimes = (
-            {"bf16": forward(model, "", False)} | {name: forward(model, *how) for name, how in CACHES.items()} | {PRODUCTS: forward(reference, "", False)}
+            {"bf16": forward(model, "", False)}
+            | {name: forward(model, *how) for name, how in CACHES.items()}
+            | {PRODUCTS: forward(reference, "", False)}
         )
         accuracy, _ = compare(evaluation, runtimes, source.text_config.vocab_size, SILENT)
-    return {name: round(1e6 * found.kl_mean_nats, 2) for name, found in accuracy.runtimes.items() if found.kl_mean_nats is not None}
+    return {
+        name: round(1e6 * found.kl_mean_nats, 2)
+        for name, found in accuracy.runtimes.items()
+        if found.kl_mean_nats is not None
+    }
 
 
 def markdown(found: Mapping[str, Mapping[str, float]]) -> str:
     """A table: one row a cache, one column a model."""
     lines = ["| KL, nats × 10⁶ | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {row} | " + " | ".join(f"{values[row]:.0f}" for values in found.values()) + " |" for row in [*CACHES, PRODUCTS])])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| {row} | " + " | ".join(f"{values[row]:.0f}" for values in found.values()) + " |"
+                for row in [*CACHES, PRODUCTS]
+            ),
+        ]
+    )
 
 
 def main() -> None:
@@ -156,11 +195,25 @@ def main() -> None:
         model, _, texts = spec.partition("=")
         path = Path(model).resolve()
         data, _, eval_data = texts.partition(",")
-        found[path.parent.name if path.name == "checkpoint" else path.name] = benchmark(model, data, eval_data, arguments)
+        found[path.parent.name if path.name == "checkpoint" else path.name] = benchmark(
+            model, data, eval_data, arguments
+        )
     print(markdown(found))
-    versions = {"fp8q": __version__} | {name: version for name, version in library_versions().items() if name in ("torch", "transformers")}
+    versions = {"fp8q": __version__} | {
+        name: version for name, version in library_versions().items() if name in ("torch", "transformers")
+    }
     protocol = {"samples": arguments.samples, "windows": arguments.windows, "context": arguments.context}
-    print(json.dumps({"benchmark": "kv_cache", **protocol, "kl_mean_nats_times_1e6": found, "machine": platform.machine(), "versions": versions}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "kv_cache",
+                **protocol,
+                "kl_mean_nats_times_1e6": found,
+                "machine": platform.machine(),
+                "versions": versions,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

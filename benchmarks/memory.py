@@ -1,11 +1,13 @@
-"""How much memory `fp8q calibrate --stream` takes: at most 1.2 GB and three decoder layers, however many layers there are.
+"""How much memory `fp8q calibrate --stream` takes: at most 1.2 GB and three decoder layers, however many layers there
+are.
 
     python benchmarks/memory.py [--layers 5 14] [--windows 4] [--seq-len 128]
 
-Makes checkpoints of 5 and 14 layers (`synthetic`: 4.3 and 8.2 GB). A process of its own runs all of `calibrate` but the ONNX export on a few windows.
-The largest layer is a decoder layer (0.44 GB), though the embedding (1.05 GB) is larger: that is the stricter
-limit, and says that the embedding is never copied. Growth is the largest difference of a stage's two peaks, a layer; a layer that stayed would be 0.44 GB.
-The ceiling beside it, what any way of running a layer needs, is that layer alone. Prints one JSON line; exit status 1 when a limit is not met.
+Makes checkpoints of 5 and 14 layers (`synthetic`: 4.3 and 8.2 GB). A process of its own runs all of `calibrate` but the
+ONNX export on a few windows. The largest layer is a decoder layer (0.44 GB), though the embedding (1.05 GB) is larger:
+that is the stricter limit, and says that the embedding is never copied. Growth is the largest difference of a stage's
+two peaks, a layer; a layer that stayed would be 0.44 GB. The ceiling beside it, what any way of running a layer needs,
+is that layer alone. Prints one JSON line; exit status 1 when a limit is not met.
 """
 
 import argparse
@@ -28,7 +30,9 @@ GROWTH_SHARE = 0.02
 
 
 def calibrate(checkpoint: str, out: str, windows: int, seq_len: int) -> None:
-    """What the measured process does: `fp8q calibrate --stream` but for the export, naming each stage on standard output when it begins."""
+    """What the measured process does: `fp8q calibrate --stream` but for the export, naming each stage on standard
+    output when it begins.
+    """
     print("start", flush=True)
     from fp8q.api import CalibrateOptions
     from fp8q.calibrate.model.source import load_tokenizer, open_source
@@ -54,11 +58,20 @@ def measure_checkpoint(folder: Path, layers: int, windows: int, seq_len: int, li
     """Write a checkpoint, calibrate it, remove it."""
     checkpoint, run = folder / "model", folder / "run"
     size = write_checkpoint(checkpoint, layers)
-    stages = sampled(__file__, ["--child", str(checkpoint), str(run), "--windows", str(windows), "--seq-len", str(seq_len)])
+    stages = sampled(
+        __file__, ["--child", str(checkpoint), str(run), "--windows", str(windows), "--seq-len", str(seq_len)]
+    )
     rmtree(checkpoint)
     rmtree(run)
     peak = max(stage["peak_anonymous_bytes"] for stage in stages.values())
-    return {"layers": layers, "checkpoint_bytes": size, "peak_anonymous_bytes": peak, "limit_bytes": limit, "passed": peak <= limit, "stages": stages}
+    return {
+        "layers": layers,
+        "checkpoint_bytes": size,
+        "peak_anonymous_bytes": peak,
+        "limit_bytes": limit,
+        "passed": peak <= limit,
+        "stages": stages,
+    }
 
 
 def main() -> int:
@@ -76,15 +89,28 @@ def main() -> int:
     layer = sum(2 * torch.Size(shape).numel() for shape in layer_shapes().values())
     limit, measured = FIXED_BYTES + LAYERS_HELD * layer, commit()
     with tempfile.TemporaryDirectory() as directory:
-        found = [measure_checkpoint(Path(directory), layers, options.windows, options.seq_len, limit) for layers in options.layers]
+        found = [
+            measure_checkpoint(Path(directory), layers, options.windows, options.seq_len, limit)
+            for layers in options.layers
+        ]
     small, large = (checkpoint["stages"] for checkpoint in found)
-    growth = max(large[stage]["peak_anonymous_bytes"] - small[stage]["peak_anonymous_bytes"] for stage in small) / (options.layers[1] - options.layers[0])
+    growth = max(large[stage]["peak_anonymous_bytes"] - small[stage]["peak_anonymous_bytes"] for stage in small) / (
+        options.layers[1] - options.layers[0]
+    )
     passed = all(checkpoint["passed"] for checkpoint in found) and growth <= GROWTH_SHARE * layer
     result = {
-        "benchmark": "memory", "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs", "versions": library_versions(), "commit": measured,
-        "windows": options.windows, "seq_len": options.seq_len, "layer_bytes": layer, "checkpoints": found,
-        "growth_bytes_a_layer": round(growth), "growth_limit_bytes_a_layer": round(GROWTH_SHARE * layer), "passed": passed,
-    }  # fmt: skip
+        "benchmark": "memory",
+        "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
+        "versions": library_versions(),
+        "commit": measured,
+        "windows": options.windows,
+        "seq_len": options.seq_len,
+        "layer_bytes": layer,
+        "checkpoints": found,
+        "growth_bytes_a_layer": round(growth),
+        "growth_limit_bytes_a_layer": round(GROWTH_SHARE * layer),
+        "passed": passed,
+    }
     print(json.dumps(result))
     return 0 if passed else 1
 

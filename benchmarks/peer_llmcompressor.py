@@ -1,9 +1,10 @@
-"""llm-compressor's static FP8 calibration over the plain forward pass: the peer of `calibration.py`, run by it in an environment of llm-compressor's own.
+"""llm-compressor's static FP8 calibration over the plain forward pass: the peer of `calibration.py`, run by it in an
+environment of llm-compressor's own.
 
     PYTHON benchmarks/peer_llmcompressor.py [--rounds 3] [--layers 4]
 
-`oneshot` with the scheme FP8 (weights and inputs per tensor, static) and its default pipeline, on the decoder of `decoder.py`; the difference of a short and a long series, so
-that conversion does not count. Prints one JSON line.
+`oneshot` with the scheme FP8 (weights and inputs per tensor, static) and its default pipeline, on the decoder of
+`decoder.py`; the difference of a short and a long series, so that conversion does not count. Prints one JSON line.
 """
 
 import argparse
@@ -24,7 +25,10 @@ DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo" / "checkpoin
 
 
 def peer(folder: str, layers: int) -> Series:
-    """`oneshot` on a model of its own each time, from a directory, as it wants it: it converts what it is given. Loading is a cost of both series, and drops out."""
+    """`oneshot` on a model of its own each time, from a directory, as it wants it: it converts what it is given.
+
+    Loading is a cost of both series, and drops out.
+    """
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -35,7 +39,13 @@ def peer(folder: str, layers: int) -> Series:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         rows: Any = [{"input_ids": torch.from_numpy(ids)} for ids in np.split(tokens(batches), batches)]
         recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
-        oneshot(model=model, tokenizer=tokenizer, dataset=DataLoader(rows, batch_size=None), recipe=recipe, num_calibration_samples=len(rows))
+        oneshot(
+            model=model,
+            tokenizer=tokenizer,
+            dataset=DataLoader(rows, batch_size=None),
+            recipe=recipe,
+            num_calibration_samples=len(rows),
+        )
 
     return series
 
@@ -52,7 +62,9 @@ def main() -> None:
             series(1)
         rounds = [{name: marginal(series) for name, series in contenders.items()} for _ in range(arguments.rounds)]
     ratio = statistics.median(seconds["llmcompressor"] / seconds["plain"] for seconds in rounds)
-    versions = {name: metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch", "transformers")}
+    versions = {
+        name: metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch", "transformers")
+    }
     print(json.dumps({"ratio": ratio, "rounds": arguments.rounds, "versions": versions}))
 
 

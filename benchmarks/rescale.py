@@ -2,8 +2,9 @@
 
     python benchmarks/rescale.py [--layers 32]
 
-Synthetic statistics of a Llama (four distinct inputs a layer, K and V), heavy-tailed, 40 million values a tensor, so that about as many patterns occur as in a real
-one. Every method is timed; the limit holds for the slowest. Writing the checkpoint is not counted: it is bounded by the disk. Prints one JSON line.
+Synthetic statistics of a Llama (four distinct inputs a layer, K and V), heavy-tailed, 40 million values a tensor, so
+that about as many patterns occur as in a real one. Every method is timed; the limit holds for the slowest. Writing the
+checkpoint is not counted: it is bounded by the disk. Prints one JSON line.
 """
 
 import argparse
@@ -31,17 +32,26 @@ def tensor(rng: np.random.Generator, values: float = 4e7) -> TensorStatistics:
     density = np.diff(x, append=x[-1]) / (1 + (x * rng.uniform(0.5, 5)) ** 2) ** 2.5
     counts = rng.poisson(values * density / density.sum())
     histogram = Histogram.from_dense(counts.astype(np.int64))
-    return TensorStatistics(histogram, rng.uniform(0.5, 1, 128).astype(np.float32) * np.float32(histogram.amax), np.ones(1, np.float32))
+    return TensorStatistics(
+        histogram, rng.uniform(0.5, 1, 128).astype(np.float32) * np.float32(histogram.amax), np.ones(1, np.float32)
+    )
 
 
 def synthetic(layers: int) -> Statistics:
     """Statistics of `layers` layers."""
     rng = np.random.default_rng(0)
-    groups = {f"layers.{i}.{members[0]}": [f"layers.{i}.{member}" for member in members] for i in range(layers) for members in GROUPS}
+    groups = {
+        f"layers.{i}.{members[0]}": [f"layers.{i}.{member}" for member in members]
+        for i in range(layers)
+        for members in GROUPS
+    }
     names = [f"{first}.input" for first in groups] + [f"layers.{i}.attn.{part}" for i in range(layers) for part in "kv"]
     identity = ModelIdentity(name="synthetic", architecture="LlamaForCausalLM", fingerprint="0" * 64)
     corpus = Corpus(name="synthetic", fingerprint="0" * 64, windows=1024, seq_len=2048, batch_size=8)
-    return Statistics(StatisticsRecord(model=identity, corpus=corpus, tokens=1024 * 2048, groups=groups), {name: tensor(rng) for name in names})
+    return Statistics(
+        StatisticsRecord(model=identity, corpus=corpus, tokens=1024 * 2048, groups=groups),
+        {name: tensor(rng) for name in names},
+    )
 
 
 def main() -> None:
@@ -59,7 +69,13 @@ def main() -> None:
         assert (len(scales), len(skipped), len(cache)) == (7 * layers, 0, 2 * layers), "every tensor has a scale"
     patterns = int(np.mean([len(found.histogram.bits) for found in statistics.tensors.values()]))
     slowest = max(seconds.values())
-    result = {"layers": layers, "tensors": len(statistics.tensors), "patterns_per_tensor": patterns, "seconds_by_method": seconds, "seconds": slowest}
+    result = {
+        "layers": layers,
+        "tensors": len(statistics.tensors),
+        "patterns_per_tensor": patterns,
+        "seconds_by_method": seconds,
+        "seconds": slowest,
+    }
     result |= {
         "limit_seconds": LIMIT_SECONDS,
         "passed": slowest < LIMIT_SECONDS,

@@ -1,8 +1,9 @@
-"""Random checkpoints of the 8 B Llama's shape, and the memory of a process that works on them: what the benchmarks of memory share.
+"""Random checkpoints of the 8 B Llama's shape, and the memory of a process that works on them: what the benchmarks of
+memory share.
 
-Width 4,096, intermediate 14,336, 32 heads, 8 KV heads, vocabulary 128,256, embedding and head apart (2.1 GB of them), random BF16, a shard a layer: 5 layers are 4.3 GB,
-14 are 8.2 GB. What is sampled is *anonymous* resident memory (RssAnon of /proc/PID/status), every 20 ms: the pages of mapped files can be dropped at any time
-and do not count.
+Width 4,096, intermediate 14,336, 32 heads, 8 KV heads, vocabulary 128,256, embedding and head apart (2.1 GB of them),
+random BF16, a shard a layer: 5 layers are 4.3 GB, 14 are 8.2 GB. What is sampled is *anonymous* resident memory
+(RssAnon of /proc/PID/status), every 20 ms: the pages of mapped files can be dropped at any time and do not count.
 """
 
 import json
@@ -23,9 +24,16 @@ DEMO = ROOT / "examples" / "demo"
 SAMPLING_SECONDS = 0.02
 WIDTH, INNER, KV_HEADS, HEAD_SIZE = 4096, 14_336, 8, 128
 SHAPE = LlamaConfig(
-    architectures=["LlamaForCausalLM"], vocab_size=128_256, hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=32, num_key_value_heads=KV_HEADS,
-    max_position_embeddings=8192, tie_word_embeddings=False, dtype="bfloat16",
-)  # fmt: skip
+    architectures=["LlamaForCausalLM"],
+    vocab_size=128_256,
+    hidden_size=WIDTH,
+    intermediate_size=INNER,
+    num_attention_heads=32,
+    num_key_value_heads=KV_HEADS,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
 
 
 def layer_shapes() -> dict[str, tuple[int, ...]]:
@@ -44,7 +52,10 @@ def layer_shapes() -> dict[str, tuple[int, ...]]:
 
 @cache
 def random_weight(shape: tuple[int, ...]) -> torch.Tensor:
-    """BF16 normal values of the size that keeps a product's; ones for a norm. One tensor a shape: memory does not know what values it holds."""
+    """BF16 normal values of the size that keeps a product's; ones for a norm.
+
+    One tensor a shape: memory does not know what values it holds.
+    """
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     return torch.empty(shape, dtype=torch.bfloat16).normal_(std=shape[1] ** -0.5)
@@ -54,13 +65,19 @@ def write_checkpoint(path: Path, layers: int) -> int:
     """Write a random checkpoint of `layers` layers shard by shard; returns the bytes of its weights."""
     path.mkdir()
     shards: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
-    shards += [{f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes().items()} for layer in range(layers)]
+    shards += [
+        {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes().items()} for layer in range(layers)
+    ]
     shards += [{"model.norm.weight": (SHAPE.hidden_size,)}, {"lm_head.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
     names: dict[str, str] = {}
     for number, shapes in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         names |= dict.fromkeys(shapes, file)
-        save_file({name: random_weight(shape).clone() for name, shape in shapes.items()}, path / file, metadata={"format": "pt"})
+        save_file(
+            {name: random_weight(shape).clone() for name, shape in shapes.items()},
+            path / file,
+            metadata={"format": "pt"},
+        )
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     SHAPE.num_hidden_layers = layers
     SHAPE.save_pretrained(path)
@@ -70,7 +87,9 @@ def write_checkpoint(path: Path, layers: int) -> int:
 
 
 def sampled(script: str, arguments: list[str]) -> dict[str, dict[str, float]]:
-    """Run `script` with `arguments`; it prints the name of each stage that it begins;; stage -> its peak of anonymous memory in bytes, and its seconds."""
+    """Run `script` with `arguments`; it prints the name of each stage that it begins;; stage -> its peak of anonymous
+    memory in bytes, and its seconds.
+    """
     found: dict[str, dict[str, float]] = {}
     with subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -82,7 +101,10 @@ def sampled(script: str, arguments: list[str]) -> dict[str, dict[str, float]]:
                 stage, began = told.decode().split()[-1], time.monotonic()
                 print(f"{stage} …", file=sys.stderr)
             peak = found.get(stage, {}).get("peak_anonymous_bytes", 0)
-            found[stage] = {"peak_anonymous_bytes": max(peak, anonymous_bytes(process.pid)), "seconds": round(time.monotonic() - began, 1)}
+            found[stage] = {
+                "peak_anonymous_bytes": max(peak, anonymous_bytes(process.pid)),
+                "seconds": round(time.monotonic() - began, 1),
+            }
             time.sleep(SAMPLING_SECONDS)
     if process.returncode:
         raise SystemExit(f"the measured process failed with exit status {process.returncode}")
@@ -100,4 +122,6 @@ def anonymous_bytes(process: int) -> int:
 
 def commit() -> str:
     """The commit that was measured."""
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()

@@ -1,12 +1,14 @@
 """Two implementations, one model: ONNX Runtime on the exported graph against the torch reference in exact FP32 mode.
 
-    python benchmarks/two_implementations.py MODEL --data TEXT --eval-data TEXT [--kv-cache fp8] [--windows 40] [--context 256] [--optimized]
+    python benchmarks/two_implementations.py MODEL --data TEXT --eval-data TEXT [--kv-cache fp8] [--windows 40]
+    [--context 256] [--optimized]
 
-Two correct implementations agree to the last digits until one value, somewhere, lies so near to a midpoint that it rounds to the other
-code; from then on they walk apart. So logits are compared before the first differing code (limit 1e-4), then by the share of codes
-that differ, by perplexity (limits: 0.1 % between the two, 0.5 % between ONNX Runtime and the reference in BF16) and by KL, whose ceiling is what FP8
-itself costs: KL(reference || ONNX Runtime) may be a tenth of KL(BF16 || FP8). Greedy continuations may part only where the two best tokens are closer
-than the logits of the two runtimes. Prints one JSON line; exit status 1 when a limit is not met.
+Two correct implementations agree to the last digits until one value, somewhere, lies so near to a midpoint that it
+rounds to the other code; from then on they walk apart. So logits are compared before the first differing code (limit
+1e-4), then by the share of codes that differ, by perplexity (limits: 0.1 % between the two, 0.5 % between ONNX Runtime
+and the reference in BF16) and by KL, whose ceiling is what FP8 itself costs: KL(reference || ONNX Runtime) may be a
+tenth of KL(BF16 || FP8). Greedy continuations may part only where the two best tokens are closer than the logits of the
+two runtimes. Prints one JSON line; exit status 1 when a limit is not met.
 """
 
 import argparse
@@ -34,14 +36,21 @@ from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.runtimes import float_model, reference
 
-LIMITS = {"logit_difference": 1e-4, "perplexity_difference": 0.001, "perplexity_difference_bf16": 0.005, "kl_share": 0.1}
+LIMITS = {
+    "logit_difference": 1e-4,
+    "perplexity_difference": 0.001,
+    "perplexity_difference_bf16": 0.005,
+    "kl_share": 0.1,
+}
 Codes = dict[str, np.ndarray]
 ONNX_E4M3 = onnx.TensorProto.FLOAT8E4M3FN
 
 
 @dataclass
 class Outcome:
-    """What one implementation made of a batch: logits float32 [windows, context, vocabulary] and codes uint8 [windows, context, …] by tensor."""
+    """What one implementation made of a batch: logits float32 [windows, context, vocabulary] and codes uint8 [windows,
+    context, …] by tensor.
+    """
 
     logits: np.ndarray
     codes: Codes
@@ -50,22 +59,33 @@ class Outcome:
 class OnnxWithCodes:
     """The FP32 graph, with the output of every QuantizeLinear made an output of the graph, run as it is written.
 
-    ONNX Runtime's own rewriting (`--optimized`) folds weights and merges transposes into products, which sums in another order: more codes differ then.
+    ONNX Runtime's own rewriting (`--optimized`) folds weights and merges transposes into products, which sums in
+    another order: more codes differ then.
     """
 
     def __init__(self, directory: Path, optimized: bool = False):
         """Load the graph in `directory` with the added outputs."""
         model = onnx.load(directory / "model.fp32.onnx", load_external_data=False)
         kept = {value.name for value in model.graph.output}
-        self.codes = {node.name.removesuffix(".quantize"): node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
-        model.graph.output.extend(onnx.helper.make_tensor_value_info(name, ONNX_E4M3, None) for name in self.codes.values() if name not in kept)
+        self.codes = {
+            node.name.removesuffix(".quantize"): node.output[0]
+            for node in model.graph.node
+            if node.op_type == "QuantizeLinear"
+        }
+        model.graph.output.extend(
+            onnx.helper.make_tensor_value_info(name, ONNX_E4M3, None)
+            for name in self.codes.values()
+            if name not in kept
+        )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if not optimized:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(directory))
-        self.session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
 
         self.past = [value for value in self.session.get_inputs() if value.name.startswith("past")]
 
@@ -76,24 +96,40 @@ class OnnxWithCodes:
 
     def buffers(self, rows: int, capacity: int) -> list[np.ndarray]:
         """An empty past for `rows` sequences: uint8 codes or float32, [rows, heads, capacity, size] each."""
-        return [np.zeros((rows, value.shape[1], capacity, value.shape[3]), np.uint8 if "float8" in value.type else np.float32) for value in self.past]
+        return [
+            np.zeros(
+                (rows, value.shape[1], capacity, value.shape[3]), np.uint8 if "float8" in value.type else np.float32
+            )
+            for value in self.past
+        ]
 
-    def step(self, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, past: list[np.ndarray]) -> tuple[Outcome, list[np.ndarray]]:
+    def step(
+        self, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, past: list[np.ndarray]
+    ) -> tuple[Outcome, list[np.ndarray]]:
         """One step with a past, as `Session.forward` takes it: what was made of it, and the new keys and values."""
         wrap = onnxruntime.OrtValue
-        feeds = {name: wrap.ortvalue_from_numpy(array) for name, array in (("input_ids", ids), ("attention_mask", mask), ("position_ids", positions))}
+        feeds = {
+            name: wrap.ortvalue_from_numpy(array)
+            for name, array in (("input_ids", ids), ("attention_mask", mask), ("position_ids", positions))
+        }
         feeds |= {
             value.name: wrap.ortvalue_from_numpy_with_onnx_type(array, ONNX_E4M3 if array.dtype == np.uint8 else 1)
             for value, array in zip(self.past, past, strict=True)
         }
         new = [value.name.replace("past_", "new_") for value in self.past]
-        results = [value.numpy() for value in self.session.run_with_ort_values(["logits", *self.codes.values(), *new], feeds)]
+        results = [
+            value.numpy() for value in self.session.run_with_ort_values(["logits", *self.codes.values(), *new], feeds)
+        ]
         codes = zip(self.codes, results[1 : 1 + len(self.codes)], strict=True)
-        return Outcome(results[0], {name: by_position(value, ids.shape) for name, value in codes}), results[1 + len(self.codes) :]
+        return Outcome(results[0], {name: by_position(value, ids.shape) for name, value in codes}), results[
+            1 + len(self.codes) :
+        ]
 
 
 def by_position(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Codes as [windows, context, …], `shape` the first two: keys and values come as [windows, heads, context, size], and OPT joins windows and context."""
+    """Codes as [windows, context, …], `shape` the first two: keys and values come as [windows, heads, context, size],
+    and OPT joins windows and context.
+    """
     return codes.swapaxes(1, 2) if codes.ndim == 4 else codes.reshape(*shape, -1)
 
 
@@ -103,9 +139,15 @@ def recording(loaded: Reference) -> Iterator[Codes]:
     codes: Codes = {}
 
     def keep(name: str) -> Callable[[FP8Linear, tuple[torch.Tensor, ...]], None]:
-        return lambda module, inputs: codes.update({f"{name}.input": encode(inputs[0], module.input_scale).view(torch.uint8).numpy()})
+        return lambda module, inputs: codes.update(
+            {f"{name}.input": encode(inputs[0], module.input_scale).view(torch.uint8).numpy()}
+        )
 
-    handles = [module.register_forward_pre_hook(keep(name)) for name, module in loaded.model.named_modules() if isinstance(module, FP8Linear)]
+    handles = [
+        module.register_forward_pre_hook(keep(name))
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, FP8Linear)
+    ]
     try:
         yield codes
     finally:
@@ -117,7 +159,9 @@ def run_reference(loaded: Reference, ids: np.ndarray) -> Outcome:
     """Run windows `ids` through the exact reference."""
     cache = loaded.new_cache()
     with recording(loaded) as codes, torch.inference_mode():
-        logits = loaded.model(input_ids=torch.from_numpy(ids), past_key_values=cache, use_cache=True).logits.float().numpy()
+        logits = (
+            loaded.model(input_ids=torch.from_numpy(ids), past_key_values=cache, use_cache=True).logits.float().numpy()
+        )
     codes = {name: by_position(values, ids.shape) for name, values in codes.items()}
     if loaded.cache_scales:
         names = [name.removesuffix(".k") for name in loaded.cache_scales if name.endswith(".k")]
@@ -125,12 +169,16 @@ def run_reference(loaded: Reference, ids: np.ndarray) -> Outcome:
             assert isinstance(layer, DynamicLayer), "every layer attends"
             for part, values in (("k", layer.keys), ("v", layer.values)):
                 assert values is not None, "the model has run"
-                codes[f"{name}.{part}"] = by_position(encode(values, torch.tensor(loaded.cache_scales[f"{name}.{part}"])).view(torch.uint8).numpy(), ids.shape)
+                codes[f"{name}.{part}"] = by_position(
+                    encode(values, torch.tensor(loaded.cache_scales[f"{name}.{part}"])).view(torch.uint8).numpy(),
+                    ids.shape,
+                )
     return Outcome(logits, codes)
 
 
 def first_difference(left: Codes, right: Codes, shape: tuple[int, int]) -> tuple[np.ndarray, int, int]:
-    """For each window the first position where any code differs (its length where none does), codes that differ, codes compared.
+    """For each window the first position where any code differs (its length where none does), codes that differ, codes
+    compared.
 
     `left` has one entry for each distinct tensor; `right` may name a tensor once for each module that receives it.
     """
@@ -173,7 +221,10 @@ def compare(run: Run, ids: np.ndarray, optimized: bool = False) -> dict[str, flo
         largest = max(largest, float(np.abs(left.logits - right.logits).max(-1)[clean].max(initial=0)))
         with torch.inference_mode():
             others = {"bf16": bf16(part).float().numpy(), "fast": fast(part).float().numpy()}
-        logs = {name: log_probabilities(logits) for name, logits in {"onnxruntime": left.logits, "exact": right.logits, **others}.items()}
+        logs = {
+            name: log_probabilities(logits)
+            for name, logits in {"onnxruntime": left.logits, "exact": right.logits, **others}.items()
+        }
         share = len(part) / len(ids)
         for name, log in logs.items():
             sums[name] += nll(log, part) * share
@@ -195,11 +246,16 @@ def compare(run: Run, ids: np.ndarray, optimized: bool = False) -> dict[str, flo
 
 
 def continuations(run: Run, prompts: np.ndarray, steps: int) -> dict[str, int]:
-    """Continue `prompts` int64 [prompts, length] greedily in both; count those that part, and those that part for no reason.
+    """Continue `prompts` int64 [prompts, length] greedily in both; count those that part, and those that part for no
+    reason.
 
-    A reason: at that step, with the same tokens before it, the two best logits of a runtime are closer than the logits of the two runtimes.
+    A reason: at that step, with the same tokens before it, the two best logits of a runtime are closer than the logits
+    of the two runtimes.
     """
-    session, loaded = OnnxRuntimeSession(run.model / "model.fp32.onnx"), load_reference(run.model, "exact", torch.float32)
+    session, loaded = (
+        OnnxRuntimeSession(run.model / "model.fp32.onnx"),
+        load_reference(run.model, "exact", torch.float32),
+    )
     rows, length = prompts.shape
     capacity = length + steps
     past, cache = HostCache(session.layout, rows, capacity), loaded.new_cache()
@@ -212,7 +268,9 @@ def continuations(run: Run, prompts: np.ndarray, steps: int) -> dict[str, int]:
         left, new = session.forward(step_ids, np.tile(mask, (rows, 1)), positions, past.past(0, rows))
         past.write(0, positions, new)
         with torch.inference_mode():
-            right = loaded.model(input_ids=torch.from_numpy(step_ids), past_key_values=cache, use_cache=True).logits.numpy()
+            right = loaded.model(
+                input_ids=torch.from_numpy(step_ids), past_key_values=cache, use_cache=True
+            ).logits.numpy()
         filled += width
         ours, theirs = left[:, -1], right[:, -1]
         parts = together & (ours.argmax(-1) != theirs.argmax(-1))
@@ -246,7 +304,18 @@ def main() -> int:
         and result["tokens_before_first_difference"] > 0
         and not result["continuations_unexplained"]
     )
-    print(json.dumps({"model": name, "kv_cache": arguments.kv_cache, "optimized": arguments.optimized, **result, "limits": LIMITS, "passed": passed}))
+    print(
+        json.dumps(
+            {
+                "model": name,
+                "kv_cache": arguments.kv_cache,
+                "optimized": arguments.optimized,
+                **result,
+                "limits": LIMITS,
+                "passed": passed,
+            }
+        )
+    )
     return 0 if passed else 1
 
 

@@ -2,11 +2,14 @@
 
     python benchmarks/unseen_architectures.py [--names Olmo2Config,BloomConfig] [--graph]
 
-Takes configurations from transformers' own list, two layers of width 128 each with random weights. First attention, positions and cache, with nothing quantized: what the graph is traced
-from is run in FP32 and held against transformers' eager attention at every position, for a prompt of 32 tokens at once, and for one of 12 with 20 tokens decoded from a buffer (limit: 1e-4 of
-the largest logit; windows are 12); `--graph` ends there. Then all of it with an FP8 KV cache: calibrated, exported, ONNX Runtime's logits held against the exact reference at the first position of a row (limit
-1e-4; later a code may differ), built by TensorRT-RTX for sm89, loaded by transformers. Nothing is said of accuracy: the weights are random. Prints a line for each, and last one line of
-JSON; exit status 1 when one neither works nor is refused.
+Takes configurations from transformers' own list, two layers of width 128 each with random weights. First attention,
+positions and cache, with nothing quantized: what the graph is traced from is run in FP32 and held against transformers'
+eager attention at every position, for a prompt of 32 tokens at once, and for one of 12 with 20 tokens decoded from a
+buffer (limit: 1e-4 of the largest logit; windows are 12); `--graph` ends there. Then all of it with an FP8 KV cache:
+calibrated, exported, ONNX Runtime's logits held against the exact reference at the first position of a row (limit 1e-4;
+later a code may differ), built by TensorRT-RTX for sm89, loaded by transformers. Nothing is said of accuracy: the
+weights are random. Prints a line for each, and last one line of JSON; exit status 1 when one neither works nor is
+refused.
 """
 
 import argparse
@@ -45,10 +48,31 @@ HEADS = GROUPED | {"head_dim": 32}
 GPT = {"vocab_size": 2048, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("ApertusConfig", "ArceeConfig", "CohereConfig", "Exaone4Config", "GraniteConfig", "NanoChatConfig", "NemotronConfig", "OlmoConfig"), GROUPED
+        (
+            "ApertusConfig",
+            "ArceeConfig",
+            "CohereConfig",
+            "Exaone4Config",
+            "GraniteConfig",
+            "NanoChatConfig",
+            "NemotronConfig",
+            "OlmoConfig",
+        ),
+        GROUPED,
     ),
     **dict.fromkeys(("Olmo2Config", "SmolLM3Config", "StableLmConfig", "DogeConfig", "DiffLlamaConfig"), GROUPED),
-    **dict.fromkeys(("Ernie4_5Config", "GlmConfig", "Glm4Config", "HeliumConfig", "HunYuanDenseV1Config", "SeedOssConfig", "Gemma2Config"), HEADS),
+    **dict.fromkeys(
+        (
+            "Ernie4_5Config",
+            "GlmConfig",
+            "Glm4Config",
+            "HeliumConfig",
+            "HunYuanDenseV1Config",
+            "SeedOssConfig",
+            "Gemma2Config",
+        ),
+        HEADS,
+    ),
     **dict.fromkeys(("Olmo3Config", "Cohere2Config", "Starcoder2Config"), GROUPED | {"sliding_window": 12}),
     **dict.fromkeys(("PhiConfig", "PersimmonConfig", "FalconConfig", "GPTNeoXJapaneseConfig"), SMALL),
     **dict.fromkeys(("GPTJConfig", "CodeGenConfig"), GPT | {"rotary_dim": 8}),
@@ -70,9 +94,11 @@ def random_checkpoint(path: Path, config: str) -> Path:
 
 
 def graph_difference(path: Path, ids: torch.Tensor) -> float:
-    """How far the graph's attention, positions and cache are from transformers' own: the largest difference of any logit at any position, as a share of the largest logit.
+    """How far the graph's attention, positions and cache are from transformers' own: the largest difference of any
+    logit at any position, as a share of the largest logit.
 
-    `ids` int64 [rows, length] run at once, and again prefilled up to `PROMPT` and decoded token by token from a buffer that is longer than the text.
+    `ids` int64 [rows, length] run at once, and again prefilled up to `PROMPT` and decoded token by token from a buffer
+    that is longer than the text.
     """
     with torch.inference_mode():
         eager: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -83,7 +109,9 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
         positions, capacity = torch.arange(length).expand(rows, -1), length + 8
 
         def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            return [(torch.zeros(rows, heads, slots, size), torch.zeros(rows, heads, slots, size)) for _ in graph.attention]
+            return [
+                (torch.zeros(rows, heads, slots, size), torch.zeros(rows, heads, slots, size)) for _ in graph.attention
+            ]
 
         at_once = graph(ids, torch.ones_like(ids), positions, past(0))[0]
         buffers, filled, parts = past(capacity), torch.zeros(rows, capacity, dtype=torch.int64), []
@@ -103,13 +131,21 @@ def whole_way(config: str, folder: Path) -> dict[str, object]:
     text = folder / "text.txt"
     text.write_text((DEMO / "calibration.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     model = random_checkpoint(folder / "model", config)
-    run = calibrate(str(model), str(text), folder / "run", options=CalibrateOptions(kv_cache="fp8", samples=4, seq_len=48))
+    run = calibrate(
+        str(model), str(text), folder / "run", options=CalibrateOptions(kv_cache="fp8", samples=4, seq_len=48)
+    )
     ids = load_tokens(run, run.evaluation)[:64].reshape(2, 32)
     reference = load_reference(run.model, "exact", torch.float32)
     with torch.inference_mode():
-        expected = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
-    logits, _ = OnnxRuntimeSession(run.onnx_fp32).forward(ids, np.ones_like(ids), np.ascontiguousarray(np.broadcast_to(np.arange(32), ids.shape)))
-    (engine,) = build_engine(run.root, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=48, min_fp8_share=0))
+        expected = reference.model(
+            input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True
+        ).logits.numpy()
+    logits, _ = OnnxRuntimeSession(run.onnx_fp32).forward(
+        ids, np.ones_like(ids), np.ascontiguousarray(np.broadcast_to(np.arange(32), ids.shape))
+    )
+    (engine,) = build_engine(
+        run.root, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=48, min_fp8_share=0)
+    )
     loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
     return {
         "graph_difference": graph_difference(model, torch.from_numpy(ids)),
@@ -139,8 +175,14 @@ def outcome(config: str, way: Callable[[str, Path], dict[str, object]] = whole_w
 def works(result: dict[str, object]) -> bool:
     """Whether everything that was tried was as it should be."""
     differences = [result[name] for name in ("graph_difference", "first_position_difference") if name in result]
-    right = bool(differences) and all(isinstance(difference, float) and difference < LIMIT for difference in differences)
-    return right and result.get("fp8_products") == result.get("promised_products") and not result.get("keys_that_do_not_fit")
+    right = bool(differences) and all(
+        isinstance(difference, float) and difference < LIMIT for difference in differences
+    )
+    return (
+        right
+        and result.get("fp8_products") == result.get("promised_products")
+        and not result.get("keys_that_do_not_fit")
+    )
 
 
 def main() -> int:
@@ -148,14 +190,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", default=",".join(sorted(CONFIGURATIONS)))
     parser.add_argument(
-        "--graph", action="store_true", help="only hold the graph's attention against eager attention: seconds each, nothing quantized or built"
+        "--graph",
+        action="store_true",
+        help="only hold the graph's attention against eager attention: seconds each, nothing quantized or built",
     )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     results = {}
     for config in arguments.names.split(","):
         results[config] = outcome(config, graph_alone if arguments.graph else whole_way)
-        print(f"{config}: {'works' if works(results[config]) else results[config].get('refused', results[config])}", flush=True)
+        print(
+            f"{config}: {'works' if works(results[config]) else results[config].get('refused', results[config])}",
+            flush=True,
+        )
     good = all("refused" in result or works(result) for result in results.values())
     print(json.dumps({"results": results, "limit": LIMIT, "passed": good, "versions": library_versions()}))
     return 0 if good else 1

@@ -1,11 +1,15 @@
-"""How fast weight scales of least squared error are found: ours against ModelOpt's `mse` calibration of the same per-channel FP8 weights.
+"""How fast weight scales of least squared error are found: ours against ModelOpt's `mse` calibration of the same
+per-channel FP8 weights.
 
     python benchmarks/weight_mse.py [--rounds 3] [--threads N]
 
-Three matrices of the shapes of a Llama of width 2048 (27 M weights; ModelOpt needs a minute for 0.2 B on two cores, so no more), normal with a spread of channels and
-heavy tails. Both run in this process with the same number of threads, taking turns; the best round of each counts. ModelOpt's time is that of
-`mtq.calibrate(model, "mse")` on a model whose quantizers are placed already. Errors are both measured alike: the sum over all weights of
-(w - scale · code)², the scale in FP32. `cpu_ratio` compares processor time, which a busy machine changes little. The ceiling is one read of the weights, `w.abs().amax(1)`. Prints one JSON line; exit status 1 when a limit is not met.
+Three matrices of the shapes of a Llama of width 2048 (27 M weights; ModelOpt needs a minute for 0.2 B on two cores, so
+no more), normal with a spread of channels and heavy tails. Both run in this process with the same number of threads,
+taking turns; the best round of each counts. ModelOpt's time is that of
+`mtq.calibrate(model, "mse")` on a model whose quantizers are placed already. Errors are both measured alike: the sum
+over all weights of (w - scale · code)², the scale in FP32. `cpu_ratio` compares processor time, which a busy machine
+changes little. The ceiling is one read of the weights, `w.abs().amax(1)`. Prints one JSON line; exit status 1 when a
+limit is not met.
 """
 
 import argparse
@@ -64,7 +68,9 @@ def modelopt_model(tensors: list[torch.Tensor]) -> nn.ModuleList:
 
 
 def modelopt_search(tensors: list[torch.Tensor]) -> tuple[Seconds, list[torch.Tensor]]:
-    """Seconds of ModelOpt's search on a new model (it cannot calibrate one twice), and the scale of each row, float32 [out], of each layer."""
+    """Seconds of ModelOpt's search on a new model (it cannot calibrate one twice), and the scale of each row, float32
+    [out], of each layer.
+    """
     import modelopt.torch.quantization as mtq
 
     model = modelopt_model(tensors)
@@ -83,7 +89,9 @@ def timed(work: Callable[[], object]) -> Seconds:
 
 def squared_error(tensor: torch.Tensor, scale: torch.Tensor) -> float:
     """Sum of (w - scale · code)² over the matrix, in float64."""
-    return float((tensor.float() - encode(tensor, scale[:, None]).float() * scale[:, None]).square_().sum(dtype=torch.float64))
+    return float(
+        (tensor.float() - encode(tensor, scale[:, None]).float() * scale[:, None]).square_().sum(dtype=torch.float64)
+    )
 
 
 def measure(tensors: list[torch.Tensor], rounds: int) -> tuple[dict[str, Seconds], float]:
@@ -98,7 +106,10 @@ def measure(tensors: list[torch.Tensor], rounds: int) -> tuple[dict[str, Seconds
             "ceiling": timed(lambda: [tensor.abs().amax(1) for tensor in tensors]),
         }
         best = {name: (min(wall, found[name][0]), min(cpu, found[name][1])) for name, (wall, cpu) in best.items()}
-    errors = [sum(squared_error(tensor, scale) for tensor, scale in zip(tensors, scales, strict=True)) for scales in (ours, theirs)]
+    errors = [
+        sum(squared_error(tensor, scale) for tensor, scale in zip(tensors, scales, strict=True))
+        for scales in (ours, theirs)
+    ]
     return best, errors[0] / errors[1]
 
 
@@ -135,7 +146,11 @@ def main() -> int:
         "commit": commit(),
         "machine": platform.machine(),
         "versions": {"fp8q": __version__, "python": platform.python_version()}
-        | {name: version for name, version in library_versions().items() if name in ("torch", "nvidia-modelopt", "numpy")},
+        | {
+            name: version
+            for name, version in library_versions().items()
+            if name in ("torch", "nvidia-modelopt", "numpy")
+        },
     }
     print(json.dumps(result))
     return 0 if passed else 1

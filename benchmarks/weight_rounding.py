@@ -1,10 +1,13 @@
 """What the choice of weight scales and of rounding gives in KL, and costs in time.
 
-    python benchmarks/weight_rounding.py MODEL --data TEXT --eval-data TEXT [--samples 128] [--context 256] [--windows 40]
+    python benchmarks/weight_rounding.py MODEL --data TEXT --eval-data TEXT [--samples 128] [--context 256] [--windows
+    40]
 
-Calibrates MODEL with each of {amax, mse} × {nearest, gptq} and holds the FP8 reference, exact and in FP32, against the BF16 weights in FP32 by mean KL(float || FP8) on the
-evaluation text. Activations are clipped at their amax throughout, so that only weights differ. Two more lines bound them: one scale for a whole weight (amax), and weights
-that lose nothing, the floor of whatever is done to weights. `ratio` is gptq's KL over nearest's, at amax scales. Prints one JSON line; exit status 1 when a limit is not met.
+Calibrates MODEL with each of {amax, mse} × {nearest, gptq} and holds the FP8 reference, exact and in FP32, against the
+BF16 weights in FP32 by mean KL(float || FP8) on the evaluation text. Activations are clipped at their amax throughout,
+so that only weights differ. Two more lines bound them: one scale for a whole weight (amax), and weights that lose
+nothing, the floor of whatever is done to weights. `ratio` is gptq's KL over nearest's, at amax scales. Prints one JSON
+line; exit status 1 when a limit is not met.
 """
 
 import argparse
@@ -98,11 +101,20 @@ def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[E
 def benchmark(run: Run, source: Source, arguments: argparse.Namespace) -> dict[str, object]:
     """All choices on one model."""
     evaluation, measure_seconds = measured(run, source, arguments)
-    made = {f"{method}, {rounding}": quantized(run, source, method, rounding) for method in METHODS for rounding in ROUNDINGS}
+    made = {
+        f"{method}, {rounding}": quantized(run, source, method, rounding)
+        for method in METHODS
+        for rounding in ROUNDINGS
+    }
     first = made["amax, nearest"][0]
     runtimes: dict[str, Forward] = {"bf16": float_model(source, torch.float32, "cpu")}
-    runtimes |= {name: forward_of(load_reference(directory, "exact", torch.float32)) for name, (directory, _) in made.items()}
-    runtimes |= {"amax of the whole weight": with_weights(first, source, per_tensor), "lossless weights": with_weights(first, source, lossless)}
+    runtimes |= {
+        name: forward_of(load_reference(directory, "exact", torch.float32)) for name, (directory, _) in made.items()
+    }
+    runtimes |= {
+        "amax of the whole weight": with_weights(first, source, per_tensor),
+        "lossless weights": with_weights(first, source, lossless),
+    }
     accuracy, _ = compare(evaluation, runtimes, vocabulary(first), SILENT)
     kl = {name: runtime.kl_mean_nats for name, runtime in accuracy.runtimes.items() if runtime.kl_mean_nats is not None}
     ratio = kl["amax, gptq"] / kl["amax, nearest"]
@@ -132,9 +144,22 @@ def main() -> int:
     source = open_source(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         result = benchmark(Run(Path(folder) / "run"), source, arguments)
-    described = {"benchmark": "weight_rounding", "model": source.title, "parameters": parameters(source), "samples": arguments.samples}
-    versions = {"fp8q": __version__} | {name: version for name, version in library_versions().items() if name in ("torch", "transformers")}
-    print(json.dumps(described | result | {"threads": torch.get_num_threads(), "machine": platform.machine(), "versions": versions}))
+    described = {
+        "benchmark": "weight_rounding",
+        "model": source.title,
+        "parameters": parameters(source),
+        "samples": arguments.samples,
+    }
+    versions = {"fp8q": __version__} | {
+        name: version for name, version in library_versions().items() if name in ("torch", "transformers")
+    }
+    print(
+        json.dumps(
+            described
+            | result
+            | {"threads": torch.get_num_threads(), "machine": platform.machine(), "versions": versions}
+        )
+    )
     return 0 if result["passed"] else 1
 
 

@@ -1,7 +1,7 @@
 """Names on the Hugging Face hub: told from paths, and fetched; every way that can fail is one line with a remedy.
 
-Only what the stages read is fetched: safetensors, JSON and tokenizer files of the top folder. Pickled weights are never downloaded.
-What is in the hub's local cache already is used without a network, and `HF_HUB_OFFLINE=1` keeps it to that.
+Only what the stages read is fetched: safetensors, JSON and tokenizer files of the top folder. Pickled weights are never
+downloaded. What is in the hub's local cache already is used without a network, and `HF_HUB_OFFLINE=1` keeps it to that.
 """
 
 import logging
@@ -29,22 +29,39 @@ def is_hub_name(text: str) -> bool:
 
 @contextmanager
 def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Iterator[None]:
-    """Turn what fetching the `kind` ("model", "data set") `name` can raise into an InputError; `remedy` says what to do without a network."""
+    """Turn what fetching the `kind` ("model", "data set") `name` can raise into an InputError; `remedy` says what to do
+    without a network.
+    """
     from httpx import HTTPError
     from huggingface_hub import errors
 
     try:
         yield
     except errors.GatedRepoError:
-        raise InputError(f"{name}: the {kind} is gated on the hub; accept its terms there and log in with `hf auth login`") from None
+        raise InputError(
+            f"{name}: the {kind} is gated on the hub; accept its terms there and log in with `hf auth login`"
+        ) from None
     except errors.RevisionNotFoundError:
-        raise InputError(f"{name}: has no revision {revision} on the hub; name a branch, tag or commit that it has with --revision") from None
+        raise InputError(
+            f"{name}: has no revision {revision} on the hub; name a branch, tag or commit that it has with --revision"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise InputError(
-            f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, or `hf auth login` if it is private"
+            f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, "
+            "or `hf auth login` if it is private"
         ) from None
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError):
-        raise InputError(f"{name}: there is no such file or directory, and the hub cannot be reached to look for a {kind} of that name; {remedy}") from None
+    except (
+        errors.HfHubHTTPError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        HTTPError,
+        ConnectionError,
+        TimeoutError,
+    ):
+        raise InputError(
+            f"{name}: there is no such file or directory, and the hub cannot be reached to look for a {kind} of that "
+            f"name; {remedy}"
+        ) from None
 
 
 @contextmanager
@@ -69,23 +86,32 @@ def fetch_model(name: str, revision: str | None, with_code: bool, report: Report
     with quiet_hub(), disk_errors(Path(constants.HF_HUB_CACHE)), hub_errors("model", name, revision, remedy):
         try:
             bar = _silent_bar(lambda done: None)
-            files = snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=unwanted, tqdm_class=bar, dry_run=True)
+            files = snapshot_download(
+                name, revision=revision, allow_patterns=allowed, ignore_patterns=unwanted, tqdm_class=bar, dry_run=True
+            )
             size = sum(file.file_size or 0 for file in files if file.will_download)
         except DryRunError:
             size = 0  # no network, or no such model: the next call finds it in the cache, or says which
         with report.track(f"Downloading {name}", size, "bytes") as advance:
             bar = _silent_bar(advance)
-            return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=unwanted, tqdm_class=bar))
+            return Path(
+                snapshot_download(
+                    name, revision=revision, allow_patterns=allowed, ignore_patterns=unwanted, tqdm_class=bar
+                )
+            )
 
 
 def _silent_bar(advance: Callable[[int], None]) -> type[Any]:
-    """A progress bar class for the hub's client that draws nothing and tells `advance` of the bytes that reached the disk."""
+    """A progress bar class for the hub's client that draws nothing and tells `advance` of the bytes that reached the
+    disk.
+    """
     from huggingface_hub.utils.tqdm import tqdm
 
     class SilentBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any):
             self.counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # the hub's client leaves it so
+            # the hub's client leaves it untyped
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             if self.counts:

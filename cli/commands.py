@@ -19,7 +19,16 @@ import typer
 from .. import __version__
 from ..calibrate.ranks.place import place
 from ..errors import Fp8qError, GateError, InputError
-from ..options import CalibrateOptions, Clipping, EngineOptions, ExportOptions, Precision, ScaleOptions, ValidateOptions, first_given
+from ..options import (
+    CalibrateOptions,
+    Clipping,
+    EngineOptions,
+    ExportOptions,
+    Precision,
+    ScaleOptions,
+    ValidateOptions,
+    first_given,
+)
 from .arguments import (
     Against,
     Algorithm,
@@ -87,7 +96,10 @@ from .arguments import (
 if TYPE_CHECKING:
     from .console import Terminal
 
-EXIT_CODES = "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 anything else."
+EXIT_CODES = (
+    "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 "
+    "anything else."
+)
 app = typer.Typer(
     name="fp8q",
     epilog=EXIT_CODES,
@@ -134,9 +146,15 @@ def fp8_share(text: str | None, precision: Precision = "fp8") -> float:
     if text is None:
         return EngineOptions.min_fp8_share
     if precision != "fp8":
-        raise InputError(f"--min-fp8-share {text}: is for the FP8 engine, and --precision {precision} promises no product in FP8; leave one of them out")
+        raise InputError(
+            f"--min-fp8-share {text}: is for the FP8 engine, and --precision {precision} promises no product in FP8; "
+            "leave one of them out"
+        )
     if not 0 <= number(text) <= 1:
-        raise InputError(f"--min-fp8-share {text}: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96")
+        raise InputError(
+            f"--min-fp8-share {text}: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
+            "or 0.96"
+        )
     return number(text)
 
 
@@ -146,7 +164,9 @@ def interval_of(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     if not found:
-        raise InputError(f"--batches {text}: is no interval; give the first batch and the one after the last, as in 0:8")
+        raise InputError(
+            f"--batches {text}: is no interval; give the first batch and the one after the last, as in 0:8"
+        )
     return int(found[1]), int(found[2])
 
 
@@ -156,59 +176,153 @@ def root(context: typer.Context, version: Version = False) -> None:
     here = place()  # several ranks where only one can work are refused
     if here.ranks > 1 and context.invoked_subcommand not in TOGETHER:
         raise InputError(
-            f"fp8q {context.invoked_subcommand}: is the work of one process, and {here.ranks} ranks were started; run it without torchrun, or unset RANK"
+            f"fp8q {context.invoked_subcommand}: is the work of one process, and {here.ranks} ranks were started; run "
+            "it without torchrun, or unset RANK"
         )
 
 
 @app.command()
 def run(
-    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
-    percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
-    amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
-    interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
-    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
-    revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
-    chat_template: ChatTemplate = False, seed: Seed = None, dtype: Dtype = ExportOptions.dtype, runtime: RuntimeOption = EngineOptions.runtime,
-    target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch, max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None,
-    opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None, workspace: Workspace = None, min_fp8_share: MinFp8Share = None,
-    runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None,
-    stride: Stride = None, max_ppl_increase: MaxIncrease = None, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Do all of it: calibrate, build engines, validate, write the Triton repository and the report. Goes on where it stopped."""
+    model: ModelArgument,
+    data: Data,
+    out: Out,
+    eval_data: EvalData = None,
+    method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile,
+    margin: Margin = Clipping.margin,
+    scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval,
+    weight_method: ByWeights = ScaleOptions.weight_method,
+    kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = CalibrateOptions.batch_size,
+    skip: Skip = None,
+    only: Only = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    stream: Stream = None,
+    weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    chat_template: ChatTemplate = False,
+    seed: Seed = None,
+    dtype: Dtype = ExportOptions.dtype,
+    runtime: RuntimeOption = EngineOptions.runtime,
+    target: Target = None,
+    max_batch: MaxBatch = EngineOptions.max_batch,
+    max_seq_len: MaxSeqLen = None,
+    max_prompt: MaxPrompt = None,
+    opt_batch: OptBatch = None,
+    opt_seq_len: OptSeqLen = None,
+    workspace: Workspace = None,
+    min_fp8_share: MinFp8Share = None,
+    runtimes: Runtimes = ",".join(ValidateOptions.runtimes),
+    context: Context = None,
+    stride: Stride = None,
+    max_ppl_increase: MaxIncrease = None,
+    as_json: Json = False,
+) -> None:
+    """Do all of it: calibrate, build engines, validate, write the Triton repository and the report.
+
+    Goes on where it stopped.
+    """
     from .. import api
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     calibrate_options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
-        chat_template, seed,
-    )  # fmt: skip
-    engine_options = EngineOptions(
-        runtime, tuple(target or ()), max_batch, max_seq_len, fp8_share(min_fp8_share), max_prompt, opt_batch, opt_seq_len, workspace
+        clip,
+        weight_method,
+        kv_cache,
+        tuple(skip or ()),
+        tuple(only or ()),
+        weight_rounding,
+        samples,
+        seq_len,
+        batch_size,
+        revision,
+        trust_remote_code,
+        stream,
+        chat_template,
+        seed,
     )
-    validate_options = ValidateOptions(listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase"))
+    engine_options = EngineOptions(
+        runtime,
+        tuple(target or ()),
+        max_batch,
+        max_seq_len,
+        fp8_share(min_fp8_share),
+        max_prompt,
+        opt_batch,
+        opt_seq_len,
+        workspace,
+    )
+    validate_options = ValidateOptions(
+        listed(runtimes), context, stride, fraction(max_ppl_increase, "--max-ppl-increase")
+    )
     speak = terminal()
     with showing(speak, out, as_json):
-        api.run(model, data, out, eval_data, api.RunOptions(calibrate_options, ExportOptions(dtype), engine_options, validate_options), speak)
+        api.run(
+            model,
+            data,
+            out,
+            eval_data,
+            api.RunOptions(calibrate_options, ExportOptions(dtype), engine_options, validate_options),
+            speak,
+        )
 
 
 @app.command()
 def calibrate(
-    model: ModelArgument, data: Data, out: Out, eval_data: EvalData = None, method: ClipMethod = Clipping.method,
-    percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid,
-    amax_history_len: HistoryLength = Clipping.amax_history_len, amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
-    interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method, kv_cache: KvCacheOption = ScaleOptions.kv_cache,
-    samples: Samples = None, seq_len: SeqLen = None, batch_size: BatchSize = CalibrateOptions.batch_size, skip: Skip = None, only: Only = None,
-    revision: Revision = None, trust_remote_code: TrustRemoteCode = False, stream: Stream = None, weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
-    chat_template: ChatTemplate = False, seed: Seed = None, batches: Batches = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
-) -> None:  # fmt: skip
+    model: ModelArgument,
+    data: Data,
+    out: Out,
+    eval_data: EvalData = None,
+    method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile,
+    margin: Margin = Clipping.margin,
+    scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval,
+    weight_method: ByWeights = ScaleOptions.weight_method,
+    kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = CalibrateOptions.batch_size,
+    skip: Skip = None,
+    only: Only = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    stream: Stream = None,
+    weight_rounding: WeightRoundingOption = ScaleOptions.weight_rounding,
+    chat_template: ChatTemplate = False,
+    seed: Seed = None,
+    batches: Batches = None,
+    dtype: Dtype = ExportOptions.dtype,
+    as_json: Json = False,
+) -> None:
     """Measure a model on text, choose scales, and write the FP8 checkpoint and its ONNX graphs."""
     from .. import api
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     options = CalibrateOptions(
-        clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ()), weight_rounding, samples, seq_len, batch_size, revision, trust_remote_code, stream,
-        chat_template, seed, interval_of(batches),
-    )  # fmt: skip
+        clip,
+        weight_method,
+        kv_cache,
+        tuple(skip or ()),
+        tuple(only or ()),
+        weight_rounding,
+        samples,
+        seq_len,
+        batch_size,
+        revision,
+        trust_remote_code,
+        stream,
+        chat_template,
+        seed,
+        interval_of(batches),
+    )
     speak = terminal()
     with showing(speak, out, as_json):
         api.calibrate(model, data, out, eval_data, options, ExportOptions(dtype), speak)
@@ -216,34 +330,72 @@ def calibrate(
 
 @app.command()
 def scales(
-    run: RunArgument, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile, margin: Margin = Clipping.margin,
-    scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
-    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: KeptWeightMethod = None,
-    kv_cache: KeptKvCache = None, skip: KeptSkip = None, only: KeptOnly = None, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Choose all scales again from what was measured, and write checkpoint and graphs anew, without running the model."""
+    run: RunArgument,
+    method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile,
+    margin: Margin = Clipping.margin,
+    scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval,
+    weight_method: KeptWeightMethod = None,
+    kv_cache: KeptKvCache = None,
+    skip: KeptSkip = None,
+    only: KeptOnly = None,
+    as_json: Json = False,
+) -> None:
+    """Choose all scales again from what was measured, and write checkpoint and graphs anew; no model is run."""
     from .. import api
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     speak = terminal()
     with showing(speak, run, as_json):
-        api.scales(run, clip, weight_method, kv_cache, tuple(filter(None, skip)) if skip else None, tuple(filter(None, only)) if only else None, speak)
+        api.scales(
+            run,
+            clip,
+            weight_method,
+            kv_cache,
+            tuple(filter(None, skip)) if skip else None,
+            tuple(filter(None, only)) if only else None,
+            speak,
+        )
 
 
 @app.command()
 def merge(
-    runs: RunsArgument, out: Out, model: SourceModel = None, method: ClipMethod = Clipping.method, percentile: Percentile = Clipping.percentile,
-    margin: Margin = Clipping.margin, scale_grid: Grid = Clipping.scale_grid, amax_history_len: HistoryLength = Clipping.amax_history_len,
-    amax_compute_algo: Algorithm = Clipping.amax_compute_algo, interval: Interval = Clipping.interval, weight_method: ByWeights = ScaleOptions.weight_method,
-    kv_cache: KvCacheOption = ScaleOptions.kv_cache, skip: Skip = None, only: Only = None, dtype: Dtype = ExportOptions.dtype, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Add what several runs of one model measured, choose scales, and write checkpoint and graphs, without running the model."""
+    runs: RunsArgument,
+    out: Out,
+    model: SourceModel = None,
+    method: ClipMethod = Clipping.method,
+    percentile: Percentile = Clipping.percentile,
+    margin: Margin = Clipping.margin,
+    scale_grid: Grid = Clipping.scale_grid,
+    amax_history_len: HistoryLength = Clipping.amax_history_len,
+    amax_compute_algo: Algorithm = Clipping.amax_compute_algo,
+    interval: Interval = Clipping.interval,
+    weight_method: ByWeights = ScaleOptions.weight_method,
+    kv_cache: KvCacheOption = ScaleOptions.kv_cache,
+    skip: Skip = None,
+    only: Only = None,
+    dtype: Dtype = ExportOptions.dtype,
+    as_json: Json = False,
+) -> None:
+    """Add what several runs of one model measured, choose scales, and write checkpoint and graphs, without running the
+    model.
+    """
     from .. import api
 
     clip = Clipping(method, percentile, margin, scale_grid, amax_history_len, amax_compute_algo, interval)
     speak = terminal()
     with showing(speak, out, as_json):
-        api.merge(runs, out, model, ScaleOptions(clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ())), ExportOptions(dtype), speak)
+        api.merge(
+            runs,
+            out,
+            model,
+            ScaleOptions(clip, weight_method, kv_cache, tuple(skip or ()), tuple(only or ())),
+            ExportOptions(dtype),
+            speak,
+        )
 
 
 @app.command()
@@ -251,7 +403,9 @@ def export(
     run: RunArgument, dtype: Dtype = ExportOptions.dtype, precision: PrecisionOption = ExportOptions.precision,
     attention: AttentionOption = ExportOptions.attention, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in a precision to compare FP8 with."""
+    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in a precision to
+    compare FP8 with.
+    """
     from .. import api
 
     speak = terminal()
@@ -261,7 +415,9 @@ def export(
 
 @app.command()
 def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
-    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine. docs/lint.md explains the rules."""
+    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine.
+    docs/lint.md explains the rules.
+    """
     from .. import api
     from ..stages.linting import check_findings
     from . import views
@@ -273,25 +429,50 @@ def lint(path: OnnxArgument, run: OfRun = None, as_json: Json = False) -> None:
 
 @app.command("build-engine")
 def build_engine(
-    run: RunArgument, runtime: RuntimeOption = EngineOptions.runtime, target: Target = None, max_batch: MaxBatch = EngineOptions.max_batch,
-    max_seq_len: MaxSeqLen = None, max_prompt: MaxPrompt = None, opt_batch: OptBatch = None, opt_seq_len: OptSeqLen = None,
-    workspace: Workspace = None, min_fp8_share: MinFp8Share = None,
-    precision: PrecisionOption = EngineOptions.precision, as_json: Json = False,
-) -> None:  # fmt: skip
+    run: RunArgument,
+    runtime: RuntimeOption = EngineOptions.runtime,
+    target: Target = None,
+    max_batch: MaxBatch = EngineOptions.max_batch,
+    max_seq_len: MaxSeqLen = None,
+    max_prompt: MaxPrompt = None,
+    opt_batch: OptBatch = None,
+    opt_seq_len: OptSeqLen = None,
+    workspace: Workspace = None,
+    min_fp8_share: MinFp8Share = None,
+    precision: PrecisionOption = EngineOptions.precision,
+    as_json: Json = False,
+) -> None:
     """Build a TensorRT engine for each target, and prove which products run in FP8."""
     from .. import api
 
     options = EngineOptions(
-        runtime, tuple(target or ()), max_batch, max_seq_len, fp8_share(min_fp8_share, precision), max_prompt, opt_batch, opt_seq_len, workspace, precision
-    )  # fmt: skip
+        runtime,
+        tuple(target or ()),
+        max_batch,
+        max_seq_len,
+        fp8_share(min_fp8_share, precision),
+        max_prompt,
+        opt_batch,
+        opt_seq_len,
+        workspace,
+        precision,
+    )
     speak = terminal()
     with showing(speak, run, as_json):
         api.build_engine(run, options, speak)
 
 
 @app.command()
-def engine(run: RunArgument, target: BuiltTarget = None, plan: PlanFile = None, min_fp8_share: MinFp8Share = None, as_json: Json = False) -> None:
-    """Show what the engines run: every matrix product, its types and the kernels around it, attention, and what stayed wide and why."""
+def engine(
+    run: RunArgument,
+    target: BuiltTarget = None,
+    plan: PlanFile = None,
+    min_fp8_share: MinFp8Share = None,
+    as_json: Json = False,
+) -> None:
+    """Show what the engines run: every matrix product, its types and the kernels around it, attention, and what stayed
+    wide and why.
+    """
     from .. import api
     from ..stages.engines import check_views
     from . import views
@@ -304,9 +485,14 @@ def engine(run: RunArgument, target: BuiltTarget = None, plan: PlanFile = None, 
 
 @app.command()
 def validate(
-    run: RunArgument, data: EvaluationText = None, runtimes: Runtimes = ",".join(ValidateOptions.runtimes), context: Context = None, stride: Stride = None,
-    max_ppl_increase: MaxIncrease = None, as_json: Json = False,
-) -> None:  # fmt: skip
+    run: RunArgument,
+    data: EvaluationText = None,
+    runtimes: Runtimes = ",".join(ValidateOptions.runtimes),
+    context: Context = None,
+    stride: Stride = None,
+    max_ppl_increase: MaxIncrease = None,
+    as_json: Json = False,
+) -> None:
     """Say whether it is still the same model: perplexity, KL and agreement against BF16."""
     from .. import api
 
@@ -343,11 +529,19 @@ def inspect(
     margin: DelayedMargin = Clipping.margin,
     against: Against = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show every module (its scale and what that does, or why it stays in BF16), the cache (in BF16: as FP8 would have it), and what stands out, ranked."""
+    """Show every module (its scale and what that does, or why it stays in BF16), the cache (in BF16: as FP8 would have
+    it), and what stands out, ranked.
+    """
     from .. import api
     from . import views
 
-    history = Clipping("delayed", margin=margin, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo, interval=interval)
+    history = Clipping(
+        "delayed",
+        margin=margin,
+        amax_history_len=amax_history_len,
+        amax_compute_algo=amax_compute_algo,
+        interval=interval,
+    )
     if not delayed and (given := first_given(history, ("amax_history_len", "amax_compute_algo", "interval", "margin"))):
         raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
     speak = terminal()
@@ -374,7 +568,9 @@ def listed(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def showing(speak: "Terminal", path: Path, as_json: bool) -> Iterator[None]:
-    """Show what the run at `path` holds when the block ends well, or with a gate that was not met; of several ranks the first does."""
+    """Show what the run at `path` holds when the block ends well, or with a gate that was not met; of several ranks the
+    first does.
+    """
     from . import views
 
     if place().rank:
@@ -408,11 +604,16 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback helps nobody who did not write fp8q
+    except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback helps few
         if os.environ.get("FP8Q_DEBUG"):
             traceback.print_exc()
-        code = complain(f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)", 1)
-    if code and here.ranks > 1:  # threads of torch may still wait for a rank that is gone, and Python would wait for them
+        code = complain(
+            f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)",
+            1,
+        )
+    if (
+        code and here.ranks > 1
+    ):  # threads of torch may still wait for a rank that is gone, and Python would wait for them
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code or 0)

@@ -56,9 +56,13 @@ class Terminal:
 
             yield advance
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[str] = ()) -> None:
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[str] = ()
+    ) -> None:
         """Print a table; the columns named in `numeric` are aligned to the right."""
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False
+        )
         for column in columns:
             table.add_column(column, justify="right" if column in numeric else "left", overflow="fold", no_wrap=False)
         for row in rows:

@@ -54,11 +54,22 @@ def _gpus() -> list[Finding]:
     smi = shutil.which("nvidia-smi")
     query = [smi or "", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines() if smi else []
+        lines = (
+            subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+            if smi
+            else []
+        )
     except (OSError, subprocess.SubprocessError):
         lines = []
     if not lines:
-        return [Finding("GPU", None, "runs TensorRT engines; calibrates faster", "none needed to calibrate, export, or build with TensorRT-RTX")]
+        return [
+            Finding(
+                "GPU",
+                None,
+                "runs TensorRT engines; calibrates faster",
+                "none needed to calibrate, export, or build with TensorRT-RTX",
+            )
+        ]
     return [_gpu(line) for line in lines]
 
 
@@ -66,4 +77,8 @@ def _gpu(line: str) -> Finding:
     name, capability, memory = (part.strip() for part in line.split(","))
     major, minor = map(int, capability.split("."))
     fp8 = (major, minor) >= FP8_CAPABILITY
-    return Finding(f"GPU {name}", f"sm{major}{minor}, {memory}", "runs FP8 engines" if fp8 else "calibrates; it has no FP8 units, so it runs no FP8 engine")
+    return Finding(
+        f"GPU {name}",
+        f"sm{major}{minor}, {memory}",
+        "runs FP8 engines" if fp8 else "calibrates; it has no FP8 units, so it runs no FP8 engine",
+    )

@@ -34,7 +34,18 @@ if TYPE_CHECKING:
 #: Findings of one rule that are shown; the rest are counted.
 LISTED = 8
 #: What a run holds for people to open, in the order of the stages.
-FILES = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json", "baselines", "engines", "accuracy.json", "triton", "report.html", "report.ipynb")
+FILES = (
+    "model",
+    "model/model.onnx",
+    "model/model.fp32.onnx",
+    "scales.json",
+    "baselines",
+    "engines",
+    "accuracy.json",
+    "triton",
+    "report.html",
+    "report.ipynb",
+)
 
 
 def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
@@ -43,7 +54,12 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
     if as_json:
         emit(document(run))
         return
-    for table in (accuracy_table(accuracy_rows(run)), engine_table(engine_rows(run)), size_table(size_rows(run)), stage_table(stage_rows(run))):
+    for table in (
+        accuracy_table(accuracy_rows(run)),
+        engine_table(engine_rows(run)),
+        size_table(size_rows(run)),
+        stage_table(stage_rows(run)),
+    ):
         if table.rows:
             draw(speak, table)
     kept = kept_table(modules(run))
@@ -80,18 +96,30 @@ def document(run: Run) -> dict[str, Any]:
 
 def plain(row: Any) -> dict[str, Any]:
     """A row without what does not apply to it; JSON has no infinity and no NaN, so these are written as text."""
-    return {key: str(value) if isinstance(value, float) and value - value != 0 else value for key, value in asdict(row).items() if value is not None}
+    return {
+        key: str(value) if isinstance(value, float) and value - value != 0 else value
+        for key, value in asdict(row).items()
+        if value is not None
+    }
 
 
 def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     """Show what `fp8q inspect` found: what stands out last, where a terminal leaves the eye."""
     parts: dict[str, Sequence[Any] | None] = {
-        "modules": found.modules, "bf16_cache": found.bf16_cache, "findings": found.findings, "delayed": found.delayed, "against": found.against,
-    }  # fmt: skip
+        "modules": found.modules,
+        "bf16_cache": found.bf16_cache,
+        "findings": found.findings,
+        "delayed": found.delayed,
+        "against": found.against,
+    }
     if as_json:
         emit({name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None})
         return
-    tables: list[Table[Any]] = [module_table(found.modules), kept_table(found.modules), wide_cache_table(found.bf16_cache)]
+    tables: list[Table[Any]] = [
+        module_table(found.modules),
+        kept_table(found.modules),
+        wide_cache_table(found.bf16_cache),
+    ]
     tables += [delayed_table(found.delayed)] if found.delayed is not None else []
     tables += [against_table(found.against)] if found.against is not None else []
     for table in (*tables, finding_table(found.findings)):
@@ -102,10 +130,22 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
 def linted(found: "Linted", as_json: bool) -> None:
     """Show what `fp8q lint` found: a line each, of one rule the first few, or all of it as one JSON object."""
     if as_json:
-        emit({"findings": [{key: value for key, value in asdict(finding).items() if key != "name"} for finding in found.findings]})
+        emit(
+            {
+                "findings": [
+                    {key: value for key, value in asdict(finding).items() if key != "name"}
+                    for finding in found.findings
+                ]
+            }
+        )
         return
     against = f"held against {found.promised_by}" if found.promised_by else "nothing promised of it"
-    lines = [f"{found.path}: opset {found.opset}, {found.products} products, {found.fp8_products} on FP8 codes on both sides; {against}"]
+    lines = [
+        (
+            f"{found.path}: opset {found.opset}, {found.products} products, {found.fp8_products} on FP8 codes on both "
+            f"sides; {against}"
+        )
+    ]
     for rule, group in groupby(found.findings, lambda finding: finding.rule):
         shown = list(group)
         lines += [f"{finding.severity:<8}{finding}" for finding in shown[:LISTED]]
@@ -115,7 +155,9 @@ def linted(found: "Linted", as_json: bool) -> None:
 
 
 def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
-    """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and wide products."""
+    """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and
+    wide products.
+    """
     if as_json:
         emit({"engines": [asdict(view) for view in found]})
         return
@@ -124,25 +166,40 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
     for view in found:
         codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
         told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
-        head = f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised products on FP8 codes on both sides ({told}){codes}"
+        head = (
+            f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised "
+            f"products on FP8 codes on both sides ({told}){codes}"
+        )
         columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
         products = [
-            (product_of(row.node), row.profile, f"{' × '.join(row.operands)} -> {row.result}", *map(kernels, (row.merged, row.before, row.after)))
+            (
+                product_of(row.node),
+                row.profile,
+                f"{' × '.join(row.operands)} -> {row.result}",
+                *map(kernels, (row.merged, row.before, row.after)),
+            )
             for row in view.products
         ]
         speak.out.print(head, markup=False, soft_wrap=True)
         if products:
             speak.table(f"{view.target}: products", columns, alike(products))
-        attention = [(row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}") for row in view.attention]
+        attention = [
+            (row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}")
+            for row in view.attention
+        ]
         if attention:
-            speak.table(f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention))
+            speak.table(
+                f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention)
+            )
         wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
         if view.narrow:
             reason = "the weights' scales are per tensor, or narrower than FP32"
             narrow = [(module, reason) for module in view.narrow]
             speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
         if wide:
-            speak.table(f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide))
+            speak.table(
+                f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide)
+            )
 
 
 def kernels(names: Sequence[str]) -> str:
@@ -154,7 +211,9 @@ def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows whose first column differs in a layer's number alone, as one, with their count."""
     counts: dict[tuple[str, ...], list[str]] = {}
     for first, *rest in rows:
-        counts.setdefault((re.sub(r"\.\d+\.|_\d+$", lambda number: number[0].replace(number[0].strip("._"), "*"), first), *rest), []).append(first)
+        counts.setdefault(
+            (re.sub(r"\.\d+\.|_\d+$", lambda number: number[0].replace(number[0].strip("._"), "*"), first), *rest), []
+        ).append(first)
     return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
 
 

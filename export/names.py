@@ -1,4 +1,5 @@
-"""What nodes and tensors of the graph are called: after their Hugging Face module, so that every tool can be read back to the model.
+"""What nodes and tensors of the graph are called: after their Hugging Face module, so that every tool can be read back
+to the model.
 
 `M` is a linear module, `G` the first of a group that shares its input, `A` an attention module, part `k` or `v`.
 """
@@ -8,7 +9,9 @@ import re
 #: What the products of attention make, in the order of work.
 ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
-    r"(?P<module>.+)\.(?:matmul|bias_add|attention|weight\.dequantize|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past)|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
+    r"(?P<module>.+)\.(?:matmul|bias_add|attention|weight\.dequantize|input\.(?:de)?quantize"
+    r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
+    r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
 
 
@@ -73,7 +76,9 @@ def attention_product(module: str, product: str) -> str:
 
 
 def product_of(node: str) -> str:
-    """What a product is called where products are listed: its module, or the node itself where a module has several (attention) or none."""
+    """What a product is called where products are listed: its module, or the node itself where a module has several
+    (attention) or none.
+    """
     module = module_of(node) or ""
     return module if node == matmul(module) else node
 
@@ -85,6 +90,12 @@ def module_of(node: str) -> str | None:
 
 
 def scope_of(node: str) -> str | None:
-    """The module of a node that torch's older exporter named, /model/layers.0/mlp/up_proj/MatMul; ModelOpt's quantizers belong to theirs. None for another name."""
-    parts = [part for part in node.split("/")[1:-1] if part not in ("input_quantizer", "weight_quantizer", "output_quantizer")]
+    """The module of a node that torch's older exporter named, /model/layers.0/mlp/up_proj/MatMul; ModelOpt's quantizers
+    belong to theirs. None for another name.
+    """
+    parts = [
+        part
+        for part in node.split("/")[1:-1]
+        if part not in ("input_quantizer", "weight_quantizer", "output_quantizer")
+    ]
     return ".".join(parts) or None if node.startswith("/") else None

@@ -2,9 +2,9 @@
 
     scores = (Σ q·k) · (s_q · s_k · scaling)        out = (Σ p·v) · (s_p · s_v)
 
-One static scale each for a layer's queries, keys and values, by the method that the run's other scales were chosen by. Probabilities lie in [0, 1], whatever
-the text, so their scale is that of 1, and nothing of them is measured. Keys and values that are codes already, in an FP8 cache, have the same scale there and become
-the same codes again.
+One static scale each for a layer's queries, keys and values, by the method that the run's other scales were chosen by.
+Probabilities lie in [0, 1], whatever the text, so their scale is that of 1, and nothing of them is measured. Keys and
+values that are codes already, in an FP8 cache, have the same scale there and become the same codes again.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,20 @@ PARTS = ("q", "k", "v")
 
 
 def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping) -> AttentionScales:
-    """Choose the scales of attention from the statistics of a run's queries, keys and values. Raises InputError naming the first tensor that has none."""
+    """Choose the scales of attention from the statistics of a run's queries, keys and values.
+
+    Raises InputError naming the first tensor that has none.
+    """
     modules = sorted({name.removesuffix(".q") for name in tensors if name.endswith(".q")})
     scales: dict[str, TensorScale] = {}
     for name in (f"{module}.{part}" for module in modules for part in PARTS):
         tensor = tensors.get(name)
         reason = unfit(tensor.histogram if tensor else None)
         if tensor is None or reason is not None:
-            raise InputError(f"{name}: {reason.reason if reason else 'never observed'}; attention in FP8 has no scale for it, leave out --attention fp8")
+            raise InputError(
+                f"{name}: {reason.reason if reason else 'never observed'}; attention in FP8 has no scale for it, "
+                "leave out --attention fp8"
+            )
         scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
     return AttentionScales(tensors=scales)
 
@@ -47,7 +53,10 @@ def save_scales(path: Path, scales: AttentionScales) -> None:
     """Write `<attention>.attention.q_scale` and those of k, v and p, float32 [1] each, where the graph finds them."""
     named = {name: scale.scale for name, scale in scales.tensors.items()}
     named |= {f"{name.removesuffix('.q')}.p": scales.probabilities for name in scales.tensors if name.endswith(".q")}
-    stored = {f"{module}.attention.{part}_scale": torch.tensor([scale]) for (module, _, part), scale in ((name.rpartition("."), named[name]) for name in named)}
+    stored = {
+        f"{module}.attention.{part}_scale": torch.tensor([scale])
+        for (module, _, part), scale in ((name.rpartition("."), named[name]) for name in named)
+    }
     save_file(stored, path, metadata={"format": "pt"})
 
 
@@ -65,10 +74,20 @@ def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
 
 
 def attention_on_codes(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, scaling: float | None = None, **kwargs: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Grouped-query attention [batch, heads, length, size] on codes, the sums in FP32; `attention_mask` is added to the scores."""
-    scales: dict[str, torch.Tensor] = {part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()}
+    """Grouped-query attention [batch, heads, length, size] on codes, the sums in FP32; `attention_mask` is added to the
+    scores.
+    """
+    scales: dict[str, torch.Tensor] = {
+        part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
+    }
     repeats = query.shape[1] // key.shape[1]
     codes = {part: encode(x, scales[part]).float() for part, x in zip(PARTS, (query, key, value), strict=True)}
     k, v = (codes[part].repeat_interleave(repeats, dim=1) for part in "kv")

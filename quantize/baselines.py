@@ -1,10 +1,12 @@
 """What FP8 is compared with, as weights: the source in BF16, and INT8 of the same modules by the same statistics.
 
-BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by tensor.
+BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by
+tensor.
 
-INT8 is the ordinary kind: symmetric, weights amax / 127 per output channel, activations per tensor and static, without SmoothQuant. Its clips follow from the
-exact histograms by the method that the run chose its FP8 scales by, evaluated on the grid of the 128 integer magnitudes. Scales are BF16 numbers rounded up, as
-FP8's are: that costs INT8 0.07 dB at most. Embeddings, head, skipped modules and the cache stay wide.
+INT8 is the ordinary kind: symmetric, weights amax / 127 per output channel, activations per tensor and static, without
+SmoothQuant. Its clips follow from the exact histograms by the method that the run chose its FP8 scales by, evaluated on
+the grid of the 128 integer magnitudes. Scales are BF16 numbers rounded up, as FP8's are: that costs INT8 0.07 dB at
+most. Embeddings, head, skipped modules and the cache stay wide.
 """
 
 from pathlib import Path
@@ -42,8 +44,12 @@ def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
     writer.close()
 
 
-def write_int8(source: Source, directory: Path, statistics: Statistics, fp8: Scales, clipping: Clipping, report: Reporter) -> Scales:
-    """Write INT8 weights of the modules that `fp8` promises to `directory` (new); returns, and writes there too, the scales they have."""
+def write_int8(
+    source: Source, directory: Path, statistics: Statistics, fp8: Scales, clipping: Clipping, report: Reporter
+) -> Scales:
+    """Write INT8 weights of the modules that `fp8` promises to `directory` (new); returns, and writes there too, the
+    scales they have.
+    """
     activations, unfit = activation_scales(statistics, fp8.promised, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
     done = quantize_checkpoint(source, directory, chosen, Rounding("amax"), report)

@@ -11,13 +11,13 @@ CARD = """\
 
 # {name}, FP8
 
-{architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3
-activations with one static scale per tensor, {cache}. {quantized} matrix products run on FP8 codes on both sides; embeddings,
-norms and {skipped} stay in BF16.
+{architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
+scale per tensor, {cache}.
+{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
 
 {loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
-and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them. ONNX Runtime runs the second on
-a CPU, with its fusion of Q/DQ off, which makes FP8 nodes that it then rejects itself:
+and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
+ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes FP8 nodes that it then rejects itself:
 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -32,8 +32,10 @@ CACHES = {
 #: What other loaders make of it.
 HOSTED = {
     "": "The layout is the one vLLM documents: `vllm serve path/to/this/directory`.",
-    "v": "The layout is the one vLLM documents, but compressed-tensors has no form for such a cache: config.json names no scheme for it, the scales are in\n"
-    "`kv_cache.safetensors`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines keep it as said.",
+    "v": "The layout is the one vLLM documents, but compressed-tensors has no form for such a cache: config.json "
+    "names no scheme for it, the scales are in\n"
+    "`kv_cache.safetensors`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines "
+    "keep it as said.",
     "kv": "The layout is the one vLLM documents: `vllm serve path/to/this/directory --kv-cache-dtype fp8`.",
 }
 
@@ -45,13 +47,15 @@ LOADABLE = """\
 {hosted}"""
 
 UNLOADABLE = """\
-**transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which compressed-tensors has no FP8 form. `from_pretrained`
-stops with an error about `quant_method`. fp8q's reference and ONNX run it."""
+**transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which
+compressed-tensors has no FP8 form. `from_pretrained` stops with an error about `quant_method`. fp8q's reference and
+ONNX run it."""
 
 #: In place of `HOSTED` where the architecture's cache has no place for scales.
 CACHE_BESIDE = f"""\
-The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention: config.json names no scheme for the cache, the scales are in
-`{CACHE_FILE}`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines keep it as said."""
+The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention:
+config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and vLLM and transformers keep the cache
+in the compute type. fp8q's graphs and engines keep it as said."""
 
 
 def model_card(name: str, architecture: str, scales: Scales, form: Form) -> str:

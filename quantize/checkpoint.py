@@ -1,11 +1,14 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
-For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8 cache `k_scale` and
-`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX graph points at the same bytes.
-Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`; everything that is not quantized is copied in BF16, under the name it bore.
+For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8
+cache `k_scale` and
+`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX
+graph points at the same bytes. Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`;
+everything that is not quantized is copied in BF16, under the name it bore.
 
-What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight` [in, out] and `weight_scale` [1, out], and the scales
-of a cache that compressed-tensors has no words or no place for lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over.
+What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight`
+[in, out] and `weight_scale` [1, out], and the scales of a cache that compressed-tensors has no words or no place for
+lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over.
 """
 
 import json
@@ -44,19 +47,23 @@ COMPANIONS = (
 )
 
 
-def quantize_checkpoint(source: Source, directory: Path, scales: Scales, rounding: Rounding, report: Reporter) -> Scales:
+def quantize_checkpoint(
+    source: Source, directory: Path, scales: Scales, rounding: Rounding, report: Reporter
+) -> Scales:
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
-    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of `scales.format`; a checkpoint of
-    integers is for the graph beside it (`quantize.baselines`), and so has no tokenizer and no model card.
-    Raises InputError when the source stores a module's weight under another name than transformers does.
+    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
+    `scales.format`; a checkpoint of integers is for the graph beside it (`quantize.baselines`), and so has no tokenizer
+    and no model card. Raises InputError when the source stores a module's weight under another name than transformers
+    does.
     """
     weights, form = Weights(source.weight_files), form_of(source, scales)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
         raise InputError(
-            f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
+            f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it "
+            "with save_pretrained, which gives tensors their present names"
         )
     directory.mkdir(parents=True)
     writer = ShardWriter(directory)
@@ -77,7 +84,9 @@ def quantize_checkpoint(source: Source, directory: Path, scales: Scales, roundin
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
-        caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()}
+        caches = {
+            f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
+        }
         if form.cache:
             for name, tensor in caches.items():
                 writer.add(name, tensor)
@@ -116,7 +125,10 @@ def _quantized_tensors(
 
 
 class ShardWriter:
-    """Collects tensors into `model-NNNNN-of-NNNNN.safetensors` and their index. Invariant: at most one shard is in memory."""
+    """Collects tensors into `model-NNNNN-of-NNNNN.safetensors` and their index.
+
+    Invariant: at most one shard is in memory.
+    """
 
     def __init__(self, directory: Path):
         """Write into `directory`, which exists."""
@@ -142,7 +154,9 @@ class ShardWriter:
             self._temporary(number).rename(self.directory / shard)
             index |= dict.fromkeys(names, shard)
         document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
-        (self.directory / "model.safetensors.index.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (self.directory / "model.safetensors.index.json").write_text(
+            json.dumps(document, indent=2) + "\n", encoding="utf-8"
+        )
 
     def _temporary(self, number: int) -> Path:
         return self.directory / f"shard-{number}"
@@ -176,7 +190,8 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     if source.max_positions is not None and max_positions(config) is None:
-        config["max_position_embeddings"] = source.max_positions  # transformers' default for the class, which whoever has no transformers would not know
+        # transformers' default for the class, which whoever has no transformers would not know
+        config["max_position_embeddings"] = source.max_positions
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -185,7 +200,12 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
     more = {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
-    write_config(source, directory, quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE, **more)
+    write_config(
+        source,
+        directory,
+        quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE,
+        **more,
+    )
     for path in _companions(source.path):
         if path.is_dir():
             shutil.copytree(path, directory / path.name)

@@ -1,12 +1,14 @@
 """Where to clip: pure functions of an exact histogram and a format, evaluated on the real grid.
 
-A scale s cuts the magnitudes into cells, one for each value of the format's grid, at the midpoints of the scaled grid. Magnitudes are counted
-by BF16 bit pattern, patterns are ordered as magnitudes are, and both s and the midpoints are short numbers, so each cut *is* a pattern: every
-cell's count, sum and sum of squares is a difference of two prefix sums over the 32,640 finite patterns. Nothing is binned or searched for, a
-candidate costs one look-up a midpoint (126 for E4M3), and the optimum is taken over every BF16 scale there is, not over a coarse grid.
+A scale s cuts the magnitudes into cells, one for each value of the format's grid, at the midpoints of the scaled grid.
+Magnitudes are counted by BF16 bit pattern, patterns are ordered as magnitudes are, and both s and the midpoints are
+short numbers, so each cut *is* a pattern: every cell's count, sum and sum of squares is a difference of two prefix sums
+over the 32,640 finite patterns. Nothing is binned or searched for, a candidate costs one look-up a midpoint (126 for
+E4M3), and the optimum is taken over every BF16 scale there is, not over a coarse grid.
 
-The squared error of a cell of grid value g with count n, sum a and sum of squares b is b - 2(gs)a + (gs)²n. Sums are float64: the error,
-1e-3 of the energy, keeps ten digits. What follows from the amax of each batch instead is in `delayed`.
+The squared error of a cell of grid value g with count n, sum a and sum of squares b is b - 2(gs)a + (gs)²n. Sums are
+float64: the error, 1e-3 of the energy, keeps ten digits. What follows from the amax of each batch instead is in
+`delayed`.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,7 @@ Float64s = npt.NDArray[np.float64]
 
 
 def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
-    """Sum over all finite values of (value - dequantized)², float64 [len(scales)], for float32 `scales` [candidates]."""
+    """Sum of (value - dequantized)² over all finite values, float64 [candidates], for float32 `scales` [candidates]."""
     counts = _finite_counts(histogram)
     x = _MAGNITUDES.astype(np.float64)
     s = np.asarray(scales, np.float32).reshape(-1, 1)
@@ -37,13 +39,14 @@ def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> 
 
 
 def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
-    """KL divergence, in nats, of the quantized distribution from the real one, float64 [len(scales)], for float32 `scales` [candidates].
+    """KL divergence, in nats, of the quantized distribution from the real one, float64 [len(scales)], for float32
+    `scales` [candidates].
 
-    TensorRT's entropy calibrator (Migacz 2017, "8-bit inference with TensorRT", GTC S7310) with exact BF16 patterns for its 2,048 bins and the cells
-    of the format for its 128 levels. P is the distribution over the patterns that occur up to the clip s·max, with all that lies
-    beyond it counted at the largest of them, where saturation puts it. Q knows of each cell only how many values fell into it: the
-    unclipped count of the cell, spread evenly over the patterns that occur in it. KL = Σ P ln(P / Q), both normalized.
-    Infinite where every value lies beyond the clip.
+    TensorRT's entropy calibrator (Migacz 2017, "8-bit inference with TensorRT", GTC S7310) with exact BF16 patterns for
+    its 2,048 bins and the cells of the format for its 128 levels. P is the distribution over the patterns that occur up
+    to the clip s·max, with all that lies beyond it counted at the largest of them, where saturation puts it. Q knows of
+    each cell only how many values fell into it: the unclipped count of the cell, spread evenly over the patterns that
+    occur in it. KL = Σ P ln(P / Q), both normalized. Infinite where every value lies beyond the clip.
     """
     counts = _finite_counts(histogram)
     total, occurs = counts.sum(), (counts > 0).astype(np.float64)
@@ -57,7 +60,12 @@ def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float6
     last = np.maximum.accumulate(np.where(counts > 0, np.arange(INFINITY), 0))[inside - 1]
     at_last = counts[last]
     q_last = np.take_along_axis(q, (cuts <= last[:, None]).sum(axis=1, keepdims=True), axis=1)[:, 0]
-    p_log_p = n_log_n.sum(axis=1) - at_last * _log(at_last) + (at_last + beyond) * _log(at_last + beyond) - total * np.log(total)
+    p_log_p = (
+        n_log_n.sum(axis=1)
+        - at_last * _log(at_last)
+        + (at_last + beyond) * _log(at_last + beyond)
+        - total * np.log(total)
+    )
     divergence = (p_log_p - (n * q).sum(axis=1) - beyond * q_last) / total
     return np.where(some, np.maximum(divergence, 0), np.inf)
 
@@ -76,7 +84,10 @@ def _finite_counts(histogram: Histogram) -> Float64s:
 
 
 def _cuts(scales: npt.NDArray[np.float32], format: Grid) -> npt.NDArray[np.int64]:
-    """For `scales` [candidates, 1]: the first pattern above each midpoint, int64 [candidates, midpoints]. A value on a midpoint goes to the even code."""
+    """For `scales` [candidates, 1]: the first pattern above each midpoint, int64 [candidates, midpoints].
+
+    A value on a midpoint goes to the even code.
+    """
     with np.errstate(over="ignore"):  # infinity is a cut that no finite value reaches
         bits = (scales * format.midpoints).view(np.uint32)
     tie_goes_up = np.arange(len(format.midpoints)) % 2 == 1
@@ -84,8 +95,12 @@ def _cuts(scales: npt.NDArray[np.float32], format: Grid) -> npt.NDArray[np.int64
     return np.minimum(first, INFINITY).astype(np.int64)
 
 
-def _cell_sums(weights: tuple[Float64s, ...], cuts: npt.NDArray[np.int64], end: npt.NDArray[np.int64] | None = None) -> Float64s:
-    """Sums of each of `weights` [patterns] over each cell, float64 [len(weights), candidates, cells]; the last cell ends at `end`, all patterns by default."""
+def _cell_sums(
+    weights: tuple[Float64s, ...], cuts: npt.NDArray[np.int64], end: npt.NDArray[np.int64] | None = None
+) -> Float64s:
+    """Sums of each of `weights` [patterns] over each cell, float64 [len(weights), candidates, cells]; the last cell
+    ends at `end`, all patterns by default.
+    """
     prefix = np.zeros((len(weights), INFINITY + 1))
     np.cumsum(np.stack(weights), axis=1, out=prefix[:, 1:])
     last = np.full(len(cuts), INFINITY) if end is None else end
@@ -125,10 +140,11 @@ def clip_percentile(histogram: Histogram, format: Grid, clipping: Clipping) -> f
 
 
 def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The clip of the BF16 scale with the least squared error; of equals the amax's own, else the largest below it, for headroom.
+    """The clip of the BF16 scale with the least squared error; of equals the amax's own, else the largest below it, for
+    headroom.
 
-    What lies beyond a clip errs by its distance from it at least, and more for every smaller clip: candidates for which that alone exceeds the error
-    of the amax's scale are not tried, which leaves two or three octaves of eleven.
+    What lies beyond a clip errs by its distance from it at least, and more for every smaller clip: candidates for which
+    that alone exceeds the error of the amax's scale are not tried, which leaves two or three octaves of eleven.
     """
     candidates = candidate_scales(histogram.amax, format)
     bound = squared_error(histogram, format, candidates[:1])[0] * (1 + 1e-9)
@@ -148,19 +164,24 @@ def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
 
 
 def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The clip of the BF16 scale with the least KL divergence (`entropy`); of equals the first of `candidate_scales`."""
+    """Clip of the BF16 scale with the least KL divergence (`entropy`); of equals the first of `candidate_scales`."""
     candidates = candidate_scales(histogram.amax, format)
     return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.max
 
 
 def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
-    """Every BF16 scale that may be the best, float32: that of `amax`, those down to `CLIP_OCTAVES` octaves below it, then those up to an octave above.
+    """Every BF16 scale that may be the best, float32: that of `amax`, those down to `CLIP_OCTAVES` octaves below it,
+    then those up to an octave above.
 
-    None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen to lie nearer to the grid; an octave
-    on, the grid is the same but for one octave less of subnormals, so no squared error is less after that.
+    None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen
+    to lie nearer to the grid; an octave on, the grid is the same but for one octave less of subnormals, so no squared
+    error is less after that.
     """
     top = int(scale_of(amax, format).view(np.uint32) >> 16)
-    below, above = np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1), np.arange(top + 1, min(top + 128, INFINITY))
+    below, above = (
+        np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1),
+        np.arange(top + 1, min(top + 128, INFINITY)),
+    )
     return magnitudes(np.concatenate([below, above]))
 
 
@@ -179,7 +200,9 @@ def bf16_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """The smallest power of two not below each positive, normal float32, as float32 of the same shape: the mantissa rounded away, upwards."""
+    """The smallest power of two not below each positive, normal float32, as float32 of the same shape: the mantissa
+    rounded away, upwards.
+    """
     bits = np.asarray(values, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
 
@@ -187,8 +210,9 @@ def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
 def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt.NDArray[np.float32]:
     """The scale of a clip: FP32 clip / FP32 maximum, rounded up to the grid of scales, float32 of the same shape.
 
-    Rounded up so that the clip itself never saturates; on the BF16 grid so that whoever loads the checkpoint, in BF16 or in FP32,
-    holds this very number. A power of two is on that grid too; it makes dequantization exact, and wastes up to an octave of range.
+    Rounded up so that the clip itself never saturates; on the BF16 grid so that whoever loads the checkpoint, in BF16
+    or in FP32, holds this very number. A power of two is on that grid too; it makes dequantization exact, and wastes up
+    to an octave of range.
     """
     quotient = np.asarray(clip, np.float32) / np.float32(format.max)
     return bf16_ceil(quotient) if grid == "bf16" else power_of_two_ceil(quotient)

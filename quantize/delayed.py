@@ -1,16 +1,20 @@
 """Delayed scaling: the scale of a batch follows from the amax of the batches before it.
 
-Transformer Engine quantizes batch t with a scale made from a history of past amax values, because reading a tensor twice (once for
-its amax, once to cast it) costs time. Its rules (user guide, "FP8 Delayed Scaling", and `recipe.DelayedScaling`):
+Transformer Engine quantizes batch t with a scale made from a history of past amax values, because reading a tensor
+twice (once for its amax, once to cast it) costs time. Its rules (user guide, "FP8 Delayed Scaling", and
+`recipe.DelayedScaling`):
 
-1. The history is a window of the last `amax_history_len` batches. A longer one than there are batches holds what there is.
-2. After a batch its amax joins the history, and the scale for the next is max_fp8 / amax of the history, over 2^margin (its scale is the reciprocal
+1. The history is a window of the last `amax_history_len` batches. A longer one than there are batches holds what there
+   is.
+2. After a batch its amax joins the history, and the scale for the next is max_fp8 / amax of the history, over 2^margin
+   (its scale is the reciprocal
    of ours); `max` takes the largest of the window, `most_recent` the last.
 3. Where that amax is zero the scale stays as it was.
-4. `interval` (up to release 1.x): the scale is computed again once every so many batches, the history is kept at every one.
+4. `interval` (up to release 1.x): the scale is computed again once every so many batches, the history is kept at every
+   one.
 
-The first batches have no history: Transformer Engine runs them with scale 1, and here they are not judged. Static inference has no next batch; the
-method `delayed` takes the scale that training would go on with after the last one.
+The first batches have no history: Transformer Engine runs them with scale 1, and here they are not judged. Static
+inference has no next batch; the method `delayed` takes the scale that training would go on with after the last one.
 """
 
 import numpy as np
@@ -25,7 +29,8 @@ Float32s = npt.NDArray[np.float32]
 
 
 def amax_in_use(amax_batches: Float32s, clipping: Clipping) -> Float32s:
-    """The amax that each batch's scale is made from, and the one after the last's, float32 [batches + 1]; NaN where there is no history yet.
+    """The amax that each batch's scale is made from, and the one after the last's, float32 [batches + 1]; NaN where
+    there is no history yet.
 
     `amax_batches` float32 [batches] in batch order, all measured.
     """
@@ -33,7 +38,9 @@ def amax_in_use(amax_batches: Float32s, clipping: Clipping) -> Float32s:
     length = min(clipping.amax_history_len, batches) if clipping.amax_compute_algo == "max" else 1
     if not batches:
         return np.full(1, np.nan, np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.zeros(length - 1, np.float32), amax_batches]), length)
+    windows = np.lib.stride_tricks.sliding_window_view(
+        np.concatenate([np.zeros(length - 1, np.float32), amax_batches]), length
+    )
     after = np.concatenate([[np.float32(0)], windows.max(axis=1)])  # of the history when t batches have been seen
     seen = np.arange(batches + 1)
     computed = np.where((seen % clipping.interval == 0) & (after > 0), seen, 0)  # a zero amax keeps the scale
@@ -61,7 +68,10 @@ def clip_delayed(amax_batches: Float32s, clipping: Clipping) -> float:
 
 def no_scale(clipping: Clipping, batches: int) -> InputError:
     """The error of an interval that `batches` do not fill."""
-    return InputError(f"--interval {clipping.interval}: no scale is computed in {batches} batches; give a smaller one, or more --samples")
+    return InputError(
+        f"--interval {clipping.interval}: no scale is computed in {batches} batches; give a smaller one, or more "
+        "--samples"
+    )
 
 
 def saturated_batches(amax_batches: Float32s, format: Format, clipping: Clipping) -> npt.NDArray[np.bool_]:
@@ -75,7 +85,10 @@ def saturated_batches(amax_batches: Float32s, format: Format, clipping: Clipping
 
 
 def largest_jump(amax_batches: Float32s) -> float:
-    """The largest ratio of a batch's amax to the batch before's; 1.0 where there are no two to compare. Zeros are passed over."""
+    """The largest ratio of a batch's amax to the batch before's; 1.0 where there are no two to compare.
+
+    Zeros are passed over.
+    """
     amax = measured(amax_batches)
     amax = amax[amax > 0].astype(np.float64)
     return float((amax[1:] / amax[:-1]).max(initial=1.0))

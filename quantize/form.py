@@ -1,8 +1,10 @@
-"""What of an FP8 model has a form that Hugging Face's loader knows. The rest is written for fp8q and ONNX, and must not be loaded wrong in silence.
+"""What of an FP8 model has a form that Hugging Face's loader knows.
 
-compressed-tensors quantizes linear layers; a Conv1D with FP8 codes would load as a matrix of codes without its scales, and no error. And it puts the scales
-of a cache into attention modules that it knows by the names of their projections; in others it would find keys that it does not expect. For a cache of which only the
-values are codes it has no words.
+The rest is written for fp8q and ONNX, and must not be loaded wrong in silence.
+
+compressed-tensors quantizes linear layers; a Conv1D with FP8 codes would load as a matrix of codes without its scales,
+and no error. And it puts the scales of a cache into attention modules that it knows by the names of their projections;
+in others it would find keys that it does not expect. For a cache of which only the values are codes it has no words.
 """
 
 from collections.abc import Mapping
@@ -16,20 +18,32 @@ from ..calibrate.model.source import Source, meta_model
 from .scales import Scales
 from .stored import CACHE_FILE
 
-#: The `quantization_config` of a checkpoint that Hugging Face has no form for. It names no `quant_method`, at which transformers stops with a ValueError.
+#: The `quantization_config` of a checkpoint that Hugging Face has no form for. It names no `quant_method`, at which
+#: transformers stops with a ValueError.
 UNLOADABLE = {
     "format": "fp8q",
-    "reason": "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this checkpoint, transformers and vLLM cannot",
+    "reason": (
+        "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this "
+        "checkpoint, transformers and vLLM cannot"
+    ),
 }
 #: The same for the INT8 weights that FP8 is compared with.
-INTEGERS = {"format": "fp8q", "reason": "INT8 codes for the ONNX graphs beside them; transformers and vLLM cannot load this, `model/` in the run is for them"}
+INTEGERS = {
+    "format": "fp8q",
+    "reason": (
+        "INT8 codes for the ONNX graphs beside them; transformers and vLLM cannot load this, `model/` in the "
+        "run is for them"
+    ),
+}
 #: What compressed-tensors knows an attention module with a cache by (its `_KV_CACHE_PROJECTION_NAMES`).
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 
 
 @dataclass(frozen=True)
 class Form:
-    """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether there are scales of a cache that they would read."""
+    """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
+    there are scales of a cache that they would read.
+    """
 
     modules: Mapping[str, nn.Module]
     loadable: bool
@@ -42,9 +56,15 @@ class Form:
     def remark(self, architecture: str, cache_parts: str) -> str | None:
         """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
         if not self.loadable:
-            return f"{architecture} keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q and ONNX run `model/`, transformers and vLLM cannot load it"
+            return (
+                f"{architecture} keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q "
+                "and ONNX run `model/`, transformers and vLLM cannot load it"
+            )
         if cache_parts == "kv" and not self.cache:
-            return f"transformers and vLLM have no place for the scales of {architecture}'s cache, and keep it in the compute type: model/{CACHE_FILE} has them, for fp8q and ONNX"
+            return (
+                f"transformers and vLLM have no place for the scales of {architecture}'s cache, and keep it in the "
+                f"compute type: model/{CACHE_FILE} has them, for fp8q and ONNX"
+            )
         return None
 
 
@@ -53,5 +73,8 @@ def form_of(source: Source, scales: Scales) -> Form:
     model = meta_model(source)
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
-    known = all(any(hasattr(model.get_submodule(name), projection) for projection in PROJECTIONS) for name in attention_modules(model).values())
+    known = all(
+        any(hasattr(model.get_submodule(name), projection) for projection in PROJECTIONS)
+        for name in attention_modules(model).values()
+    )
     return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv")

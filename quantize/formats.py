@@ -1,11 +1,12 @@
-"""The 8-bit formats, as data: exponent bits, mantissa bits, bias and what the extreme codes mean; and INT8, which FP8 is compared with.
+"""The 8-bit formats, as data: exponent bits, mantissa bits, bias and what the extreme codes mean; and INT8, which FP8
+is compared with.
 
-Everything else (maximum, grid, midpoints, rounding) is derived. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep
-Learning", table 1 (E4M3, E5M2; the "fn" in E4M3FN says finite, with NaN only in the all-ones codes); ONNX, "Float stored in
-8 bits" (the FNUZ kind of Noune et al. 2022: bias one larger, no negative zero, NaN in its place).
+Everything else (maximum, grid, midpoints, rounding) is derived. Sources: Micikevicius et al. 2022, "FP8 Formats for
+Deep Learning", table 1 (E4M3, E5M2; the "fn" in E4M3FN says finite, with NaN only in the all-ones codes); ONNX, "Float
+stored in 8 bits" (the FNUZ kind of Noune et al. 2022: bias one larger, no negative zero, NaN in its place).
 
-A value is quantized as FP32(x) / FP32(scale), clipped to the largest finite value, and rounded once to the nearest code, ties
-to the even one; NaN stays NaN. Infinity is clipped as every large value is.
+A value is quantized as FP32(x) / FP32(scale), clipped to the largest finite value, and rounded once to the nearest
+code, ties to the even one; NaN stays NaN. Infinity is clipped as every large value is.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """A sign bit, `exponent_bits`, `mantissa_bits`; `ieee`: the top exponent means infinity and NaN; `unsigned_zero`: 0x80 is the only NaN."""
+    """A sign bit, `exponent_bits`, `mantissa_bits`; `ieee`: the top exponent means infinity and NaN; `unsigned_zero`:
+    0x80 is the only NaN.
+    """
 
     name: str
     exponent_bits: int
@@ -55,7 +58,9 @@ class Format:
         codes = np.arange(256)
         exponent = (codes & 0x7F) >> self.mantissa_bits
         fraction = (codes & ((1 << self.mantissa_bits) - 1)) / (1 << self.mantissa_bits)
-        magnitude = np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - self.bias), fraction * 2.0 ** (1 - self.bias))
+        magnitude = np.where(
+            exponent > 0, (1 + fraction) * 2.0 ** (exponent - self.bias), fraction * 2.0 ** (1 - self.bias)
+        )
         values = np.where(codes < 0x80, magnitude, -magnitude)
         top = exponent == (1 << self.exponent_bits) - 1
         if self.unsigned_zero:
@@ -93,7 +98,8 @@ class Format:
         return 0x80 if self.unsigned_zero else 0x7F
 
     def encode(self, values: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """Codes of float32 `values` that are already divided by their scale, uint8 of the same shape; saturating, ties to even.
+        """Codes of float32 `values` that are already divided by their scale, uint8 of the same shape; saturating, ties
+        to even.
 
         The slow reference: a binary search among the midpoints. A value on a midpoint goes to the even of both codes.
         """
@@ -110,13 +116,15 @@ class Format:
         return self.values[codes]
 
     def round(self, magnitudes: Float32s) -> Float32s:
-        """The grid value each non-negative, finite magnitude (already divided by its scale) is rounded to; saturating."""
+        """The grid value each non-negative, finite magnitude (divided by its scale) is rounded to; saturating."""
         return self.grid[self.encode(magnitudes)]
 
 
 @dataclass(frozen=True)
 class Integers:
-    """Signed integers of `bits` bits, used symmetrically: the largest magnitude is that of both signs, and the code below it (-128) is left to what saturates."""
+    """Signed integers of `bits` bits, used symmetrically: the largest magnitude is that of both signs, and the code
+    below it (-128) is left to what saturates.
+    """
 
     name: str
     bits: int

@@ -1,8 +1,8 @@
 """The FP8 KV cache of the reference: keys and values are codes from the moment they are written.
 
-Keys are quantized after the rotary embedding, where the cache is written, and attention sees code × scale: the new step's too, since the
-next step will see nothing else. One scale each for a layer's keys and values. A part without a scale stays as it is: values alone
-in FP8 cost next to nothing, keys may (docs/kv-cache.md).
+Keys are quantized after the rotary embedding, where the cache is written, and attention sees code × scale: the new
+step's too, since the next step will see nothing else. One scale each for a layer's keys and values. A part without a
+scale stays as it is: values alone in FP8 cost next to nothing, keys may (docs/kv-cache.md).
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,14 @@ class FP8Layer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.scales = (key_scale, value_scale)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values [batch, heads, seq, head_size], rounded; return all there are."""
-        new_keys, new_values = (x if scale is None else round_to_codes(x, scale) for x, scale in zip((key_states, value_states), self.scales, strict=True))
+        new_keys, new_values = (
+            x if scale is None else round_to_codes(x, scale)
+            for x, scale in zip((key_states, value_states), self.scales, strict=True)
+        )
         keys, values = super().update(new_keys, new_values, *args, **kwargs)
         return keys, values
 
@@ -39,6 +44,6 @@ class FP8Cache(DynamicCache):
     """A cache of `FP8Layer`s, one for each layer of the model."""
 
     def __init__(self, scales: Mapping[str, float], modules: Mapping[int, str]):
-        """`scales` of `<module>.k` and `<module>.v`, as far as these are codes; `modules`: layer index -> module name."""
+        """`scales` of `<module>.k` and `<module>.v`, where these are codes; `modules`: layer index -> module name."""
         super().__init__()
         self.layers = [FP8Layer(scales.get(f"{modules[i]}.k"), scales.get(f"{modules[i]}.v")) for i in sorted(modules)]

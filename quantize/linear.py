@@ -2,14 +2,16 @@
 
     y = cast( (Σ_k code_x[k] · code_w[n, k]) · (s_x · s_w[n]) + bias[n] )
 
-Codes are small integers times a power of two, so products of codes are exact in BF16's eight bits of factor and FP32's sum;
-the sum is accumulated in FP32, scaled once in FP32 and cast once. Simulating FP8 by rounding to the grid and multiplying dequantized BF16
-values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 before the product: another number, and not the engine's.
+Codes are small integers times a power of two, so products of codes are exact in BF16's eight bits of factor and FP32's
+sum; the sum is accumulated in FP32, scaled once in FP32 and cast once. Simulating FP8 by rounding to the grid and
+multiplying dequantized BF16 values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 before the
+product: another number, and not the engine's.
 
-`exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product with an FP32
-result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call `torch._scaled_mm` on the codes.
-`current` is `fast` with each call's own amax for the input's scale ("just-in-time", Transformer Engine's current scaling): it is no scale that
-could be serialized, and is here to measure what static scales give away.
+`exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
+with an FP32 result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call
+`torch._scaled_mm` on the codes.
+`current` is `fast` with each call's own amax for the input's scale ("just-in-time", Transformer Engine's current
+scaling): it is no scale that could be serialized, and is here to measure what static scales give away.
 """
 
 from collections.abc import Mapping
@@ -25,16 +27,19 @@ CODE = torch.float8_e4m3fn
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes of x / scale, float8_e4m3fn of x's shape: the quotient in FP32, clipped, rounded once to nearest even; NaN stays NaN.
+    """E4M3 codes of x / scale, float8_e4m3fn of x's shape: the quotient in FP32, clipped, rounded once to nearest even;
+    NaN stays NaN.
 
-    `x` of any float type, `scale` float32 broadcastable to it. torch's own cast has differed between versions on overflow, so it is
-    given no value that overflows.
+    `x` of any float type, `scale` float32 broadcastable to it. torch's own cast has differed between versions on
+    overflow, so it is given no value that overflows.
     """
     return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(CODE)
 
 
 def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Signed integers of x / scale, int8 of x's shape: ONNX's QuantizeLinear with zero point 0, as `encode` but for the codes."""
+    """Signed integers of x / scale, int8 of x's shape: ONNX's QuantizeLinear with zero point 0, as `encode` but for the
+    codes.
+    """
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
 
 
@@ -45,24 +50,39 @@ ENCODERS = {"e4m3": encode, "int8": encode_int8}
 def code_table(scale: torch.Tensor) -> torch.Tensor:
     """The codes of all 65,536 BF16 bit patterns under a scalar float32 `scale`, as BF16 numbers [65536].
 
-    A BF16 activation has no other values, so looking codes up is exact, and on a CPU six times as fast as computing them.
+    A BF16 activation has no other values, so looking codes up is exact, and on a CPU six times as fast as computing
+    them.
     """
     patterns = torch.arange(1 << 16, device=scale.device, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     return encode(patterns, scale).to(torch.bfloat16)
 
 
 def current_scale(x: torch.Tensor) -> torch.Tensor:
-    """The scale of the amax of `x`, float32 []: `clip.scale_of` where `x` lies. Zeros take the smallest normal number."""
+    """The scale of the amax of `x`, float32 []: `clip.scale_of` where `x` lies.
+
+    Zeros take the smallest normal number.
+    """
     quotient = x.abs().amax().float() / E4M3.max
     rounded_up = ((quotient.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     return rounded_up.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class FP8Linear(nn.Module):
-    """A linear layer on E4M3 codes: per-output-channel weight scales, one scale for the input, static but in mode `current`."""
+    """A linear layer on E4M3 codes: per-output-channel weight scales, one scale for the input, static but in mode
+    `current`.
+    """
 
-    def __init__(self, codes: torch.Tensor, weight_scale: torch.Tensor, input_scale: torch.Tensor, bias: torch.Tensor | None, mode: Mode):
-        """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out] or None."""
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        mode: Mode,
+    ):
+        """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
+        or None.
+        """
         super().__init__()
         self.mode = mode
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
@@ -102,7 +122,8 @@ class FP8Linear(nn.Module):
 def scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product of codes `x` [tokens, in] and `weight` [out, in], both float8_e4m3fn, as float32 [tokens, out].
 
-    `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the same order everywhere.
+    `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the
+    same order everywhere.
     """
     one = torch.ones((), device=x.device)
     product: torch.Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)

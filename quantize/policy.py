@@ -1,7 +1,8 @@
-"""Which matrix products run in FP8: the linear layers that ModelOpt's registry knows, but the output head and what the user leaves out.
+"""Which matrix products run in FP8: the linear layers that ModelOpt's registry knows, but the output head and what the
+user leaves out.
 
-The output head stays in BF16 because its error goes straight into the logits and it is a small share of the work. Embeddings and norms
-are no matrix products. What stays is listed with its reason; nothing is left out in silence.
+The output head stays in BF16 because its error goes straight into the logits and it is a small share of the work.
+Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,9 @@ from .scales import Scales, Skipped
 
 @dataclass(frozen=True)
 class Products:
-    """The matrix products of a model: all by name, the output head's name, and those of a class that cannot be quantized (name -> class)."""
+    """The matrix products of a model: all by name, the output head's name, and those of a class that cannot be
+    quantized (name -> class).
+    """
 
     names: tuple[str, ...]
     head: str | None
@@ -24,18 +27,23 @@ class Products:
 def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
     """Split `products` into modules to quantize and modules that stay in BF16, with the reasons.
 
-    `skip`, `only`: shell patterns over module names; without `only` all are meant. Raises InputError for a pattern that matches nothing, and when nothing is left.
+    `skip`, `only`: shell patterns over module names; without `only` all are meant. Raises InputError for a pattern that
+    matches nothing, and when nothing is left.
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
         if not any(fnmatchcase(name, pattern) for name in products.names):
-            raise InputError(f"{option} {pattern}: matches no module; names are like {', '.join(_examples(products.names))}")
+            raise InputError(
+                f"{option} {pattern}: matches no module; names are like {', '.join(_examples(products.names))}"
+            )
     skipped: dict[str, Skipped] = {}
     for name in products.names:
         matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
         if name == products.head:
             skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
         elif name in products.unknown:
-            skipped[name] = Skipped(reason=f"of class {products.unknown[name]}, which is no linear layer that ModelOpt's registry knows")
+            skipped[name] = Skipped(
+                reason=f"of class {products.unknown[name]}, which is no linear layer that ModelOpt's registry knows"
+            )
         elif matching:
             skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")
         elif only and not any(fnmatchcase(name, pattern) for pattern in only):
@@ -43,7 +51,8 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     chosen = [name for name in products.names if name not in skipped]
     if not chosen:
         raise InputError(
-            f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"
+            f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize; skip fewer "
+            "with --skip, or name more with --only"
         )
     return chosen, skipped
 
@@ -51,7 +60,8 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
 def parted(groups: Iterable[Sequence[str]], scales: Scales) -> str | None:
     """A warning where, of sibling modules that read one tensor, only some run in FP8; None where there are none such.
 
-    vLLM makes one product of such siblings (q, k and v; gate and up), and wants them all in one scheme. `groups`: modules that receive the same tensor.
+    vLLM makes one product of such siblings (q, k and v; gate and up), and wants them all in one scheme. `groups`:
+    modules that receive the same tensor.
     """
     families: dict[tuple[str, ...], None] = {}
     for members in groups:
@@ -62,7 +72,10 @@ def parted(groups: Iterable[Sequence[str]], scales: Scales) -> str | None:
         return None
     wide, fp8 = ([member for member in found[0] if (member in scales.skipped) == kept] for kept in (True, False))
     others = f", and so in {len(found) - 1} more such groups" if len(found) > 1 else ""
-    return f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
+    return (
+        f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
+        "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
+    )
 
 
 def _examples(names: Iterable[str]) -> list[str]:

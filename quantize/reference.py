@@ -1,6 +1,7 @@
 """The FP8 model as a torch module, read from the checkpoint fp8q wrote: what every other runtime is held against.
 
-It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it proves the file too.
+It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it
+proves the file too.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     model = skeleton(config, dtype)
     shards = {file: safe_open(directory / file, "pt") for file in set(stored_tensors(directory).values())}
     where = stored_tensors(directory)
-    renamed = renamed_in(config, type(model), {name: tuple(shards[file].get_slice(name).get_shape()) for name, file in where.items()})
+    renamed = renamed_in(
+        config, type(model), {name: tuple(shards[file].get_slice(name).get_shape()) for name, file in where.items()}
+    )
 
     def read(name: str) -> torch.Tensor:
         under = renamed.get(name, name)
@@ -55,11 +58,17 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
         layers[module] = FP8Linear(codes, scale[:, 0], read(f"{module}.input_scale")[0], bias, mode)
     replace_linears(model, layers)
     wide = {name: read(name) for name in model.state_dict() if renamed.get(name, name) in where}
-    model.load_state_dict({name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()}, strict=False, assign=True)
+    model.load_state_dict(
+        {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()},
+        strict=False,
+        assign=True,
+    )
     model.tie_weights()
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"the checkpoint has no {unset[0]}"
-    caches = {name.removesuffix("_scale"): float(read(name)[0]) for name in where if name.endswith((".k_scale", ".v_scale"))}
+    caches = {
+        name.removesuffix("_scale"): float(read(name)[0]) for name in where if name.endswith((".k_scale", ".v_scale"))
+    }
     torch.nn.Module.to(model, device)
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)

@@ -1,7 +1,7 @@
 """`scales.json`: each tensor's decision, or why its module stays in BF16.
 
-A scale comes out of one function, `scale_of`; what has no scale (amax zero, NaN or Inf seen, never observed) is refused by one
-function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; here the module stays in BF16 and says so.
+A scale comes out of one function, `scale_of`; what has no scale (amax zero, NaN or Inf seen, never observed) is refused
+by one function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; here the module stays in BF16 and says so.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,13 +41,17 @@ class WeightScales(Strict):
     scale_min: float
     scale_max: float
     sqnr_db: float
-    zero_channels: int | None = Field(default=None, description="all-zero channels: exact with any scale, they take scale_max")
+    zero_channels: int | None = Field(
+        default=None, description="all-zero channels: exact with any scale, they take scale_max"
+    )
 
 
 class TensorScale(Strict):
     """One activation's or cache tensor's per-tensor scale; shares are fractions."""
 
-    method: str = Field(description="what chose the clip; where that gave nothing a scale can be made of: `amax (percentile gave 0)`")
+    method: str = Field(
+        description="what chose the clip; where that gave nothing a scale can be made of: `amax (percentile gave 0)`"
+    )
     amax: float
     clip: float
     scale: float
@@ -66,7 +70,10 @@ class Skipped(Strict):
 
 
 class Scales(Strict):
-    """`scales.json`. Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has."""
+    """`scales.json`.
+
+    Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has.
+    """
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     format: Literal["e4m3", "int8"] = "e4m3"
@@ -104,15 +111,29 @@ def unfit(histogram: Histogram | None) -> Skipped | None:
     if histogram is None or not histogram.samples:
         return Skipped(reason="never observed: no token of the calibration text reached it", samples=0)
     if histogram.nans:
-        return Skipped(reason=f"NaN in {histogram.nans:,} of {histogram.samples:,} input values", value=float("nan"), samples=histogram.samples)
+        return Skipped(
+            reason=f"NaN in {histogram.nans:,} of {histogram.samples:,} input values",
+            value=float("nan"),
+            samples=histogram.samples,
+        )
     if histogram.infinities:
-        return Skipped(reason=f"Inf in {histogram.infinities:,} of {histogram.samples:,} input values", value=float("inf"), samples=histogram.samples)
+        return Skipped(
+            reason=f"Inf in {histogram.infinities:,} of {histogram.samples:,} input values",
+            value=float("inf"),
+            samples=histogram.samples,
+        )
     if float(scale_of(histogram.amax, E4M3)) < SMALLEST_SCALE:
-        return Skipped(reason="amax is 0: every input value is zero or vanishes in BF16", value=histogram.amax, samples=histogram.samples)
+        return Skipped(
+            reason="amax is 0: every input value is zero or vanishes in BF16",
+            value=histogram.amax,
+            samples=histogram.samples,
+        )
     return None
 
 
-def tensor_scale(histogram: Histogram, clipping: Clipping, format: Grid = E4M3, amax_batches: npt.NDArray[np.float32] | None = None) -> TensorScale:
+def tensor_scale(
+    histogram: Histogram, clipping: Clipping, format: Grid = E4M3, amax_batches: npt.NDArray[np.float32] | None = None
+) -> TensorScale:
     """Choose the scale of one tensor and say what it does to the values it was chosen for.
 
     The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
@@ -132,19 +153,36 @@ def tensor_scale(histogram: Histogram, clipping: Clipping, format: Grid = E4M3, 
     )
 
 
-def _clip_and_scale(histogram: Histogram, clipping: Clipping, format: Grid, amax_batches: npt.NDArray[np.float32] | None) -> tuple[str, float, float]:
-    """The method, clip and scale of `clipping`. A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin goes as far as scales do."""
+def _clip_and_scale(
+    histogram: Histogram, clipping: Clipping, format: Grid, amax_batches: npt.NDArray[np.float32] | None
+) -> tuple[str, float, float]:
+    """The method, clip and scale of `clipping`.
+
+    A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin
+    goes as far as scales do.
+    """
     method: str = clipping.method
     if clipping.method == "delayed":
         if amax_batches is None:
-            raise InputError("--method delayed: needs the amax of every batch, which a histogram does not hold; choose another method")
+            raise InputError(
+                "--method delayed: needs the amax of every batch, which a histogram does not hold; choose another "
+                "method"
+            )
         clip = clip_delayed(amax_batches, clipping)
     else:
         clip = CLIPPERS[clipping.method](histogram, format, clipping)
     if scale_of(clip, format) < SMALLEST_SCALE:
         method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
-    scale = float(np.clip(np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin), SMALLEST_SCALE, LARGEST_SCALE))
-    return method, (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max), scale
+    scale = float(
+        np.clip(
+            np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin), SMALLEST_SCALE, LARGEST_SCALE
+        )
+    )
+    return (
+        method,
+        (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max),
+        scale,
+    )
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:

@@ -13,8 +13,12 @@ CACHE_FILE = "kv_cache.safetensors"
 
 
 def stored_tensors(directory: Path) -> Mapping[str, str]:
-    """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside it."""
-    index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside
+    it.
+    """
+    index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))[
+        "weight_map"
+    ]
     if (directory / CACHE_FILE).is_file():
         with safe_open(directory / CACHE_FILE, "np") as opened:
             index |= dict.fromkeys(opened.keys(), CACHE_FILE)
@@ -25,4 +29,7 @@ def stored_scales(directory: Path, modules: Iterable[str]) -> dict[str, npt.NDAr
     """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each."""
     where = stored_tensors(directory)
     shards = {file: safe_open(directory / file, "np") for file in set(where.values())}
-    return {module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1) for module in modules}
+    return {
+        module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1)
+        for module in modules
+    }

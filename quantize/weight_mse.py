@@ -1,20 +1,26 @@
 """The scale of least squared error for each row of a weight matrix, searched exactly and without quantizing a value.
 
-An E4M3 grid under scale 2s is the grid under s, but for its ends: it starts coarser by a bit and saturates an octave later. So the best of
-*all* scales lies between half and twice the amax scale, and each BF16 number in there is tried. From twice on, half the scale has the same grid
-values and more, and saturates nowhere. Up to half, doubling saves the amax an eighth of amax² or more, and costs each value the square of
-half a subnormal step, (2^-10 / 448 · amax)², or less: a row would need more than 2^34 values for that to matter.
+An E4M3 grid under scale 2s is the grid under s, but for its ends: it starts coarser by a bit and saturates an octave
+later. So the best of
+*all* scales lies between half and twice the amax scale, and each BF16 number in there is tried. From twice on, half the
+scale has the same grid values and more, and saturates nowhere. Up to half, doubling saves the amax an eighth of amax²
+or more, and costs each value the square of half a subnormal step, (2^-10 / 448 · amax)², or less: a row would need more
+than 2^34 values for that to matter.
 
 A row's BF16 magnitudes are counted by bit pattern relative to the exponent of its amax, which makes one table of errors
-(pattern, candidate) serve all rows; the errors of all candidates on all rows are counts times table. Patterns come in octaves:
+(pattern, candidate) serve all rows; the errors of all candidates on all rows are counts times table. Patterns come in
+octaves:
 
 - the two at the top, where a candidate may saturate: a column of the table for each pattern;
-- eleven in the middle, where every candidate is in its normal range, so that the error is 4^octave times that of the octave above: counts are
+- eleven in the middle, where every candidate is in its normal range, so that the error is 4^octave times that of the
+  octave above: counts are
   folded into one of 128 mantissas, exactly;
-- eight at the bottom, where candidates have their subnormals: few values of a trained weight lie there, and their rows of the table are added one by one;
+- eight at the bottom, where candidates have their subnormals: few values of a trained weight lie there, and their rows
+  of the table are added one by one;
 - below, every candidate rounds to zero: the same error for all, left out.
 
-Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one pass each) costs 256 passes for what is counted in one.
+Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one pass each) costs 256 passes for what is
+counted in one.
 """
 
 from collections.abc import Iterator
@@ -35,7 +41,8 @@ OCTAVE = 1 << 7
 #: Octaves of magnitudes from the amax down, and how many at either end are no multiple of the one above.
 OCTAVES, TOP, BOTTOM = 21, 2, 8
 BINS = OCTAVES * OCTAVE
-#: Rows counted together: their bins are the values of one int16, for which `bincount` is fastest and stays in the cache.
+#: Rows counted together: their bins are the values of one int16, for which `bincount` is fastest and stays in the
+#: cache.
 GROUP = (1 << 15) // BINS
 #: Rows to a task, so that what it holds stays in the cache too: memory does not grow with the matrix.
 BLOCK = 8 * GROUP
@@ -43,7 +50,8 @@ BLOCK = 8 * GROUP
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """Squared errors relative to 2^exponent of the row's amax, which so lies in [1, 2), at `candidates` float32 [candidates], ascending.
+    """Squared errors relative to 2^exponent of the row's amax, which so lies in [1, 2), at `candidates` float32
+    [candidates], ascending.
 
     `folded` float32 [128 + 256, candidates]: the middle octaves as one (that of [1/4, 1/2)), then the two at the top;
     `bottom` float32 [8 · 128, candidates].
@@ -59,7 +67,10 @@ def error_table() -> ErrorTable:
     """The table, the same for every row of every matrix."""
     top = (127 + 1) << 7  # the pattern of 2
     values = magnitudes(np.arange(top - BINS, top))
-    lowest, highest = (int(scale_of(amax, E4M3).view(np.uint32) >> 16) for amax in (np.float32(0.5), np.nextafter(np.float32(4), np.float32(0))))
+    lowest, highest = (
+        int(scale_of(amax, E4M3).view(np.uint32) >> 16)
+        for amax in (np.float32(0.5), np.nextafter(np.float32(4), np.float32(0)))
+    )
     candidates = magnitudes(np.arange(lowest, highest + 1))
     rounded = E4M3.round(values[:, None] / candidates) * candidates.astype(np.float64)
     error = torch.from_numpy(((values.astype(np.float64)[:, None] - rounded) ** 2).astype(np.float32))
@@ -70,11 +81,14 @@ def error_table() -> ErrorTable:
 def mse_scales(weight: torch.Tensor) -> Float32s:
     """The BF16 scale with the least squared error for each row of a finite BF16 `weight` [out, in], float32 [out].
 
-    Of all BF16 scales there are, to the FP32 rounding of the summed errors. A row within `OCTAVES` octaves of BF16's smallest number takes its amax scale.
+    Of all BF16 scales there are, to the FP32 rounding of the summed errors. A row within `OCTAVES` octaves of BF16's
+    smallest number takes its amax scale.
     """
     error_table()  # made once, by this thread
     with _single_threaded() as workers, ThreadPoolExecutor(workers) as pool:
-        return np.concatenate([*pool.map(_block_scales, weight.detach().cpu().contiguous().view(torch.int16).split(BLOCK))])
+        return np.concatenate(
+            [*pool.map(_block_scales, weight.detach().cpu().contiguous().view(torch.int16).split(BLOCK))]
+        )
 
 
 def _block_scales(bits: torch.Tensor) -> Float32s:
@@ -90,7 +104,9 @@ def _block_scales(bits: torch.Tensor) -> Float32s:
 
 
 def _counts(patterns: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """How often each magnitude occurs in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128]; bin 0 holds all that is smaller."""
+    """How often each magnitude occurs in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128]; bin 0 holds
+    all that is smaller.
+    """
     rows = len(patterns)
     floor = (exponent - (OCTAVES - 1)) << 7
     place = (torch.arange(rows) % GROUP * BINS).to(torch.int16)
@@ -116,7 +132,9 @@ def _bottom_errors(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _single_threaded() -> Iterator[int]:
-    """Let each operator run in the thread that calls it, and give how many threads torch has: many small blocks are faster side by side than one after the other."""
+    """Let each operator run in the thread that calls it, and give how many threads torch has: many small blocks are
+    faster side by side than one after the other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -4,14 +4,16 @@ What counts is the error of the product, for a channel w with codes c under scal
 
     Σ_tokens ((w - s c) · x)² = (w - s c) H (w - s c)ᵀ,    H = Σ x xᵀ,
 
-which nearest rounding takes for a sum over weights, as if inputs were not correlated. Frantar et al. 2022 (GPTQ, algorithm 1) fix one input at a time: once weight j is
-rounded and off by e, the best move of those not rounded yet is -e · U[j, j:] / U[j, j] with the upper Cholesky factor U of H^-1 = Uᵀ U. The grid is
-whatever `encode` rounds to: here floating-point codes under scales chosen before, where they use integers. Columns go in blocks, and a block's errors reach the rest
-of the matrix as one product.
+which nearest rounding takes for a sum over weights, as if inputs were not correlated. Frantar et al. 2022 (GPTQ,
+algorithm 1) fix one input at a time: once weight j is rounded and off by e, the best move of those not rounded yet is
+-e · U[j, j:] / U[j, j] with the upper Cholesky factor U of H^-1 = Uᵀ U. The grid is whatever `encode` rounds to: here
+floating-point codes under scales chosen before, where they use integers. Columns go in blocks, and a block's errors
+reach the rest of the matrix as one product.
 
-U needs no inverse of H: reversed, H has a Cholesky factor whose inverse, reversed, is U; half the work, and the square root of its condition number. It is computed
-in FP64: one direction can hold most of the energy of a wide input, and FP32 then rounds H away from positive definite, whatever the damping.
-H is damped by a hundredth of its mean diagonal, as in the paper; an input that was never anything but zero is correlated with no other, and is rounded to nearest.
+U needs no inverse of H: reversed, H has a Cholesky factor whose inverse, reversed, is U; half the work, and the square
+root of its condition number. It is computed in FP64: one direction can hold most of the energy of a wide input, and
+FP32 then rounds H away from positive definite, whatever the damping. H is damped by a hundredth of its mean diagonal,
+as in the paper; an input that was never anything but zero is correlated with no other, and is rounded to nearest.
 """
 
 from collections.abc import Mapping
@@ -31,7 +33,9 @@ BLOCK = 128
 
 
 def compensation(moments: torch.Tensor) -> torch.Tensor:
-    """The factor U, upper triangular float32 [in, in], of the inverse of damped `moments` float32 [in, in], sums or means alike."""
+    """The factor U, upper triangular float32 [in, in], of the inverse of damped `moments` float32 [in, in], sums or
+    means alike.
+    """
     damped = moments.double().flip(0, 1)
     diagonal = damped.diagonal()
     mean = float(diagonal.mean())
@@ -43,7 +47,8 @@ def compensation(moments: torch.Tensor) -> torch.Tensor:
 
 
 def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out], rounded in the order of the inputs.
+    """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out], rounded in the order of the
+    inputs.
 
     `factor` float32 [in, in]: of `compensation`. A diagonal one gives the codes of nearest rounding, bit for bit.
     """
@@ -62,7 +67,10 @@ def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, factor: torch.T
 
 
 class Compensations:
-    """The factors of a run's modules. Those of the last two groups are kept: in a checkpoint's order o_proj comes between k_proj and q_proj."""
+    """The factors of a run's modules.
+
+    Those of the last two groups are kept: in a checkpoint's order o_proj comes between k_proj and q_proj.
+    """
 
     def __init__(self, folder: Path, first: Mapping[str, str]):
         """Of the moments in `folder`; `first`: module -> the first of its group."""
@@ -76,5 +84,8 @@ class Compensations:
     def _load(self, group: str) -> torch.Tensor:
         moments = load_moments(self.folder, group)
         if not bool(torch.isfinite(moments).all()):
-            raise InputError(f"{group}: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in BF16 with --skip {group}")
+            raise InputError(
+                f"{group}: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in "
+                f"BF16 with --skip {group}"
+            )
         return compensation(moments)

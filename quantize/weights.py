@@ -1,7 +1,8 @@
 """Per-output-channel scales and codes of a weight matrix.
 
-`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weight_mse`). With these scales fixed, weights
-are rounded to nearest, or so that they make up for each other's errors (`weight_rounding`).
+`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weight_mse`).
+With these scales fixed, weights are rounded to nearest, or so that they make up for each other's errors
+(`weight_rounding`).
 """
 
 import math
@@ -20,14 +21,17 @@ from .weight_mse import mse_scales
 from .weight_rounding import Compensations, compensated_codes
 
 WeightMethod = Literal["amax", "mse"]
-#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger blocks leave larger holes in the heap.
+#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger
+#: blocks leave larger holes in the heap.
 BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How weights are quantized: how their scales are chosen, and what compensates rounding errors (None: each weight goes to its nearest code)."""
+    """How weights are quantized: how their scales are chosen, and what compensates rounding errors (None: each weight
+    goes to its nearest code).
+    """
 
     method: WeightMethod
     compensations: Compensations | None = None
@@ -42,15 +46,22 @@ class QuantizedWeight:
     summary: WeightScales
 
 
-def quantize_weight(weight: torch.Tensor, method: WeightMethod, compensation: torch.Tensor | None = None, format: Grid = E4M3) -> QuantizedWeight | Skipped:
+def quantize_weight(
+    weight: torch.Tensor, method: WeightMethod, compensation: torch.Tensor | None = None, format: Grid = E4M3
+) -> QuantizedWeight | Skipped:
     """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped.
 
-    `compensation` float32 [in, in]: of `weight_rounding`; without it weights are rounded to nearest. Both `mse` and `compensation` are for E4M3.
+    `compensation` float32 [in, in]: of `weight_rounding`; without it weights are rounded to nearest. Both `mse` and
+    `compensation` are for E4M3.
     """
     scale = channel_scales(weight, method, format)
     if scale is None:
-        return Skipped(reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel())
-    codes = nearest_codes(weight, scale, format) if compensation is None else compensated_codes(weight, scale, compensation)
+        return Skipped(
+            reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel()
+        )
+    codes = (
+        nearest_codes(weight, scale, format) if compensation is None else compensated_codes(weight, scale, compensation)
+    )
     zero = int((_amax(weight) == 0).sum())
     summary = WeightScales(
         method=method,
@@ -79,7 +90,9 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4
 
 
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:
-    """The codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn (or int8) [out, in]."""
+    """The codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn (or int8) [out,
+    in].
+    """
     encode = ENCODERS[format.name]
     codes = torch.empty(weight.shape, dtype=encode(weight[:0], scale[:0, None]).dtype)
     for rows in _blocks(weight):

@@ -1,10 +1,11 @@
 """Keys and values of the sequences in flight, in buffers written by position: slot j of a row holds position j.
 
-The graph hands out only a step's new keys and values (DESIGN section 7), so a step writes one slot a row and copies nothing
-else. A buffer is [rows, kv_heads, capacity, head_size]; the rows in use are the first ones, so the past of any neighbouring
-rows is a slice of the first axis: contiguous, shared with the runtime, never copied. Capacity is the graph's work
-(attention reads every slot, filled or not), so buffers start small and grow by doubling, which copies each value less than
-once more in all. They start as zeros, not as whatever memory held: a masked slot weighs 0 in the softmax, and 0 × NaN is NaN.
+The graph hands out only a step's new keys and values (DESIGN section 7), so a step writes one slot a row and copies
+nothing else. A buffer is [rows, kv_heads, capacity, head_size]; the rows in use are the first ones, so the past of any
+neighbouring rows is a slice of the first axis: contiguous, shared with the runtime, never copied. Capacity is the
+graph's work (attention reads every slot, filled or not), so buffers start small and grow by doubling, which copies each
+value less than once more in all. They start as zeros, not as whatever memory held: a masked slot weighs 0 in the
+softmax, and 0 × NaN is NaN.
 
 Copied as it is into Triton repositories: imports only NumPy.
 """
@@ -24,7 +25,8 @@ KeyValues = Sequence[NDArray[Any]]
 class CacheLayout:
     """What a graph keeps of each position.
 
-    `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtypes` those of the host's
+    `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtypes` those of the
+    host's
     buffers: uint8 holds FP8 codes, of which NumPy knows nothing. Values may be codes where keys are not.
     """
 
@@ -63,7 +65,10 @@ class HostCache:
 
     def _zeros(self, capacity: int) -> list[NDArray[Any]]:
         layout = self.layout
-        return [np.zeros((self.rows, heads, capacity, size), dtype) for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)]
+        return [
+            np.zeros((self.rows, heads, capacity, size), dtype)
+            for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)
+        ]
 
     def past(self, first: int, count: int) -> KeyValues:
         """The buffers of `count` rows from `first`: views, not copies."""

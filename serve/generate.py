@@ -1,15 +1,15 @@
 """The generation loop: many requests in one batch, each at its own position, entering and leaving as they come and end.
 
-One step is either the prefill of the requests that just got a row, together, or one token for every row. A request that ends
-gives its row to the next at once (the last row moves into the gap), so nobody waits for the longest answer of a batch. Prompts
-of different lengths are padded on the right, continue the positions there and are masked; what padding writes into the cache
-lies behind the row's filled slots and is overwritten. Long prompts go in pieces, for the graph answers with logits
-[batch, seq, vocabulary]: at 128k tokens of vocabulary, 512 positions are 268 MB of FP32.
+One step is either the prefill of the requests that just got a row, together, or one token for every row. A request that
+ends gives its row to the next at once (the last row moves into the gap), so nobody waits for the longest answer of a
+batch. Prompts of different lengths are padded on the right, continue the positions there and are masked; what padding
+writes into the cache lies behind the row's filled slots and is overwritten. Long prompts go in pieces, for the graph
+answers with logits [batch, seq, vocabulary]: at 128k tokens of vocabulary, 512 positions are 268 MB of FP32.
 
-`fp8q generate` and the Triton model run this same file: `fp8q triton` copies it with its neighbours (cache, sampling, sessions,
-text) beside `model.py`. Triton imports that as the module `<version>.model`, so the version directory is a package there and
-imports relative to this folder mean the same in both places; they cannot be shadowed by anything on the server's path
-either. Needs NumPy, tokenizers and the runtime: no torch, no transformers, nothing else of fp8q.
+`fp8q generate` and the Triton model run this same file: `fp8q triton` copies it with its neighbours (cache, sampling,
+sessions, text) beside `model.py`. Triton imports that as the module `<version>.model`, so the version directory is a
+package there and imports relative to this folder mean the same in both places; they cannot be shadowed by anything on
+the server's path either. Needs NumPy, tokenizers and the runtime: no torch, no transformers, nothing else of fp8q.
 """
 
 from collections import Counter, deque
@@ -41,8 +41,8 @@ class RequestError(ValueError):
 class Request:
     """What to generate; the fields mean what they mean in OpenAI's completions API.
 
-    `max_tokens` bounds the tokens produced, the end-of-text token included; prompt and answer together are bounded by the model's
-    positions besides. `temperature` 0 takes the best token. Without a `seed` every run draws other tokens.
+    `max_tokens` bounds the tokens produced, the end-of-text token included; prompt and answer together are bounded by
+    the model's positions besides. `temperature` 0 takes the best token. Without a `seed` every run draws other tokens.
     Raises RequestError for values out of range.
     """
 
@@ -80,9 +80,10 @@ def _check(name: str, value: object, good: bool, rule: str) -> None:
 class Piece:
     """What one step added to one request.
 
-    `ticket` is what `submit` returned; `token` the id that was chosen. `text` may be empty while characters or stop words are incomplete.
-    `finish_reason` is None until the last piece: `stop` after the end-of-text token or a stop word, `length` at max_tokens or the model's
-    last position. `output_tokens` were produced so far, this one included.
+    `ticket` is what `submit` returned; `token` the id that was chosen. `text` may be empty while characters or stop
+    words are incomplete.
+    `finish_reason` is None until the last piece: `stop` after the end-of-text token or a stop word, `length` at
+    max_tokens or the model's last position. `output_tokens` were produced so far, this one included.
     """
 
     ticket: int
@@ -124,8 +125,12 @@ class _Row:
         self.produced += 1
         self.counts[token] += 1
         text = "" if token in end else self.text.push(token)
-        reason: FinishReason | None = "stop" if token in end or self.text.stopped else "length" if self.produced == self.limit else None
-        return Piece(self.ticket, token, text + (self.text.flush() if reason else ""), reason, len(self.prompt), self.produced)
+        reason: FinishReason | None = (
+            "stop" if token in end or self.text.stopped else "length" if self.produced == self.limit else None
+        )
+        return Piece(
+            self.ticket, token, text + (self.text.flush() if reason else ""), reason, len(self.prompt), self.produced
+        )
 
 
 class Generator:
@@ -159,7 +164,8 @@ class Generator:
             raise RequestError("the prompt has no tokens; write something to continue")
         if len(prompt) >= positions:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the model {positions} positions for prompt and answer; shorten it to {positions - 1} tokens or fewer"
+                f"the prompt has {len(prompt)} tokens and the model {positions} positions for prompt and answer; "
+                f"shorten it to {positions - 1} tokens or fewer"
             )
         self._tickets += 1
         text = TextStream(self._vocabulary.tokenizer, prompt, request.stop_words)
@@ -180,7 +186,9 @@ class Generator:
         self._cache = None
 
     def step(self) -> list[Piece]:
-        """Run the graph for newcomers, or else for one token of every row; return what each request it served has gained."""
+        """Run the graph for newcomers, or else for one token of every row; return what each request it served has
+        gained.
+        """
         if not self.busy:
             return []
         first = len(self._rows)
@@ -216,7 +224,9 @@ class Generator:
             self._cache.move(len(self._rows), index)
 
     def _reserved(self, positions: int) -> Cache:
-        """The cache, with room for `positions`; it grows to twice its capacity, but not beyond what the requests in flight can fill."""
+        """The cache, with room for `positions`; it grows to twice its capacity, but not beyond what the requests in
+        flight can fill.
+        """
         held = self._cache.capacity if self._cache else 0
         if self._cache is None or held < positions:
             fillable = max(len(row.prompt) + row.limit for row in self._rows)
@@ -243,8 +253,11 @@ class Generator:
         for start in range(0, longest, width):
             stop = min(start + width, longest)
             positions = np.tile(np.arange(start, stop), (len(rows), 1))
-            past = cache.past(first, len(rows)) if start else None  # nothing is filled before the first piece: spare attention the buffer
-            mask = attention_mask(np.minimum(lengths, start), cache.capacity if start else 0, positions < lengths[:, None])
+            # nothing is filled before the first piece: spare attention the buffer
+            past = cache.past(first, len(rows)) if start else None
+            mask = attention_mask(
+                np.minimum(lengths, start), cache.capacity if start else 0, positions < lengths[:, None]
+            )
             logits, new = self._session.forward(tokens[:, start:stop], mask, positions, past)
             cache.write(first, positions, new)
             for index, length in enumerate(lengths.tolist()):
@@ -267,7 +280,9 @@ class Generator:
 
 
 def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The graph's mask [batch, capacity + seq]: the `filled` [batch] first slots of each row, then which new tokens are `real` [batch, seq]."""
+    """The graph's mask [batch, capacity + seq]: the `filled` [batch] first slots of each row, then which new tokens are
+    `real` [batch, seq].
+    """
     return np.concatenate([np.arange(capacity) < filled[:, None], real], axis=1).astype(np.int64)
 
 
@@ -282,4 +297,6 @@ def complete(generator: Generator, requests: Sequence[Request]) -> list[Completi
 def _completion(pieces: Sequence[Piece]) -> Completion:
     reason = pieces[-1].finish_reason
     assert reason is not None, "the loop ran until nothing was in flight"
-    return Completion("".join(piece.text for piece in pieces), tuple(piece.token for piece in pieces), reason, pieces[-1].input_tokens)
+    return Completion(
+        "".join(piece.text for piece in pieces), tuple(piece.token for piece in pieces), reason, pieces[-1].input_tokens
+    )

@@ -12,7 +12,8 @@ from .text import ModelFileError, Vocabulary
 def open_generator(run: Run, runtime: str = "onnxruntime", max_batch: int = 8) -> Generator:
     """The generation loop over the model in `run`, up to `max_batch` requests at a time.
 
-    Raises InputError when the run has no graph or the model's files do not serve, BackendError when the runtime does not.
+    Raises InputError when the run has no graph or the model's files do not serve, BackendError when the runtime does
+    not.
     """
     run.require(run.onnx_fp32, "export")
     try:
@@ -23,8 +24,11 @@ def open_generator(run: Run, runtime: str = "onnxruntime", max_batch: int = 8) -
         raise InputError(str(error)) from error
 
 
-def generate(run: Run, requests: Sequence[Request], runtime: str = "onnxruntime", max_batch: int = 8) -> list[Completion]:
-    """Generate an answer to each of `requests` with the model in `run`; `open_generator(...).run(requests)` gives it piece by piece.
+def generate(
+    run: Run, requests: Sequence[Request], runtime: str = "onnxruntime", max_batch: int = 8
+) -> list[Completion]:
+    """Generate an answer to each of `requests` with the model in `run`; `open_generator(...).run(requests)` gives it
+    piece by piece.
 
     Raises InputError for a request that cannot be served, and what `open_generator` raises.
     """

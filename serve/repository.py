@@ -7,9 +7,9 @@
       <name>/1/generate.py …    the loop and its neighbours, copied (`LOOP`): the server needs no fp8q
       <name>/1/weights/         the graph, the safetensors it points into, tokenizer and configuration
 
-Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A path to `../model` would
-take none anywhere, but a repository is what people copy, mount and upload, and one that breaks then is none. With hard links ONNX's checker, and with
-it `onnx.load`, refuses the graphs on both sides.
+Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A
+path to `../model` would take none anywhere, but a repository is what people copy, mount and upload, and one that breaks
+then is none. With hard links ONNX's checker, and with it `onnx.load`, refuses the graphs on both sides.
 """
 
 import re
@@ -55,7 +55,9 @@ OUTPUTS = {
 
 @dataclass(frozen=True)
 class TritonOptions:
-    """Options of `fp8q triton`: the model's `name` in the repository (None: that of the source model), and how many requests are generated together."""
+    """Options of `fp8q triton`: the model's `name` in the repository (None: that of the source model), and how many
+    requests are generated together.
+    """
 
     name: str | None = None
     max_batch: int = 8
@@ -63,7 +65,10 @@ class TritonOptions:
     def __post_init__(self) -> None:
         """Refuse names that are no single path segment of a URL, and batches of nothing."""
         if self.name is not None and self.name != model_name(self.name):
-            raise InputError(f"--name {self.name}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example {model_name(self.name)}")
+            raise InputError(
+                f"--name {self.name}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for "
+                f"example {model_name(self.name)}"
+            )
         if self.max_batch < 1:
             raise InputError(f"--max-batch {self.max_batch}: must be at least 1")
 
@@ -75,20 +80,26 @@ class Engine(BaseModel):
 
 
 def model_name(text: str) -> str:
-    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.', '_' and '-' become '-'."""
+    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
+    '_' and '-' become '-'.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).strip(".-") or "model"
 
 
 def write_repository(run: Run, options: TritonOptions, report: Reporter) -> list[Path]:
     """Write `RUN/triton` in the place of the one that is there; returns its files.
 
-    Raises InputError when the checkpoint or the FP32 graph is missing or changed, BackendError when Triton's protobuf schema is not installed.
+    Raises InputError when the checkpoint or the FP32 graph is missing or changed, BackendError when Triton's protobuf
+    schema is not installed.
     """
     name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
     config = config_text(name, options.max_batch)
     weights = weight_files(run)
     note_engines(run, report)
-    with report.track("Writing the Triton repository", len(weights), "files") as advance, replacing(run.triton) as partial:
+    with (
+        report.track("Writing the Triton repository", len(weights), "files") as advance,
+        replacing(run.triton) as partial,
+    ):
         version = partial / name / "1"
         (version / WEIGHTS).mkdir(parents=True)
         for path in weights:
@@ -105,12 +116,17 @@ def write_repository(run: Run, options: TritonOptions, report: Reporter) -> list
 
 
 def weight_files(run: Run) -> list[Path]:
-    """The files of `RUN/model` that the model reads: the FP32 graph, what its external data lie in, and `COMPANIONS`."""
+    """The files of `RUN/model` that the model reads: the FP32 graph, its external data, and `COMPANIONS`."""
     graph = run.require(run.onnx_fp32, "export")
     exported = run.record().stages["export"].outputs  # the scales of attention in FP8 are; the weights are older
-    stored = [run.require(run.model / name, "export" if f"{run.model.name}/{name}" in exported else "quantize") for name in external_data(graph)]
+    stored = [
+        run.require(run.model / name, "export" if f"{run.model.name}/{name}" in exported else "quantize")
+        for name in external_data(graph)
+    ]
     optional = run.model / COMPANIONS[-1]
-    companions = [run.require(run.model / name, "quantize") for name in COMPANIONS[:-1]] + ([run.require(optional, "quantize")] if optional.exists() else [])
+    companions = [run.require(run.model / name, "quantize") for name in COMPANIONS[:-1]] + (
+        [run.require(optional, "quantize")] if optional.exists() else []
+    )
     return [graph, *stored, *companions]
 
 
@@ -123,15 +139,22 @@ def external_data(graph: Path) -> list[str]:
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
     model = onnx.load(graph, load_external_data=False)
-    names = sorted({ExternalDataInfo(tensor).location for tensor in model.graph.initializer if uses_external_data(tensor)})
+    names = sorted(
+        {ExternalDataInfo(tensor).location for tensor in model.graph.initializer if uses_external_data(tensor)}
+    )
     for name in names:
         if Path(name).name != name:
-            raise InputError(f"{graph}: keeps weights in {name}, which is not beside it; export it again with `fp8q export`")
+            raise InputError(
+                f"{graph}: keeps weights in {name}, which is not beside it; export it again with `fp8q export`"
+            )
     return names
 
 
 def config_text(name: str, max_batch: int) -> str:
-    """`config.pbtxt`, through Triton's own schema. No `kind` in the instance group: one file for hosts with a GPU and without."""
+    """`config.pbtxt`, through Triton's own schema.
+
+    No `kind` in the instance group: one file for hosts with a GPU and without.
+    """
     config_pb2, text_format = import_schema()
     config = config_pb2.ModelConfig(name=name, backend="python", max_batch_size=1)
     for key, (dtype, length, optional) in INPUTS.items():
@@ -146,12 +169,16 @@ def config_text(name: str, max_batch: int) -> str:
 
 
 def import_schema() -> tuple[Any, Any]:
-    """Triton's `model_config_pb2` and protobuf's `text_format`; raises BackendError, naming the extra, where they are not installed."""
+    """Triton's `model_config_pb2` and protobuf's `text_format`; raises BackendError, naming the extra, where they are
+    not installed.
+    """
     try:
         from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2
     except (ImportError, RuntimeError) as error:  # tritonclient turns a missing grpcio into a RuntimeError
-        raise BackendError(f"Triton's protobuf schema cannot be imported ({error}); install it with `pip install 'tritonclient[grpc]'`") from error
+        raise BackendError(
+            f"Triton's protobuf schema cannot be imported ({error}); install it with `pip install 'tritonclient[grpc]'`"
+        ) from error
     return model_config_pb2, text_format
 
 
@@ -161,8 +188,12 @@ def note_engines(run: Run, report: Reporter) -> None:
     foreign = [name for name, runtime in runtimes.items() if runtime == "tensorrt-rtx"]
     if foreign:
         report.note(
-            f"engines {', '.join(foreign)}: stay out of the Triton repository, whose tensorrt backend reads TensorRT plans and no TensorRT-RTX engines; the model runs on ONNX Runtime"
+            f"engines {', '.join(foreign)}: stay out of the Triton repository, whose tensorrt backend reads TensorRT "
+            "plans and no TensorRT-RTX engines; the model runs on ONNX Runtime"
         )
     plans = [name for name, runtime in runtimes.items() if runtime == "tensorrt"]
     if plans:
-        report.note(f"engines {', '.join(plans)}: stay out of the Triton repository in this version; the model runs on ONNX Runtime")
+        report.note(
+            f"engines {', '.join(plans)}: stay out of the Triton repository in this version; the model runs on ONNX "
+            "Runtime"
+        )

@@ -1,11 +1,11 @@
 """From one row of logits to the next token: OpenAI's penalties, temperature, nucleus, one uniform number a token.
 
-Temperature 0 takes the best token and draws nothing. Every request draws from a generator of its own, so a seed gives it the
-same numbers whatever it shares a batch with.
+Temperature 0 takes the best token and draws nothing. Every request draws from a generator of its own, so a seed gives
+it the same numbers whatever it shares a batch with.
 
-Penalties (OpenAI's API reference): logit[j] -= count[j] · frequency + (count[j] > 0) · presence, where count[j] is how often the
-model has produced token j so far; the prompt does not count. Nucleus: Holtzman et al., "The Curious Case of Neural Text
-Degeneration", section 3.1.
+Penalties (OpenAI's API reference): logit[j] -= count[j] · frequency + (count[j] > 0) · presence, where count[j] is how
+often the model has produced token j so far; the prompt does not count. Nucleus: Holtzman et al., "The Curious Case of
+Neural Text Degeneration", section 3.1.
 
 Copied as it is into Triton repositories: imports only NumPy.
 """
@@ -27,16 +27,21 @@ class Sampling:
     presence_penalty: float = 0.0
 
 
-def choose(logits: NDArray[np.float32], sampling: Sampling, counts: Mapping[int, int], random: np.random.Generator) -> int:
+def choose(
+    logits: NDArray[np.float32], sampling: Sampling, counts: Mapping[int, int], random: np.random.Generator
+) -> int:
     """The next token id.
 
-    `logits` [vocabulary]; `counts` how often each token was produced so far. Raises FloatingPointError when the best logit is
-    NaN or infinite: the model is broken, and argmax would return a token all the same.
+    `logits` [vocabulary]; `counts` how often each token was produced so far. Raises FloatingPointError when the best
+    logit is NaN or infinite: the model is broken, and argmax would return a token all the same.
     """
     logits = penalized(logits, sampling, counts)
     best = int(logits.argmax())  # argmax returns the first NaN where there is one
     if not np.isfinite(logits[best]):
-        raise FloatingPointError(f"the model's logit of token {best} is {logits[best]}; `fp8q inspect` shows its scales, `fp8q validate` where it goes wrong")
+        raise FloatingPointError(
+            f"the model's logit of token {best} is {logits[best]}; `fp8q inspect` shows its scales, `fp8q validate` "
+            "where it goes wrong"
+        )
     if sampling.temperature == 0.0:
         return best
     tokens, weights = nucleus(probabilities(logits, sampling.temperature), sampling.top_p)
@@ -65,10 +70,11 @@ def probabilities(logits: NDArray[np.float32], temperature: float) -> NDArray[np
 
 
 def nucleus(probability: NDArray[np.float64], top_p: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The fewest tokens that hold `top_p` of the probability, and their probabilities, best first (all of them, by id, for 1).
+    """The fewest tokens that hold `top_p` of the probability, and their probabilities, best first (all of them, by id,
+    for 1).
 
-    Sorting a whole vocabulary would cost more than the rest of the step. The tokens below (1 - top_p) / vocabulary hold less than
-    1 - top_p together, so none of them is in the nucleus: only the others are sorted.
+    Sorting a whole vocabulary would cost more than the rest of the step. The tokens below (1 - top_p) / vocabulary hold
+    less than 1 - top_p together, so none of them is in the nucleus: only the others are sorted.
     """
     if top_p >= 1.0:
         return np.arange(len(probability)), probability

@@ -1,10 +1,11 @@
-"""Text to tokens and back: the tokenizer, what the model's JSON says of its tokens, and text that arrives token by token.
+"""Text to tokens and back: the tokenizer, what the model's JSON says of its tokens, and text that arrives token by
+token.
 
-A token is no piece of text: a character may take four of them, and a decoder drops or adds spaces by the neighbours. So the
-stream decodes a short window that begins with tokens whose text is out already, and gives what comes after it. A character
-whose bytes are not all there decodes to U+FFFD, so these are held back while they stand at the end. (All of them: a byte-fallback
-decoder turns a whole run of bytes into U+FFFD, good characters too, while the last is incomplete.) So is whatever may be
-the beginning of a stop word.
+A token is no piece of text: a character may take four of them, and a decoder drops or adds spaces by the neighbours. So
+the stream decodes a short window that begins with tokens whose text is out already, and gives what comes after it. A
+character whose bytes are not all there decodes to U+FFFD, so these are held back while they stand at the end. (All of
+them: a byte-fallback decoder turns a whole run of bytes into U+FFFD, good characters too, while the last is
+incomplete.) So is whatever may be the beginning of a stop word.
 
 Copied as it is into Triton repositories: imports only tokenizers.
 """
@@ -29,7 +30,9 @@ class ModelFileError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Of a model, what the loop needs besides the graph: its tokenizer, the ids that begin and end a text, and its positions."""
+    """Of a model, what the loop needs besides the graph: its tokenizer, the ids that begin and end a text, and its
+    positions.
+    """
 
     tokenizer: "Tokenizer"
     begin: int | None
@@ -48,14 +51,23 @@ class Vocabulary:
         text = config.get("text_config", config)  # models of text and images keep the language model's numbers there
         positions = next((int(text[key]) for key in POSITIONS if text.get(key)), None)
         if positions is None:
-            raise ModelFileError(f"{directory / 'config.json'}: names no number of positions ({', '.join(POSITIONS)}); add max_position_embeddings")
+            raise ModelFileError(
+                f"{directory / 'config.json'}: names no number of positions ({', '.join(POSITIONS)}); add "
+                "max_position_embeddings"
+            )
         end = tokens.get("eos_token_id")
-        return cls(_read_tokenizer(directory / "tokenizer.json"), tokens.get("bos_token_id"), frozenset(_as_list(end)), positions)
+        return cls(
+            _read_tokenizer(directory / "tokenizer.json"),
+            tokens.get("bos_token_id"),
+            frozenset(_as_list(end)),
+            positions,
+        )
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of `prompt`, with the special tokens that the tokenizer puts around a text.
 
-        A prompt that begins with the beginning-of-text token itself, as chat templates write it, is not given a second one.
+        A prompt that begins with the beginning-of-text token itself, as chat templates write it, is not given a second
+        one.
         """
         ids: list[int] = self.tokenizer.encode(prompt).ids
         return ids[1:] if self.begin is not None and ids[:2] == [self.begin] * 2 else ids
@@ -77,7 +89,9 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ModelFileError(f"{path}: the library that reads it is missing ({error}); install it with `pip install tokenizers`") from error
+        raise ModelFileError(
+            f"{path}: the library that reads it is missing ({error}); install it with `pip install tokenizers`"
+        ) from error
     if not path.is_file():
         raise ModelFileError(f"{path}: there is no such file; copy it from the model")
     try:

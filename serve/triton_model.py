@@ -1,13 +1,15 @@
-"""The Python model of a Triton repository, copied there as `model.py`: text in, text out, with the loop of `generate.py` between.
+"""The Python model of a Triton repository, copied there as `model.py`: text in, text out, with the loop of
+`generate.py` between.
 
-Requests are batched here, not by Triton: `execute` only hands them to a thread that steps one `Generator` for all of them, so that a
-request joins the batch at the next token and leaves it with its last one. Decoupled transactions make this possible: responses are
-sent when there is something to say, one for each piece of text with `stream`, else one in all. `max_batch_size` is 1 for
-the sake of Triton's OpenAI front end, which sends every tensor as [1, …].
+Requests are batched here, not by Triton: `execute` only hands them to a thread that steps one `Generator` for all of
+them, so that a request joins the batch at the next token and leaves it with its last one. Decoupled transactions make
+this possible: responses are sent when there is something to say, one for each piece of text with `stream`, else one in
+all. `max_batch_size` is 1 for the sake of Triton's OpenAI front end, which sends every tensor as [1, …].
 
-The fields are those that the front end sends and reads (`python/openai/openai_frontend/engine/utils/triton.py` in Triton's server
-repository, there the format "tensorrtllm", which it takes for every Python model): token counts are UINT32, and each
-response counts its own tokens, since the front end adds them up. `return_finish_reason` is vLLM's name for the same thing.
+The fields are those that the front end sends and reads (`python/openai/openai_frontend/engine/utils/triton.py` in
+Triton's server repository, there the format "tensorrtllm", which it takes for every Python model): token counts are
+UINT32, and each response counts its own tokens, since the front end adds them up. `return_finish_reason` is vLLM's name
+for the same thing.
 
 Triton's utilities get their classes only after this module is imported, so they are looked up where they are used.
 """
@@ -78,8 +80,12 @@ class TritonPythonModel:
     """What Triton's Python backend calls: initialize once, execute for every batch of requests, finalize once."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the graph and the tokenizer that config.pbtxt names; Triton shows what is raised as the reason why the model does not load."""
-        parameters = {name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()}
+        """Open the graph and the tokenizer that config.pbtxt names; Triton shows what is raised as the reason why the
+        model does not load.
+        """
+        parameters = {
+            name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
+        }
         directory = Path(__file__).parent / parameters["weights"]
         session = open_session(directory, parameters["runtime"])
         self._generator = Generator(session, Vocabulary.read(directory), int(parameters["max_batch"]))
@@ -150,10 +156,17 @@ def _wanted(request: Any) -> dict[str, bool]:
 
 
 def _request(request: Any) -> Request:
-    """The tensors of a Triton request as ours; raises RequestError for values out of range and text that is not UTF-8."""
-    given = {name: _scalar(request, name, None) for name in ("max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")}
+    """A Triton request's tensors as ours; raises RequestError for values out of range and text not in UTF-8."""
+    given = {
+        name: _scalar(request, name, None)
+        for name in ("max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
+    }
     (prompt,) = _texts(request, "text_input")
-    return Request(prompt, stop_words=tuple(_texts(request, "stop_words")), **{name: value for name, value in given.items() if value is not None})
+    return Request(
+        prompt,
+        stop_words=tuple(_texts(request, "stop_words")),
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def _scalar(request: Any, name: str, default: Any) -> Any:

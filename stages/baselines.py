@@ -1,4 +1,6 @@
-"""The stages `export-bf16` and `export-int8`: the same model in the precisions that FP8 is compared with, beside it in the run."""
+"""The stages `export-bf16` and `export-int8`: the same model in the precisions that FP8 is compared with, beside it in
+the run.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,9 +18,11 @@ APPLYING = ("F3", "F4")
 
 
 def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
-    """Write `baselines/<precision>/` of the run: weights, and both graphs, which compute in BF16 and in FP32 outside the products.
+    """Write `baselines/<precision>/` of the run: weights, and both graphs, which compute in BF16 and in FP32 outside
+    the products.
 
-    Raises InputError when the source checkpoint is no longer there, or not the same: neither precision can be had from FP8 codes.
+    Raises InputError when the source checkpoint is no longer there, or not the same: neither precision can be had from
+    FP8 codes.
     """
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.trace import export_baseline, promised_groups
@@ -42,7 +46,9 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
             groups: Mapping[str, list[str]] = {}
             if precision == "int8":
                 statistics = load_statistics(run)
-                groups = promised_groups(statistics.record.groups, write_int8(source, partial, statistics, scales, clipping_of(run), notes))
+                groups = promised_groups(
+                    statistics.record.groups, write_int8(source, partial, statistics, scales, clipping_of(run), notes)
+                )
             else:
                 write_bf16(source, partial, notes)
             for path in export_baseline(partial, groups, notes):

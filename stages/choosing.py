@@ -56,22 +56,32 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         if warning := parted(statistics.record.groups.values(), scales):
             notes.note(warning)
         graphs = {run.onnx, run.onnx_fp32}
-        log.outputs += [run.scales, *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs)]
+        log.outputs += [
+            run.scales,
+            *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs),
+        ]
 
 
 def refuse_part(run: Run) -> None:
-    """Raise InputError where some of the batches alone were measured (`--batches`): scales are chosen of all of them."""
+    """Raise InputError where only some of the batches were measured (`--batches`): scales are chosen of all."""
     measured = run.record().stages.get("measure")
     if measured and isinstance(batches := measured.options.get("batches"), list):
         raise InputError(
-            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
+            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
+            "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
         )
 
 
 def rescaled(
-    run: Run, clip: Clipping, weight_method: WeightMethod | None, kv_cache: KvCache | None, skip: tuple[str, ...] | None, only: tuple[str, ...] | None = None
+    run: Run,
+    clip: Clipping,
+    weight_method: WeightMethod | None,
+    kv_cache: KvCache | None,
+    skip: tuple[str, ...] | None,
+    only: tuple[str, ...] | None = None,
 ) -> ScaleOptions:
-    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does not tell.
+    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does
+    not tell.
 
     Raises InputError when the run was not measured, or in part.
     """
@@ -82,7 +92,14 @@ def rescaled(
     kept = asdict(ScaleOptions()) | (before.options if before else {})
     asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip, "only": only}
     chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
-    return ScaleOptions(clip, chosen["weight_method"], chosen["kv_cache"], tuple(chosen["skip"]), tuple(chosen["only"]), kept["weight_rounding"])
+    return ScaleOptions(
+        clip,
+        chosen["weight_method"],
+        chosen["kv_cache"],
+        tuple(chosen["skip"]),
+        tuple(chosen["only"]),
+        kept["weight_rounding"],
+    )
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":

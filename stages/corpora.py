@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from ..calibrate.text.mixture import Part
 
 Tokens = npt.NDArray[np.int64]
-#: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and of Chinese have some five.
+#: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and
+#: of Chinese have some five.
 BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out; `sources`: what the windows were cut from."""
+    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out;
+    `sources`: what the windows were cut from.
+    """
 
     windows: Tokens
     evaluation: Tokens
@@ -50,61 +53,93 @@ class Text:
 
 
 def collect(
-    source: "Source", tokenizer: "PreTrainedTokenizerBase", data: str | Sequence[str], eval_data: str | None, options: CalibrateOptions, report: Reporter
+    source: "Source",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: str | Sequence[str],
+    eval_data: str | None,
+    options: CalibrateOptions,
+    report: Reporter,
 ) -> Collected:
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
     from ..calibrate.text import corpus, mixture
     from ..calibrate.text.chat import renderer
 
     parts = mixture.parse(data)
-    seq_len = corpus.lower_default("--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report)
+    seq_len = corpus.lower_default(
+        "--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report
+    )
     limit = max(corpus.Reading.limit, BYTES_PER_TOKEN * seq_len * (options.samples or DEFAULT_SAMPLES))
     reading = corpus.Reading(render=renderer(tokenizer, source.name) if options.chat_template else None, limit=limit)
     vocabulary = source.text_config.vocab_size
     texts = [read(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
     names = " and ".join(text.name for text in texts)
     if options.chat_template and not any(text.documents.chat for text in texts):
-        raise InputError(f"--chat-template: {names} holds no chats, which are rows with `messages` (or `conversations`) of role and content; leave it out")
+        raise InputError(
+            f"--chat-template: {names} holds no chats, which are rows with `messages` (or `conversations`) of role "
+            "and content; leave it out"
+        )
     if eval_data is None:
         kept, evaluation = hold_out(parts, texts, seq_len, report)
     else:
         other = read(eval_data, tokenizer, vocabulary, reading, report)
-        corpus.check_disjoint([document for text in texts for document in text.documents.texts], other.documents.texts, names, eval_data, report)
+        corpus.check_disjoint(
+            [document for text in texts for document in text.documents.texts],
+            other.documents.texts,
+            names,
+            eval_data,
+            report,
+        )
         kept, evaluation = [text.ids for text in texts], other.ids
     for text, ids in zip(texts, kept, strict=True):
         if len(ids) < seq_len:
-            raise InputError(f"{text.name}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a smaller --seq-len")
+            raise InputError(
+                f"{text.name}: has {len(ids):,} tokens, less than one window of {seq_len:,}; give more text or a "
+                "smaller --seq-len"
+            )
     if len(evaluation) < seq_len:
         raise InputError(
-            f"{eval_data or names}: leaves {len(evaluation):,} tokens for evaluation, less than one window of {seq_len:,}; give more text, --eval-data, or a smaller --seq-len"
+            f"{eval_data or names}: leaves {len(evaluation):,} tokens for evaluation, less than one window of "
+            f"{seq_len:,}; give more text, --eval-data, or a smaller --seq-len"
         )
     windows, sources = share_out(parts, texts, kept, seq_len, options, report)
     return Collected(windows, evaluation, (names, eval_data or names), sources, options)
 
 
-def read(spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter) -> Text:
+def read(
+    spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
+) -> Text:
     """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""
     from ..calibrate.text import corpus
 
     documents = corpus.load_documents(spec, reading, report)
-    return Text(spec, documents, corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report))
+    return Text(
+        spec,
+        documents,
+        corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report),
+    )
 
 
 def hold_out(parts: "list[Part]", texts: list[Text], seq_len: int, report: Reporter) -> tuple[list[Tokens], Tokens]:
-    """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many windows of it as make up the same mixture."""
+    """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many
+    windows of it as make up the same mixture.
+    """
     from ..calibrate.text import corpus, mixture
 
     split = [corpus.hold_out(text.ids) for text in texts]
     kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
     for text, (calibration, tail) in zip(texts, split, strict=True):
-        report.note(f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for evaluation")
+        report.note(
+            f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for "
+            "evaluation"
+        )
     if len(parts) > 1:
         check_apart(texts)
         weights, available = [part.weight for part in parts], [len(tail) // seq_len for tail in tails]
         counts = mixture.shares(mixture.largest_total(available, weights), weights)
         tails = [tail[: count * seq_len] for tail, count in zip(tails, counts, strict=True)]
         report.note(
-            f"of what is held out, {sum(counts):,} windows are evaluated on: {', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
+            f"of what is held out, {sum(counts):,} windows are evaluated on: "
+            f"{', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
         )
     return kept, np.concatenate(tails)
 
@@ -118,14 +153,21 @@ def check_apart(texts: list[Text]) -> None:
             share = max(shares(first.documents.texts, second.documents.texts))
             if share >= SAME:
                 raise InputError(
-                    f"--data {first.name}: {share:.0%} of the text is in both this and {second.name}, so that none of it can be held out; give it once, or --eval-data"
+                    f"--data {first.name}: {share:.0%} of the text is in both this and {second.name}, so that none of "
+                    "it can be held out; give it once, or --eval-data"
                 )
 
 
 def share_out(
-    parts: "list[Part]", texts: list[Text], kept: list[Tokens], seq_len: int, options: CalibrateOptions, report: Reporter
+    parts: "list[Part]",
+    texts: list[Text],
+    kept: list[Tokens],
+    seq_len: int,
+    options: CalibrateOptions,
+    report: Reporter,
 ) -> tuple[Tokens, "list[TextSource]"]:
-    """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the record of each part.
+    """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the
+    record of each part.
 
     Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
     """
@@ -138,23 +180,34 @@ def share_out(
     because = f"the windows of {seq_len:,} tokens in {texts[scarcest].name}"
     if len(parts) > 1:
         whole = float(weights[scarcest] / sum(weights))
-        because = f"of which {texts[scarcest].name} is to give {whole:.1%} and has {available[scarcest]:,} windows of {seq_len:,} tokens"
+        because = (
+            f"of which {texts[scarcest].name} is to give {whole:.1%} and has {available[scarcest]:,} windows of "
+            f"{seq_len:,} tokens"
+        )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
     counts = mixture.shares(samples, weights)
-    if any(count > there for count, there in zip(counts, available, strict=True)):  # rounded shares do not all shrink with the whole
+    if any(
+        count > there for count, there in zip(counts, available, strict=True)
+    ):  # rounded shares do not all shrink with the whole
         nearest = mixture.largest_total(available, weights, samples)
-        raise InputError(f"--samples {samples:,}: cannot be shared out by these weights, {because}; ask for {nearest:,} or {most:,}")
+        raise InputError(
+            f"--samples {samples:,}: cannot be shared out by these weights, {because}; ask for {nearest:,} or {most:,}"
+        )
     for text, part, count in zip(texts, parts, counts, strict=True):
         if not count:
             raise InputError(
-                f"--data {text.name}: its weight {float(part.weight):g} of {float(sum(weights)):g} is no window of {samples:,}; give it more, or more --samples"
+                f"--data {text.name}: its weight {float(part.weight):g} of {float(sum(weights)):g} is no window of "
+                f"{samples:,}; give it more, or more --samples"
             )
     cut = [
         corpus.windows(ids, seq_len, count, None if options.seed is None else (options.seed, number))
         for number, (ids, count) in enumerate(zip(kept, counts, strict=True))
     ]
     if len(parts) > 1:
-        report.note(f"--data: {samples:,} windows, {', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}")
+        report.note(
+            f"--data: {samples:,} windows, "
+            f"{', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
+        )
     records = [
         TextSource(
             name=text.name,
@@ -182,7 +235,12 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
     }
     if run.is_current("corpus", inputs, options):
         return
-    model = {"name": source.title, "path": str(options["model"]), "revision": source.revision or "", "fingerprint": source.fingerprint}
+    model = {
+        "name": source.title,
+        "path": str(options["model"]),
+        "revision": source.revision or "",
+        "fingerprint": source.fingerprint,
+    }
     with stage(run, "corpus", inputs, options, notes, model) as log:
         save_tokens(run.calibration, collected.windows)
         save_tokens(run.evaluation, collected.evaluation)

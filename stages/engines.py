@@ -1,4 +1,7 @@
-"""`fp8q engine`: what the engines of a run will run, read from them anew, and held against what the run promises. Needs no GPU but for TensorRT's own."""
+"""`fp8q engine`: what the engines of a run will run, read from them anew, and held against what the run promises.
+
+Needs no GPU but for TensorRT's own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineView:
-    """What one engine runs. `unknown`: why that cannot be told, where it cannot; `codes_found`: promised weights whose FP8 codes lie in the engine (None: not looked for)."""
+    """What one engine runs.
+
+    `unknown`: why that cannot be told, where it cannot; `codes_found`: promised weights whose FP8 codes lie in the
+    engine (None: not looked for).
+    """
 
     file: str
     runtime: str
@@ -40,10 +47,12 @@ class EngineView:
 
 
 def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
-    """What the run's engines for `targets` (none: all) run; with `plan`, what that file runs, taken for an engine of the one target.
+    """What the run's engines for `targets` (none: all) run; with `plan`, what that file runs, taken for an engine of
+    the one target.
 
-    Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built from other files than the run has now:
-    scales of activations are numbers that the program of an engine does not tell, so only the record does.
+    Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built
+    from other files than the run has now: scales of activations are numbers that the program of an engine does not
+    tell, so only the record does.
     """
     from ..export.engine.info import load_engines
     from ..export.lint.indexed import load_graph
@@ -54,7 +63,8 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     built = [info.target for info in engines]
     if unknown := [target for target in targets if target not in built]:
         raise InputError(
-            f"--target {unknown[0]}: {run.root} has no engine for it; choose from {', '.join(built)}, or build it with `fp8q build-engine {run.root} --target {unknown[0]}`"
+            f"--target {unknown[0]}: {run.root} has no engine for it; choose from {', '.join(built)}, or build it "
+            f"with `fp8q build-engine {run.root} --target {unknown[0]}`"
         )
     chosen = [info for info in engines if not targets or info.target in targets]
     if plan is not None and len(chosen) > 1:
@@ -87,11 +97,22 @@ def view(info: "EngineInfo", file: Path, scales: "Scales", graph: "Indexed") -> 
     if found.kind == "unknown" and reason is None:
         reason = next(iter(found.wide.values()), "it shows no promised product")
     return EngineView(
-        str(file), info.runtime, info.version, info.target, len(data), found.kind, reason, len(scales.promised), len(found.fp8),
-        None if held is None else sum(held.values()), tuple(module for module, there in (held or {}).items() if not there), tuple(sorted(found.narrow)),
-        tuple(product_rows(plan, profiles)) if plan else (), tuple(attention_rows(plan, profiles)) if plan else (),
+        str(file),
+        info.runtime,
+        info.version,
+        info.target,
+        len(data),
+        found.kind,
+        reason,
+        len(scales.promised),
+        len(found.fp8),
+        None if held is None else sum(held.values()),
+        tuple(module for module, there in (held or {}).items() if not there),
+        tuple(sorted(found.narrow)),
+        tuple(product_rows(plan, profiles)) if plan else (),
+        tuple(attention_rows(plan, profiles)) if plan else (),
         tuple(wide_rows(plan, found, graph, {module: skipped.reason for module, skipped in scales.skipped.items()})),
-    )  # fmt: skip
+    )
 
 
 def read(
@@ -113,22 +134,27 @@ def read(
 
 
 def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
-    """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised products in FP8, on this model's codes."""
+    """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised
+    products in FP8, on this model's codes.
+    """
     from ..export.engine.info import listed
 
     for view in views:
         asked = f"--min-fp8-share {min_fp8_share:g}"
         if view.evidence == "unknown" and min_fp8_share > 0:
             raise GateError(
-                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet {asked}; build it again with `fp8q build-engine`"
+                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet {asked}; "
+                "build it again with `fp8q build-engine`"
             )
         if view.fp8_products / view.promised_products < min_fp8_share:
             wide = [row.product for row in view.wide if row.promised]
             raise GateError(
-                f"{view.target}: {view.fp8_products} of {view.promised_products} promised products take FP8 on both sides, less than {asked}; wide: {listed(wide)}; "
+                f"{view.target}: {view.fp8_products} of {view.promised_products} promised products take FP8 on both "
+                f"sides, less than {asked}; wide: {listed(wide)}; "
                 f"`fp8q export` and `fp8q build-engine` again, or accept it with a smaller share"
             )
         if view.codes_missing and min_fp8_share > 0:
             raise GateError(
-                f"{view.target}: {view.file} does not hold the FP8 codes of {listed(view.codes_missing)}: it is an engine of other weights; build it again with `fp8q build-engine`"
+                f"{view.target}: {view.file} does not hold the FP8 codes of {listed(view.codes_missing)}: it is an "
+                "engine of other weights; build it again with `fp8q build-engine`"
             )

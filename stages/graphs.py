@@ -28,11 +28,15 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
     scales = load_scales(run)
     written = _written(run, "quantize")
-    inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {"scales.json": written["scales.json"]}
+    inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {
+        "scales.json": written["scales.json"]
+    }
     options = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
     if asked.attention == "fp8":
         measure_queries(run, notes)
-        inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages["measure"].outputs
+        inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
+            "measure"
+        ].outputs
     if run.is_current("export", inputs, options):
         return
     record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
@@ -40,7 +44,11 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     with stage(run, "export", inputs, options, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += attention
-        graphs = [run.onnx, run.onnx_fp32] if carried else export_model(run, record, scales, asked.dtype, notes, bool(attention))
+        graphs = (
+            [run.onnx, run.onnx_fp32]
+            if carried
+            else export_model(run, record, scales, asked.dtype, notes, bool(attention))
+        )
         log.outputs += graphs
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
@@ -49,7 +57,9 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 
 def write_attention(run: Run, asked: ExportOptions) -> list[Path]:
-    """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where not, take them away."""
+    """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where
+    not, take them away.
+    """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..quantize.attention import ATTENTION_SCALES, attention_scales, save_scales
 
@@ -83,11 +93,17 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
 
 
 def has_graphs(run: Run) -> bool:
-    """Whether the graphs in the run are what this version exported. A checkpoint that they no longer fit took them away (`export.carry`)."""
+    """Whether the graphs in the run are what this version exported.
+
+    A checkpoint that they no longer fit took them away (`export.carry`).
+    """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__:
         return False
-    return all((run.root / name).is_file() and sha256_file(run.root / name) == digest for name, digest in exported.outputs.items())
+    return all(
+        (run.root / name).is_file() and sha256_file(run.root / name) == digest
+        for name, digest in exported.outputs.items()
+    )
 
 
 def exported_options(run: Run) -> ExportOptions:
@@ -98,7 +114,9 @@ def exported_options(run: Run) -> ExportOptions:
 
 
 def fp8_files(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there now. Raises InputError."""
+    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there
+    now. Raises InputError.
+    """
     run.refuse_stale(*FP8_STAGES)
     hashes = _written(run, "quantize", "export")
     run.require(run.onnx, "export")
@@ -113,13 +131,17 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
     run.require(run.checkpoint(precision) / GRAPH, f"export-{precision}")
     if run.is_stale(f"export-{precision}"):
         raise InputError(
-            f"{run.checkpoint(precision)}: was made of other statistics or scales than the run has now; run `fp8q export {run.root} --precision {precision}` again"
+            f"{run.checkpoint(precision)}: was made of other statistics or scales than the run has now; run `fp8q "
+            f"export {run.root} --precision {precision}` again"
         )
     return hashes
 
 
 def _written(run: Run, *stages: str) -> dict[str, str]:
-    """Name -> SHA-256 of what `stages` wrote, each file found to be still that. Raises InputError, naming the folder where all of it is gone."""
+    """Name -> SHA-256 of what `stages` wrote, each file found to be still that.
+
+    Raises InputError, naming the folder where all of it is gone.
+    """
     hashes: dict[str, str] = {}
     for by in stages:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}

@@ -1,4 +1,7 @@
-"""`fp8q lint`: an ONNX file held against the rules, and against a run's promises where it is a run's graph. No torch, no GPU, no weight read."""
+"""`fp8q lint`: an ONNX file held against the rules, and against a run's promises where it is a run's graph.
+
+No torch, no GPU, no weight read.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +24,10 @@ DAMAGE = ("F402", "F403")
 
 @dataclass(frozen=True)
 class Linted:
-    """What the lint has to say of an ONNX file. `promised_by`: the scales.json it was held against (None: a graph of which nothing is promised)."""
+    """What the lint has to say of an ONNX file.
+
+    `promised_by`: the scales.json it was held against (None: a graph of which nothing is promised).
+    """
 
     path: Path
     opset: int
@@ -55,7 +61,9 @@ def run_around(path: Path) -> Run | None:
 
 
 def promise(run: Run) -> "Promise":
-    """What is promised of a run's graphs, the weights' scales from its checkpoint where that reads; where not, the rules of F4xx say why."""
+    """What is promised of a run's graphs, the weights' scales from its checkpoint where that reads; where not, the
+    rules of F4xx say why.
+    """
     from ..export.lint.check import promised_attention
     from ..export.lint.rules import Promise
     from ..quantize.scales import Scales, load_scales
@@ -67,11 +75,17 @@ def promise(run: Run) -> "Promise":
         weight_scales = stored_scales(run.model, scales.promised)
     except (OSError, ValueError, KeyError, SafetensorError):
         weight_scales = {}
-    return Promise({module: activation.scale for module, activation in scales.activations.items()}, weight_scales, promised_attention(run))
+    return Promise(
+        {module: activation.scale for module, activation in scales.activations.items()},
+        weight_scales,
+        promised_attention(run),
+    )
 
 
 def check_findings(linted: Linted) -> None:
-    """Raise GateError when a rule is broken that is an error, InputError when that is for a file that is missing or cut short."""
+    """Raise GateError when a rule is broken that is an error, InputError when that is for a file that is missing or cut
+    short.
+    """
     errors = [finding for finding in linted.findings if finding.severity == "error"]
     if not errors:
         return

@@ -1,4 +1,6 @@
-"""The stage `measure`: the float model on the calibration windows, in memory or streamed, by one process or several ranks, and on other text."""
+"""The stage `measure`: the float model on the calibration windows, in memory or streamed, by one process or several
+ranks, and on other text.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Task(Strict):
-    """What is to be measured, as rank 0 tells the others: their shares of `batches`. `key`: what the result depends on."""
+    """What is to be measured, as rank 0 tells the others: their shares of `batches`.
+
+    `key`: what the result depends on.
+    """
 
     model: ModelIdentity
     corpus: Corpus
@@ -33,29 +38,39 @@ class Task(Strict):
 
 
 def check_batches(options: CalibrateOptions, windows: int, world: "World") -> None:
-    """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of `delayed`, and for what cannot be measured in parts."""
+    """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of
+    `delayed`, and for what cannot be measured in parts.
+    """
     from ..quantize.delayed import no_scale
 
     batches = -(-windows // options.batch_size)
     first, end = options.batches or (0, batches)
     if end > batches:
         raise InputError(
-            f"--batches {first}:{end}: {windows:,} windows make {batches} batches of {options.batch_size}; end at {batches}, or ask for more --samples"
+            f"--batches {first}:{end}: {windows:,} windows make {batches} batches of {options.batch_size}; end at "
+            f"{batches}, or ask for more --samples"
         )
     if end - first < world.size:
         raise InputError(
-            f"{world.size} ranks and {end - first} {'batches' if end - first > 1 else 'batch'}: {world.size - (end - first)} of the ranks would have nothing to measure; "
-            f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than {options.batch_size}"
+            f"{world.size} ranks and {end - first} {'batches' if end - first > 1 else 'batch'}: "
+            f"{world.size - (end - first)} of the ranks would have nothing to measure; "
+            f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
+            f"{options.batch_size}"
         )
     if options.weight_rounding == "gptq" and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
-        raise InputError(f"--weight-rounding gptq: its second moments are sums that round differently in parts; measure without {how}, or leave it out")
+        raise InputError(
+            "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
+            f"{how}, or leave it out"
+        )
     if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
         raise no_scale(options.clip, batches)
 
 
 def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes, world: "World | None" = None) -> None:
-    """The stage `measure`: the model on the calibration windows, and `statistics.*`. Streamed or not, by one rank or many, these are the same.
+    """The stage `measure`: the model on the calibration windows, and `statistics.*`.
+
+    Streamed or not, by one rank or many, these are the same.
 
     Of the ranks in `world` this is the first; the others `take_part`.
     """
@@ -65,20 +80,32 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
     world = world or World()
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
     wanted = options.weight_rounding == "gptq"
-    chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | ({"batches": list(options.batches)} if options.batches else {})
+    chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | (
+        {"batches": list(options.batches)} if options.batches else {}
+    )
     if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
         world.gathered({})  # the others have nothing to do
         return
     windows = load_tokens(run, run.calibration)
     stream = streamed(source, options.stream, notes, world.place.local_ranks)
     read = run.record().stages["corpus"].options
-    task = task_of(source, windows, {"name": read["data"], "sources": read.get("sources")}, options, stream, inputs | {"moments": str(wanted)})
+    task = task_of(
+        source,
+        windows,
+        {"name": read["data"], "sources": read.get("sources")},
+        options,
+        stream,
+        inputs | {"moments": str(wanted)},
+    )
     if world.size > 1:
         notes.note(world.described())
     with stage(run, "measure", inputs, chosen, notes) as log:
         log.machine = world.machine()
         if stream:
-            with run.work("measure", work_key(task, world)) as folder, gathering(run, wanted, folder / "moments") as moments:
+            with (
+                run.work("measure", work_key(task, world)) as folder,
+                gathering(run, wanted, folder / "moments") as moments,
+            ):
                 announce(task, windows, world)
                 statistics = world.added(stream_share(source, task, windows, world, folder, notes, moments))
         else:
@@ -89,7 +116,10 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
 
 
 def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
-    """What a rank above 0 does: its share of what rank 0 tells. Nothing of the run is written but the folder that a killed one goes on from."""
+    """What a rank above 0 does: its share of what rank 0 tells.
+
+    Nothing of the run is written but the folder that a killed one goes on from.
+    """
     told = world.gathered({})[0]
     if not told:
         return
@@ -102,14 +132,33 @@ def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
             world.added(run_share(source, task, windows, world, notes))
 
 
-def task_of(source: "Source", windows: Tokens, texts: Mapping[str, object], options: CalibrateOptions, stream: bool, key: dict[str, str]) -> Task:
-    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name` and `sources` of a `Corpus`), by `options`."""
+def task_of(
+    source: "Source",
+    windows: Tokens,
+    texts: Mapping[str, object],
+    options: CalibrateOptions,
+    stream: bool,
+    key: dict[str, str],
+) -> Task:
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name` and `sources` of a
+    `Corpus`), by `options`.
+    """
     identity = ModelIdentity(
-        name=source.title, revision=source.revision, architecture=source.architecture, fingerprint=source.fingerprint, tokenizer=source.tokenizer_fingerprint
+        name=source.title,
+        revision=source.revision,
+        architecture=source.architecture,
+        fingerprint=source.fingerprint,
+        tokenizer=source.tokenizer_fingerprint,
     )
     shape = {"windows": len(windows), "seq_len": windows.shape[1], "batch_size": options.batch_size}
     corpus = Corpus.model_validate({**texts, **shape, "fingerprint": digest(windows)})
-    return Task(model=identity, corpus=corpus, batches=list(range(*(options.batches or (0, corpus.batches)))), stream=stream, key=key)
+    return Task(
+        model=identity,
+        corpus=corpus,
+        batches=list(range(*(options.batches or (0, corpus.batches)))),
+        stream=stream,
+        key=key,
+    )
 
 
 def announce(task: Task, windows: Tokens, world: "World") -> None:
@@ -123,32 +172,58 @@ def work_key(task: Task, world: "World") -> dict[str, object]:
     import torch
 
     return {
-        **task.key, "batch_size": task.corpus.batch_size, "batches": world.share(task.batches), "rank": world.rank, "fp8q": __version__,
-        "libraries": library_versions(), "threads": torch.get_num_threads(), "device": device(),
-    }  # fmt: skip
+        **task.key,
+        "batch_size": task.corpus.batch_size,
+        "batches": world.share(task.batches),
+        "rank": world.rank,
+        "fp8q": __version__,
+        "libraries": library_versions(),
+        "threads": torch.get_num_threads(),
+        "device": device(),
+    }
 
 
 def stream_share(
-    source: "Source", task: Task, windows: Tokens, world: "World", folder: "Path", notes: Notes, moments: "SecondMoments | None" = None
+    source: "Source",
+    task: Task,
+    windows: Tokens,
+    world: "World",
+    folder: "Path",
+    notes: Notes,
+    moments: "SecondMoments | None" = None,
 ) -> Statistics:
     """This rank's batches, decoder layer by decoder layer, its hidden states in `folder`."""
     from ..calibrate.measure.stream import measure_streamed
 
-    return measure_streamed(source, windows, task.model, task.corpus, notes, folder, device(), world.share(task.batches), moments)
+    return measure_streamed(
+        source, windows, task.model, task.corpus, notes, folder, device(), world.share(task.batches), moments
+    )
 
 
-def run_share(source: "Source", task: Task, windows: Tokens, world: "World", notes: Notes, moments: "SecondMoments | None" = None) -> Statistics:
+def run_share(
+    source: "Source", task: Task, windows: Tokens, world: "World", notes: Notes, moments: "SecondMoments | None" = None
+) -> Statistics:
     """This rank's batches, the model in memory."""
     import torch
 
     from ..calibrate.measure.in_memory import measure as run_model
     from ..calibrate.model.source import load_model
 
-    return run_model(load_model(source, torch.bfloat16, device()), windows, task.model, task.corpus, notes, world.share(task.batches), moments)
+    return run_model(
+        load_model(source, torch.bfloat16, device()),
+        windows,
+        task.model,
+        task.corpus,
+        notes,
+        world.share(task.batches),
+        moments,
+    )
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
-    """Whether to stream: what was asked for, or whether the weights are too large for the memory available, which `ranks` on a CPU share, with a note."""
+    """Whether to stream: what was asked for, or whether the weights are too large for the memory available, which
+    `ranks` on a CPU share, with a note.
+    """
     from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 
     if asked is not None:
@@ -159,13 +234,17 @@ def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1)
     if available is None or size <= SHARE * available:
         return False
     notes.note(
-        f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, and {SHARE:.0%} of the memory available is {SHARE * available / 1e9:,.3g} GB: calibrating layer by layer"
+        f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, and {SHARE:.0%} of the memory available is "
+        f"{SHARE * available / 1e9:,.3g} GB: calibrating layer by layer"
     )
     return True
 
 
 def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
-    """The run's float model on other text: windows of the calibration's length, as many at most. Raises InputError where the text fills none."""
+    """The run's float model on other text: windows of the calibration's length, as many at most.
+
+    Raises InputError where the text fills none.
+    """
     import torch
 
     from ..calibrate.measure.in_memory import measure as run_model
@@ -178,9 +257,14 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     size = record.corpus.seq_len
     ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
     if len(ids) < size:
-        raise InputError(f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated; give more text")
+        raise InputError(
+            f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was "
+            "calibrated; give more text"
+        )
     windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))
-    measured = Corpus(name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size)
+    measured = Corpus(
+        name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size
+    )
     if streamed(source, None, notes):
         with TemporaryDirectory() as folder:
             return measure_streamed(source, windows, record.model, measured, notes, Path(folder), device())

@@ -1,8 +1,9 @@
 """Runs measured apart, added: the stages `corpus` and `measure` of a run that no model was run for.
 
-Two kinds are added alike. Runs of different texts make a corpus of all texts; runs of parts of one text (`--batches`) make that text whole again, and
-then the statistics are those of measuring it at once, byte for byte. The result is the same in whatever order and groups runs are added: texts are
-ordered by fingerprint, so for the method `delayed` their batches are not in the order in which they were measured.
+Two kinds are added alike. Runs of different texts make a corpus of all texts; runs of parts of one text (`--batches`)
+make that text whole again, and then the statistics are those of measuring it at once, byte for byte. The result is the
+same in whatever order and groups runs are added: texts are ordered by fingerprint, so for the method `delayed` their
+batches are not in the order in which they were measured.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Merged:
-    """What `runs` hold together: statistics, windows int64 [windows, seq_len] in batch order, and tokens held out int64 [tokens]."""
+    """What `runs` hold together: statistics, windows int64 [windows, seq_len] in batch order, and tokens held out int64
+    [tokens].
+    """
 
     runs: tuple[Run, ...]
     statistics: Statistics
@@ -41,14 +44,17 @@ class Merged:
     @property
     def measured(self) -> dict[str, str]:
         """SHA-256 of what each run measured, under names without a dot: these are no files of the merged run."""
-        return {f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name] for number, run in enumerate(self.runs)}
+        return {
+            f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name]
+            for number, run in enumerate(self.runs)
+        }
 
 
 def add(paths: Sequence[Path], out: Path) -> Merged:
     """Read and add the runs at `paths`, which are to be merged into `out`.
 
-    Raises InputError, naming the run, for fewer than two, for one given twice, for `out` itself, for one that was not measured or is damaged, and for those
-    that cannot be added.
+    Raises InputError, naming the run, for fewer than two, for one given twice, for `out` itself, for one that was not
+    measured or is damaged, and for those that cannot be added.
     """
     runs = _distinct([Run(Path(path)) for path in paths], Path(out))
     measured = {run: load_statistics(run) for run in runs}
@@ -58,7 +64,9 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
         try:
             total = total.merge(measured[run])
         except InputError as error:
-            raise InputError(f"{' and '.join(str(other.root) for other in runs[: runs.index(run) + 1])}: {error}") from None
+            raise InputError(
+                f"{' and '.join(str(other.root) for other in runs[: runs.index(run) + 1])}: {error}"
+            ) from None
     texts: dict[str, Tokens] = {}
     for run in runs:
         corpus, windows = measured[run].record.corpus, load_tokens(run, run.calibration)
@@ -72,7 +80,9 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
 
 def _distinct(runs: list[Run], out: Path) -> list[Run]:
     if len(runs) < 2:
-        raise InputError(f"{' '.join(str(run.root) for run in runs) or 'no run'}: is nothing to add; give two runs or more")
+        raise InputError(
+            f"{' '.join(str(run.root) for run in runs) or 'no run'}: is nothing to add; give two runs or more"
+        )
     seen: set[Path] = set()
     for run in runs:
         place = run.root.resolve()
@@ -85,24 +95,33 @@ def _distinct(runs: list[Run], out: Path) -> list[Run]:
 
 
 def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
-    """The source checkpoint that the runs were made of: `model`, or where one of them says it is. Raises InputError when it is not there, or is another."""
+    """The source checkpoint that the runs were made of: `model`, or where one of them says it is.
+
+    Raises InputError when it is not there, or is another.
+    """
     from ..calibrate.model.source import open_source
 
     found = [run.record().model for run in merged.runs]
     there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
     if model is None and there is None:
-        raise InputError(f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with --model")
+        raise InputError(
+            f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with "
+            "--model"
+        )
     source = open_source(model or str(there), report=report)
     if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
         raise InputError(
-            f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint {source.fingerprint[:12]}, not {wanted[:12]}); "
+            f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint "
+            f"{source.fingerprint[:12]}, not {wanted[:12]}); "
             "say with --model where that one is"
         )
     return source
 
 
 def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:
-    """Raise InputError when a tenth of what one run held out was calibrated on by another; note it when a hundredth was."""
+    """Raise InputError when a tenth of what one run held out was calibrated on by another; note it when a hundredth
+    was.
+    """
     from ..calibrate.model.source import load_tokenizer
     from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
 
@@ -111,7 +130,8 @@ def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:
     share = max(shares(calibrated, held_out, run_within(merged.windows.shape[1])))
     if share >= SAME:
         raise InputError(
-            f"{share:.0%} of what these runs held out for evaluation was calibrated on by another of them; give them --eval-data apart from all texts"
+            f"{share:.0%} of what these runs held out for evaluation was calibrated on by another of them; give them "
+            "--eval-data apart from all texts"
         )
     if share >= WORTH_A_NOTE:
         report.note(f"{share:.1%} of what these runs held out for evaluation was calibrated on by another of them")
@@ -128,7 +148,12 @@ def write(run: Run, source: "Source", merged: Merged, notes: Notes) -> None:
     """The stages `corpus` and `measure` of the merged `run`."""
     corpus = merged.statistics.record.corpus
     collected = [part.record().stages["corpus"].options for part in merged.runs]
-    model = {"name": source.title, "path": str(source.path.resolve()), "revision": source.revision or "", "fingerprint": source.fingerprint}
+    model = {
+        "name": source.title,
+        "path": str(source.path.resolve()),
+        "revision": source.revision or "",
+        "fingerprint": source.fingerprint,
+    }
     inputs = {"tokens": digest(merged.windows), "evaluation": digest(merged.evaluation)}
     options: dict[str, object] = {
         "data": corpus.name,

@@ -1,4 +1,7 @@
-"""Other text than a run was calibrated on: to evaluate on, or to hold against its scales. Read as the run read its own."""
+"""Other text than a run was calibrated on: to evaluate on, or to hold against its scales.
+
+Read as the run read its own.
+"""
 
 import json
 from typing import TYPE_CHECKING
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, report: Reporter) -> Text:
-    """The text `spec`; chats are rendered by the tokenizer's template where the run's were, and where a table holds nothing else. Raises InputError."""
+    """The text `spec`; chats are rendered by the tokenizer's template where the run's were, and where a table holds
+    nothing else. Raises InputError.
+    """
     from ..calibrate.text import corpus
     from ..calibrate.text.chat import renderer
 
@@ -53,29 +58,41 @@ def evaluation(run: Run, data: str | None, context: int | None, stride: int | No
 def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", report: Reporter) -> None:
     """Raise InputError when a tenth of `text` was calibrated on, or the other way round; note it when a hundredth was.
 
-    The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to compare have none.
+    The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to
+    compare have none.
     """
     from ..calibrate.measure.statistics import StatisticsRecord
     from ..calibrate.text.corpus import fingerprint
     from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
 
     corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
-    if fingerprint(text.documents.texts) in {source.fingerprint for part in corpus.parts for source in part.sources or []}:
+    if fingerprint(text.documents.texts) in {
+        source.fingerprint for part in corpus.parts for source in part.sources or []
+    }:
         raise InputError(
-            f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, or leave --data out to evaluate on what was held out"
+            f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, or leave --data "
+            "out to evaluate on what was held out"
         )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
     of_run, of_text = shares(decoded, text.documents.texts, run_within(windows.shape[1]))
-    share, what = max((of_text, f"it was calibrated on with {run.root}"), (of_run, f"what {run.root} was calibrated on is in it"))
+    share, what = max(
+        (of_text, f"it was calibrated on with {run.root}"), (of_run, f"what {run.root} was calibrated on is in it")
+    )
     if share >= SAME:
-        raise InputError(f"--data {text.name}: {share:.0%} of {what}; evaluate on other text, or leave --data out to evaluate on what was held out")
+        raise InputError(
+            f"--data {text.name}: {share:.0%} of {what}; evaluate on other text, or leave --data out to evaluate on "
+            "what was held out"
+        )
     if share >= WORTH_A_NOTE:
         report.note(f"--data {text.name}: {share:.1%} of {what}")
 
 
 def positions(run: Run) -> int | None:
-    """How many positions the run's checkpoint can tell apart, by its config.json. Raises InputError where that is missing or does not parse."""
+    """How many positions the run's checkpoint can tell apart, by its config.json.
+
+    Raises InputError where that is missing or does not parse.
+    """
     from ..calibrate.model.architecture import max_positions
 
     config = run.model / "config.json"

@@ -1,4 +1,7 @@
-"""The stage `queries`: what attention in FP8 must know that calibration does not measure. Run once, when it is first asked for."""
+"""The stage `queries`: what attention in FP8 must know that calibration does not measure.
+
+Run once, when it is first asked for.
+"""
 
 from ..errors import InputError
 from ..files import read_document, sha256_file
@@ -20,14 +23,22 @@ def measure_queries(run: Run, notes: Notes) -> None:
     from ..calibrate.measure.statistics import StatisticsRecord, save_arrays
     from ..calibrate.model.source import load_model
 
-    inputs = {"model": run.record().model["fingerprint"], "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
+    inputs = {
+        "model": run.record().model["fingerprint"],
+        "calibration.npz": sha256_file(run.require(run.calibration, "corpus")),
+    }
     if run.is_current("queries", inputs, {}):
         return
     source = source_of(run)
     if streamed(source, None, Notes(notes.report)):
-        raise InputError(f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold it; leave it out")
+        raise InputError(
+            f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold "
+            "it; leave it out"
+        )
     corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
     with stage(run, "queries", inputs, {}, notes) as log:
-        measured = measure_queries(load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes)
+        measured = measure_queries(
+            load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes
+        )
         save_arrays(run.queries, measured, {})
         log.outputs.append(run.queries)

@@ -1,4 +1,4 @@
-"""The source checkpoint of a run: its matrix products, told before any work, and the same checkpoint found again later."""
+"""The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] = ()) -> "Products":
     """The matrix products of the source model, told without its weights.
 
-    Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only` that match nothing or leave nothing.
+    Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only`
+    that match nothing or leave nothing.
     """
     from ..calibrate.measure.observe import matrix_products, other_products, output_head, takes_quantizers
     from ..calibrate.model.source import meta_model
@@ -25,10 +26,14 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
 
     model = meta_model(source)
     if reason := unsupported(model, source):
-        raise InputError(f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model")
+        raise InputError(
+            f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model"
+        )
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not takes_quantizers(module)} | others
-    products = Products((*modules, *others), output_head(model), {name: type(module).__name__ for name, module in unknown.items()})
+    products = Products(
+        (*modules, *others), output_head(model), {name: type(module).__name__ for name, module in unknown.items()}
+    )
     select(products, skip, only)
     return products
 
@@ -42,11 +47,15 @@ def source_of(run: Run) -> "Source":
 
     model = run.record().model
     if not Path(model["path"]).is_dir():
-        raise InputError(f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate again")
+        raise InputError(
+            f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate "
+            "again"
+        )
     source = open_source(model["path"])
     if source.fingerprint != model["fingerprint"]:
         raise InputError(
-            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore it, or calibrate again into another directory"
+            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore "
+            "it, or calibrate again into another directory"
         )
     return source
 
@@ -57,7 +66,8 @@ def check_same(source: "Source", world: "World") -> None:
         found = theirs["fingerprint"]
         if world.rank == 0 and found not in ("", source.fingerprint):
             raise InputError(
-                f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not {source.fingerprint[:12]}); give all machines the same files"
+                f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not "
+                f"{source.fingerprint[:12]}); give all machines the same files"
             )
 
 

@@ -39,7 +39,12 @@ def device() -> str:
 
 @contextmanager
 def stage(
-    run: Run, name: str, inputs: Mapping[str, str], options: Mapping[str, object], notes: Notes, model: Mapping[str, str] | None = None
+    run: Run,
+    name: str,
+    inputs: Mapping[str, str],
+    options: Mapping[str, object],
+    notes: Notes,
+    model: Mapping[str, str] | None = None,
 ) -> Iterator[StageLog]:
     """`Run.stage`, with the notes made since the last one."""
     with run.stage(name, inputs, options, model) as log:

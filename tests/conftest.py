@@ -76,7 +76,10 @@ def demo_texts() -> Texts:
 
 def _shared(path: Path) -> Path:
     if not path.exists():
-        pytest.skip(f"{os.path.relpath(path, ROOT)} is not here: the other trained checkpoints and their texts lie beside the repository, not in it")
+        pytest.skip(
+            f"{os.path.relpath(path, ROOT)} is not here: the other trained checkpoints and their texts lie beside the "
+            "repository, not in it"
+        )
     return path
 
 
@@ -92,7 +95,8 @@ def shared_data() -> Callable[[str], Path]:
     return lambda name: _shared(SHARED / "data" / name)
 
 
-#: Runs `fp8q` with modules (argument 1) and distributions (argument 2) hidden as if they were not installed: not even `find_spec` and `version` see them.
+#: Runs `fp8q` with modules (argument 1) and distributions (argument 2) hidden as if they were not installed: not even
+#: `find_spec` and `version` see them.
 _HIDING = """
 import importlib.machinery, runpy, sys
 modules, distributions = (set(argument.split(",")) for argument in sys.argv[1:3])
@@ -116,24 +120,41 @@ def base_distributions(*extras: str) -> set[str]:
         name, extra = waiting.pop()
         if (name, extra) not in found:
             found.add((name, extra))
-            needed = [r for r in map(Requirement, metadata.requires(name) or []) if r.marker is None or r.marker.evaluate({"extra": extra})]
+            needed = [
+                r
+                for r in map(Requirement, metadata.requires(name) or [])
+                if r.marker is None or r.marker.evaluate({"extra": extra})
+            ]
             waiting += [(canonicalize_name(r.name), e) for r in needed for e in ["", *r.extras]]
     return {name for name, _ in found}
 
 
 @pytest.fixture(scope="session")
 def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`base_install("doctor", "--json")`: run fp8q as if only the base install (and `extras`) were there, in a process of its own.
+    """`base_install("doctor", "--json")`: run fp8q as if only the base install (and `extras`) were there, in a process
+    of its own.
 
-    Everything installed that no requirement of the base leads to is hidden, so that an undeclared dependency fails as well.
+    Everything installed that no requirement of the base leads to is hidden, so that an undeclared dependency fails as
+    well.
     """
 
     def run(*arguments: str | Path, extras: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         base = base_distributions(*extras)
-        hidden = {module for module, names in metadata.packages_distributions().items() if base.isdisjoint(map(canonicalize_name, names))}
+        hidden = {
+            module
+            for module, names in metadata.packages_distributions().items()
+            if base.isdisjoint(map(canonicalize_name, names))
+        }
         assert {"torch", "transformers", "datasets", "modelopt", "matplotlib"} <= hidden
         beyond = {found.name for found in metadata.distributions() if canonicalize_name(found.name) not in base}
-        command = [sys.executable, "-c", _HIDING, ",".join(sorted(hidden)), ",".join(sorted(beyond)), *map(str, arguments)]
+        command = [
+            sys.executable,
+            "-c",
+            _HIDING,
+            ",".join(sorted(hidden)),
+            ",".join(sorted(beyond)),
+            *map(str, arguments),
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
     return run
@@ -173,7 +194,9 @@ def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts) -> Run:
-    """A finished run of the demo with an FP8 cache, made once for all tests; they read it and copy it, and change nothing in it."""
+    """A finished run of the demo with an FP8 cache, made once for all tests; they read it and copy it, and change
+    nothing in it.
+    """
     from fp8q import api
 
     folder = tmp_path_factory.mktemp("demo")
@@ -188,7 +211,9 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, de
 
 @pytest.fixture
 def exact_logits() -> Callable[[Run, "np.ndarray"], "np.ndarray"]:
-    """`exact_logits(run, ids)`: what the FP8 reference in exact FP32 says to ids [batch, seq] at once, through its own cache: [batch, seq, vocabulary]."""
+    """`exact_logits(run, ids)`: what the FP8 reference in exact FP32 says to ids [batch, seq] at once, through its own
+    cache: [batch, seq, vocabulary].
+    """
     import torch
 
     from fp8q.quantize.reference import load_reference
@@ -196,7 +221,9 @@ def exact_logits() -> Callable[[Run, "np.ndarray"], "np.ndarray"]:
     def logits(run: Run, ids: "np.ndarray") -> "np.ndarray":
         reference = load_reference(run.model, "exact", torch.float32)
         with torch.inference_mode():
-            found: np.ndarray = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
+            found: np.ndarray = reference.model(
+                input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True
+            ).logits.numpy()
         return found
 
     return logits

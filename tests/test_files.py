@@ -1,4 +1,7 @@
-"""Copies that take no room where the file system can share blocks. Whether this one can is not known here: both ways are taken."""
+"""Copies that take no room where the file system can share blocks.
+
+Whether this one can is not known here: both ways are taken.
+"""
 
 import fcntl
 import os
@@ -26,7 +29,9 @@ def test_a_copy_is_a_file_of_its_own(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "copy").is_symlink()
 
 
-def test_blocks_are_shared_where_the_file_system_can(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_shared_where_the_file_system_can(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def clone(target: int, request: int, origin: int) -> None:
@@ -43,7 +48,9 @@ def test_blocks_are_shared_where_the_file_system_can(source: Path, tmp_path: Pat
     assert asked == [FICLONE]
 
 
-def test_where_no_blocks_are_shared_the_bytes_are_copied(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_blocks_are_shared_the_bytes_are_copied(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 

@@ -1,4 +1,6 @@
-"""`fp8q merge` as its users meet it: parts of one text become that text measured at once, other texts are added, and what cannot be is refused in a line."""
+"""`fp8q merge` as its users meet it: parts of one text become that text measured at once, other texts are added, and
+what cannot be is refused in a line.
+"""
 
 import json
 import os
@@ -29,11 +31,16 @@ Measure = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def part(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPathFactory) -> Measure:
-    """`part(0, 2)`: a run that measured these of the five batches; `text` is calibrated on, what is held out is always the same."""
+    """`part(0, 2)`: a run that measured these of the five batches; `text` is calibrated on, what is held out is always
+    the same.
+    """
     folder, made = tmp_path_factory.mktemp("parts"), dict[tuple[object, ...], Run]()
     texts = {name: folder / f"{name}.txt" for name in ("one", "two", "held-out")}
     for number, path in enumerate(texts.values()):
-        path.write_text(demo_texts.calibration.read_text(encoding="utf-8")[number * 40_000 : (number + 1) * 40_000], encoding="utf-8")
+        path.write_text(
+            demo_texts.calibration.read_text(encoding="utf-8")[number * 40_000 : (number + 1) * 40_000],
+            encoding="utf-8",
+        )
 
     def measure(first: int, end: int, text: str = "one", batch_size: int = 2) -> Run:
         key = (first, end, text, batch_size)
@@ -54,10 +61,14 @@ def merged(out: Path, checkpoint: Path, *runs: Run) -> Run:
 
 
 def written(run: Run) -> bytes:
-    return b"".join(path.read_bytes() for path in (run.statistics, run.statistics_json, run.calibration, run.evaluation))
+    return b"".join(
+        path.read_bytes() for path in (run.statistics, run.statistics_json, run.calibration, run.evaluation)
+    )
 
 
-def test_parts_of_a_text_in_any_order_and_groups_are_the_text_measured_at_once(part: Measure, demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_parts_of_a_text_in_any_order_and_groups_are_the_text_measured_at_once(
+    part: Measure, demo_checkpoint: Path, tmp_path: Path
+) -> None:
     whole, parts = part(0, 5), [part(0, 2), part(2, 3), part(3, 5)]
     assert written(merged(tmp_path / "a", demo_checkpoint, *parts)) == written(whole)
     some = merged(tmp_path / "b", demo_checkpoint, parts[2], parts[0])
@@ -72,7 +83,9 @@ def test_other_texts_are_put_one_after_the_other(part: Measure, demo_checkpoint:
     corpus = load_statistics(both).record.corpus
     ordered = sorted((one, two), key=lambda run: load_statistics(run).record.corpus.fingerprint)
     assert corpus.parts == [load_statistics(run).record.corpus for run in ordered]
-    np.testing.assert_array_equal(load_tokens(both, both.calibration), np.concatenate([load_tokens(run, run.calibration) for run in ordered]))
+    np.testing.assert_array_equal(
+        load_tokens(both, both.calibration), np.concatenate([load_tokens(run, run.calibration) for run in ordered])
+    )
     assert both.evaluation.read_bytes() == one.evaluation.read_bytes()  # the same tokens, held out of both
 
 
@@ -94,7 +107,9 @@ def test_a_merged_run_is_a_run_like_any_other_and_merging_again_does_nothing(
 
 def refused(*arguments: object) -> str:
     """The one line that `fp8q merge` fails with."""
-    done = subprocess.run([sys.executable, "-m", "fp8q", "merge", *map(str, arguments)], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8q", "merge", *map(str, arguments)], capture_output=True, text=True, env=os.environ
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     return done.stderr.removeprefix("fp8q: ").rstrip("\n")
 
@@ -110,33 +125,51 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(part: Measu
 
     assert message(one.root) == f"{one.root}: is nothing to add; give two runs or more"
     assert message(one.root, one.root) == f"{one.root}: is given twice; give each run once"
-    assert message(one.root, part(2, 5).root, into=one.root) == f"{one.root}: is --out itself; give the merged run a directory of its own"
-    assert message(one.root, part(0, 5).root).startswith(f"{one.root} and {part(0, 5).root}: statistics cannot be added: both measured batch 0 of ")
+    assert (
+        message(one.root, part(2, 5).root, into=one.root)
+        == f"{one.root}: is --out itself; give the merged run a directory of its own"
+    )
+    assert message(one.root, part(0, 5).root).startswith(
+        f"{one.root} and {part(0, 5).root}: statistics cannot be added: both measured batch 0 of "
+    )
     smaller = part(4, 6, batch_size=1).root
     assert message(one.root, smaller) == (
-        f"{one.root} and {smaller}: statistics cannot be added: their corpus batch_size differs (2 and 1); measure both with the same model and options"
+        f"{one.root} and {smaller}: statistics cannot be added: their corpus batch_size differs (2 and 1); measure "
+        "both with the same model and options"
     )
 
 
-def test_a_model_that_is_elsewhere_is_said_with_an_option_and_must_be_the_same(part: Measure, demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_elsewhere_is_said_with_an_option_and_must_be_the_same(
+    part: Measure, demo_checkpoint: Path, tmp_path: Path
+) -> None:
     moved = []
     for number, run in enumerate((part(0, 2), part(2, 5))):
         moved.append(Run(Path(shutil.copytree(run.root, tmp_path / f"moved-{number}"))))
         moved[-1].record_file.write_text(run.record_file.read_text().replace(str(demo_checkpoint), "/elsewhere"))
     first = moved[0].root
     runs = [run.root for run in moved]
-    with pytest.raises(api.InputError, match=rf"^/elsewhere: the model that {first} was made of is not there; say where it is with --model$"):
+    with pytest.raises(
+        api.InputError,
+        match=rf"^/elsewhere: the model that {first} was made of is not there; say where it is with --model$",
+    ):
         api.merge(runs, tmp_path / "out")
     other = Path(shutil.copytree(demo_checkpoint, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(api.InputError, match=rf"^--model {other}: is not the model that {first} was made of \(fingerprint \w{{12}}, not \w{{12}}\); "):
+    with pytest.raises(
+        api.InputError,
+        match=rf"^--model {other}: is not the model that {first} was made of \(fingerprint \w{{12}}, not \w{{12}}\); ",
+    ):
         api.merge(runs, tmp_path / "out", str(other))
-    assert merging.source_of_all(merging.add(runs, tmp_path / "out"), str(demo_checkpoint), SILENT).path == demo_checkpoint
+    assert (
+        merging.source_of_all(merging.add(runs, tmp_path / "out"), str(demo_checkpoint), SILENT).path == demo_checkpoint
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_values(part: Measure, tmp_path: Path) -> None:
+def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_values(
+    part: Measure, tmp_path: Path
+) -> None:
     one = part(0, 2)
     other = Run(Path(shutil.copytree(part(2, 5).root, tmp_path / "other")))
     statistics, record = other.statistics_json.read_text(), other.record_file.read_text()
@@ -144,28 +177,45 @@ def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_
     def spoil(field: str) -> tuple[str, str]:
         mine = json.loads(statistics)["model"][field]
         other.statistics_json.write_text(statistics.replace(mine, "f" * 64))
-        other.record_file.write_text(record.replace(json.loads(record)["stages"]["measure"]["outputs"]["statistics.json"], sha256_file(other.statistics_json)))
+        other.record_file.write_text(
+            record.replace(
+                json.loads(record)["stages"]["measure"]["outputs"]["statistics.json"],
+                sha256_file(other.statistics_json),
+            )
+        )
         return mine, refused(one.root, other.root, "--out", tmp_path / "out")
 
     for field in ("fingerprint", "tokenizer"):
         mine, line = spoil(field)
         assert line == (
-            f"{one.root} and {other.root}: statistics cannot be added: their model {field} differs ({mine} and {'f' * 64}); measure both with the same model and options"
+            f"{one.root} and {other.root}: statistics cannot be added: their model {field} differs ({mine} and "
+            f"{'f' * 64}); measure both with the same model and options"
         )
     other.statistics_json.write_text(statistics)
     other.record_file.write_text(record)
     other.statistics.write_bytes(other.statistics.read_bytes()[:-8])
-    with pytest.raises(api.InputError, match=rf"^{other.statistics}: is not the file that `fp8q calibrate` wrote \(its SHA-256 differs from run.json\); "):
+    with pytest.raises(
+        api.InputError,
+        match=(
+            rf"^{other.statistics}: is not the file that `fp8q calibrate` wrote \(its SHA-256 differs from "
+            r"run.json\); "
+        ),
+    ):
         api.merge([one.root, other.root], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(part: Measure, demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(
+    part: Measure, demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
     """The scales are of one text then, and what is held out of another."""
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     options = CalibrateOptions(samples=4, seq_len=64, batch_size=2, batches=(0, 1))
     api.calibrate(str(demo_checkpoint), str(demo_texts.evaluation), run.root, str(demo_texts.calibration), options)
-    message = f"{run.root}: what the stage quantize wrote is of other files than are there now, which were made anew since; run `fp8q calibrate` again"
+    message = (
+        f"{run.root}: what the stage quantize wrote is of other files than are there now, which were made anew since; "
+        "run `fp8q calibrate` again"
+    )
     for use in (api.validate, api.build_engine, api.triton, api.inspect):
         with pytest.raises(InputError) as refused:
             use(run.root)
@@ -178,18 +228,23 @@ def test_a_part_is_to_be_merged_before_scales_are_chosen_of_it(part: Measure, us
     with pytest.raises(InputError) as refused:
         use(run.root)
     assert str(refused.value) == (
-        f"{run.root}: holds what --batches 0:2 measured; add it to the other batches' runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
+        f"{run.root}: holds what --batches 0:2 measured; add it to the other batches' runs with `fp8q merge`, or run "
+        "`fp8q calibrate` without --batches"
     )
     assert not run.scales.exists()
 
 
 def test_a_part_has_no_checkpoint_to_validate(part: Measure) -> None:
     run = part(0, 2)
-    with pytest.raises(InputError, match=rf"model\.onnx: is missing; `fp8q export {run.root}` writes it, run that first$"):
+    with pytest.raises(
+        InputError, match=rf"model\.onnx: is missing; `fp8q export {run.root}` writes it, run that first$"
+    ):
         api.validate(run.root)
 
 
-def test_short_windows_do_not_hide_that_one_run_held_out_what_another_calibrated_on(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+def test_short_windows_do_not_hide_that_one_run_held_out_what_another_calibrated_on(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
     text = demo_texts.calibration.read_text(encoding="utf-8")
     first, second, other = tmp_path / "first.txt", tmp_path / "second.txt", tmp_path / "other.txt"
     first.write_text(text[:20_000])
@@ -201,5 +256,7 @@ def test_short_windows_do_not_hide_that_one_run_held_out_what_another_calibrated
         api.calibrate(str(demo_checkpoint), str(second), tmp_path / "b", str(first), options),
     ]
     added = merging.add([run.root for run in runs], tmp_path / "merged")
-    with pytest.raises(InputError, match="of what these runs held out for evaluation was calibrated on by another of them"):
+    with pytest.raises(
+        InputError, match="of what these runs held out for evaluation was calibrated on by another of them"
+    ):
         merging.check_held_out(added, open_source(str(demo_checkpoint)), Notes(SILENT))

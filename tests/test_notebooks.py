@@ -1,4 +1,6 @@
-"""The notebooks run from top to bottom on a finished run, call public functions only, and are committed without outputs."""
+"""The notebooks run from top to bottom on a finished run, call public functions only, and are committed without
+outputs.
+"""
 
 import ast
 import json
@@ -27,7 +29,9 @@ def source(cell: dict[str, Any]) -> str:
 def shown(text: str) -> str:
     """All that an executed notebook shows as text."""
     outputs = [output for cell in cells(text) for output in cell["outputs"]]
-    return "\n".join("".join(output.get("text", [])) + "".join(output.get("data", {}).get("text/html", [])) for output in outputs)
+    return "\n".join(
+        "".join(output.get("text", [])) + "".join(output.get("data", {}).get("text/html", [])) for output in outputs
+    )
 
 
 def executed(name: str, run: Run) -> str:
@@ -46,11 +50,19 @@ def test_a_notebook_is_committed_without_outputs_and_has_the_parameter_run(noteb
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_takes_from_fp8q_only_what_its_api_exports(notebook: Path) -> None:
     tree = ast.parse("\n".join(source(cell) for cell in cells(notebook.read_text(encoding="utf-8"))))
-    imported = {(node.module, name.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names}
+    imported = {
+        (node.module, name.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
+    }
     ours = {(module, name) for module, name in imported if module and module.startswith("fp8q")}
     assert {module for module, _ in ours} == {"fp8q.api"}
     assert {name for _, name in ours} <= set(api.__all__)
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names if name.name.startswith("fp8q")]
+    assert not [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name.startswith("fp8q")
+    ]
 
 
 def test_there_are_two_notebooks() -> None:

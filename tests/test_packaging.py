@@ -22,7 +22,20 @@ import fp8q
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"calibrate", "quantize", "export", "validate", "serve", "stages"}
-HEAVY = {"torch", "transformers", "modelopt", "datasets", "onnx", "onnxruntime", "onnxscript", "tensorrt", "tensorrt_rtx", "matplotlib", "scipy", "pandas"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "modelopt",
+    "datasets",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "tensorrt",
+    "tensorrt_rtx",
+    "matplotlib",
+    "scipy",
+    "pandas",
+}
 #: top-level module -> the distributions that bring it
 OWNERS = metadata.packages_distributions()
 PROJECT = loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -32,7 +45,9 @@ PROJECT = loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built from a copy, so that neither an old `build/` gets into it nor a new one into the tree."""
     made = tmp_path_factory.mktemp("wheel")
-    unneeded = shutil.ignore_patterns(".venv", ".git", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+    unneeded = shutil.ignore_patterns(
+        ".venv", ".git", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+    )
     shutil.copytree(ROOT, made / "source", ignore=unneeded)
     pip = [
         sys.executable,
@@ -59,16 +74,26 @@ def wheel_metadata(wheel: zipfile.ZipFile) -> Message:
 
 def test_the_wheel_holds_the_root_modules_and_the_folders_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     at_root = {path.name for path in ROOT.glob("*.py")} | {"py.typed"}
-    in_folders = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    in_folders = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
     at_root.add("notebooks/accuracy_report.ipynb")  # `fp8q report` executes it
     packed = {name.removeprefix("fp8q/") for name in wheel.namelist() if name.startswith("fp8q/")}
     assert packed == at_root | in_folders
     assert {name.split("/")[0] for name in wheel.namelist()} == {"fp8q", f"fp8q-{fp8q.__version__}.dist-info"}
 
 
-def test_the_wheel_installs_the_command_and_carries_the_licence(wheel: zipfile.ZipFile, wheel_metadata: Message) -> None:
+def test_the_wheel_installs_the_command_and_carries_the_licence(
+    wheel: zipfile.ZipFile, wheel_metadata: Message
+) -> None:
     info = f"fp8q-{fp8q.__version__}.dist-info"
-    assert wheel.read(f"{info}/entry_points.txt").decode().split("\n")[:2] == ["[console_scripts]", "fp8q = fp8q.cli:main"]
+    assert wheel.read(f"{info}/entry_points.txt").decode().split("\n")[:2] == [
+        "[console_scripts]",
+        "fp8q = fp8q.cli:main",
+    ]
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
     assert wheel_metadata["License-Expression"] == "Apache-2.0"
     assert wheel_metadata["Version"] == fp8q.__version__
@@ -81,13 +106,25 @@ def test_the_extra_all_brings_every_other_but_tensorrt_and_dev(wheel_metadata: M
 
 
 def test_every_requirement_but_tensorrt_is_pinned_inside_its_range() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
     pins = {r.name: next(iter(r.specifier)).version for r in map(Requirement, lines)}
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
-    ranges = [Requirement(line) for line in [*PROJECT["dependencies"], *(line for lines in extras.values() for line in lines)]]
-    outside = {str(r): pins.get(r.name) for r in ranges if r.name not in {"fp8q", "tensorrt"} and not (r.name in pins and r.specifier.contains(pins[r.name]))}
+    ranges = [
+        Requirement(line) for line in [*PROJECT["dependencies"], *(line for lines in extras.values() for line in lines)]
+    ]
+    outside = {
+        str(r): pins.get(r.name)
+        for r in ranges
+        if r.name not in {"fp8q", "tensorrt"} and not (r.name in pins and r.specifier.contains(pins[r.name]))
+    }
     assert outside == {}
-    assert set(map(canonicalize_name, pins)) <= {canonicalize_name(distribution.name) for distribution in metadata.distributions()}
+    assert set(map(canonicalize_name, pins)) <= {
+        canonicalize_name(distribution.name) for distribution in metadata.distributions()
+    }
 
 
 def imported_distributions(source: Path) -> set[str]:
@@ -110,18 +147,38 @@ def test_every_library_the_package_imports_is_declared() -> None:
     shipped = [line for name, lines in extras.items() if name != "dev" for line in lines]
     declared = {canonicalize_name(Requirement(line).name) for line in [*PROJECT["dependencies"], *shipped]}
     sources = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
-    undeclared = {path.relative_to(ROOT).as_posix(): missing for path in sources if (missing := imported_distributions(path) - declared)}
+    undeclared = {
+        path.relative_to(ROOT).as_posix(): missing
+        for path in sources
+        if (missing := imported_distributions(path) - declared)
+    }
     assert undeclared == {}
 
 
-def test_help_lists_the_commands_with_nothing_but_the_base_install(base_install: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_help_lists_the_commands_with_nothing_but_the_base_install(
+    base_install: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     shown = base_install("--help")
     assert shown.returncode == 0, shown.stderr
-    for command in ("run", "calibrate", "export", "lint", "build-engine", "engine", "validate", "triton", "report", "inspect", "doctor"):
+    for command in (
+        "run",
+        "calibrate",
+        "export",
+        "lint",
+        "build-engine",
+        "engine",
+        "validate",
+        "triton",
+        "report",
+        "inspect",
+        "doctor",
+    ):
         assert f" {command} " in shown.stdout
 
 
-def test_doctor_says_what_a_base_install_lacks_and_which_extra_brings_it(base_install: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_doctor_says_what_a_base_install_lacks_and_which_extra_brings_it(
+    base_install: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     shown = base_install("doctor", "--json")
     assert shown.returncode == 0, shown.stderr
     (line,) = shown.stdout.splitlines()
@@ -130,15 +187,25 @@ def test_doctor_says_what_a_base_install_lacks_and_which_extra_brings_it(base_in
     assert found["onnxruntime"] == (metadata.version("onnxruntime"), "")
 
 
-def test_calibrate_says_which_extra_it_needs(base_install: Callable[..., subprocess.CompletedProcess[str]], demo_checkpoint: Path, tmp_path: Path) -> None:
-    refused = base_install("calibrate", demo_checkpoint, "--data", demo_checkpoint.parent / "calibration.txt", "--out", tmp_path / "run")
+def test_calibrate_says_which_extra_it_needs(
+    base_install: Callable[..., subprocess.CompletedProcess[str]], demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    refused = base_install(
+        "calibrate", demo_checkpoint, "--data", demo_checkpoint.parent / "calibration.txt", "--out", tmp_path / "run"
+    )
     assert refused.returncode == 4
-    assert refused.stderr == "fp8q: torch is not installed and this command needs it; install it with `pip install 'fp8q[calibrate]'`\n"
+    assert (
+        refused.stderr
+        == "fp8q: torch is not installed and this command needs it; install it with `pip install 'fp8q[calibrate]'`\n"
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_help_loads_no_heavy_library_and_answers_in_half_a_second_of_processor_time() -> None:
-    code = "import atexit, runpy, sys; sys.argv = ['fp8q', '--help']; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); runpy.run_module('fp8q', run_name='__main__')"
+    code = (
+        "import atexit, runpy, sys; sys.argv = ['fp8q', '--help']; atexit.register(lambda: print(*sys.modules, "
+        "file=sys.stderr)); runpy.run_module('fp8q', run_name='__main__')"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -12,7 +12,9 @@ from fp8q.files import replacing, sha256_file
 from fp8q.run import Run
 
 
-def write(run: Run, text: str = "scales", options: dict[str, str] | None = None, inputs: dict[str, str] | None = None) -> None:
+def write(
+    run: Run, text: str = "scales", options: dict[str, str] | None = None, inputs: dict[str, str] | None = None
+) -> None:
     with run.stage("quantize", inputs or {"a": "1"}, options or {"method": "amax"}) as log:
         run.scales.write_text(text)
         log.outputs.append(run.scales)
@@ -52,7 +54,10 @@ def test_the_record_holds_time_memory_versions_and_hashes(run: Run) -> None:
 
 def test_an_output_that_was_changed_is_refused_by_name(run: Run) -> None:
     run.scales.write_text("other")
-    message = rf"^{run.scales}: is not the file that `fp8q calibrate` wrote \(its SHA-256 differs from run.json\); restore it, or delete it and run `fp8q calibrate` again$"
+    message = (
+        rf"^{run.scales}: is not the file that `fp8q calibrate` wrote \(its SHA-256 differs from run.json\); restore "
+        r"it, or delete it and run `fp8q calibrate` again$"
+    )
     with pytest.raises(InputError, match=message):
         run.require(run.scales, "quantize")
     with pytest.raises(InputError, match=message):
@@ -60,13 +65,21 @@ def test_an_output_that_was_changed_is_refused_by_name(run: Run) -> None:
 
 
 def test_a_file_of_a_stage_that_has_not_run_names_the_command(run: Run) -> None:
-    with pytest.raises(InputError, match=rf"^{run.accuracy}: is missing; `fp8q validate {run.root}` writes it, run that first$"):
+    with pytest.raises(
+        InputError, match=rf"^{run.accuracy}: is missing; `fp8q validate {run.root}` writes it, run that first$"
+    ):
         run.require(run.accuracy, "validate")
 
 
 def test_a_damaged_run_json_is_refused_with_the_field(run: Run) -> None:
     run.record_file.write_text('{"schema": 2}')
-    with pytest.raises(InputError, match=rf"^{run.record_file}: does not read as fp8q's run.json: schema: Input should be less than or equal to 1; "):
+    with pytest.raises(
+        InputError,
+        match=(
+            rf"^{run.record_file}: does not read as fp8q's run.json: "
+            "schema: Input should be less than or equal to 1; "
+        ),
+    ):
         run.record()
 
 
@@ -113,13 +126,22 @@ def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
 
 
 def test_a_full_disk_is_told_as_such(run: Run) -> None:
-    with pytest.raises(InputError, match=rf"^{run.root}: no space left on the disk; free some or name another directory$"), run.stage("measure", {}, {}):
+    with (
+        pytest.raises(
+            InputError, match=rf"^{run.root}: no space left on the disk; free some or name another directory$"
+        ),
+        run.stage("measure", {}, {}),
+    ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_full_disk_in_the_middle_of_safetensors_is_told_as_such(run: Run) -> None:
-    with pytest.raises(InputError, match=r": no space left on the disk; free some or name another directory$"), run.stage("measure", {}, {}):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # what save_file raises on a full tmpfs
+    with (
+        pytest.raises(InputError, match=r": no space left on the disk; free some or name another directory$"),
+        run.stage("measure", {}, {}),
+    ):
+        # what save_file raises on a full tmpfs
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from ..run import Run
 
 
 class Protocol(Strict):
-    """How the tokens were cut and scored: windows of `context` tokens every `stride`; each token is scored once, the first not at all."""
+    """How the tokens were cut and scored: windows of `context` tokens every `stride`; each token is scored once, the
+    first not at all.
+    """
 
     dataset: str
     sha256: str = Field(description="of the token ids, int64 little-endian")
@@ -47,7 +49,8 @@ class Accuracy(Strict):
 def save_accuracy(run: Run, accuracy: Accuracy, nll: dict[str, npt.NDArray[np.float32]]) -> list[Path]:
     """Write `accuracy.json` and `tokens.npz`; returns both paths.
 
-    `nll`: runtime -> float32 [windows, context], nats, NaN where a token is not scored; stored under the runtime's name.
+    `nll`: runtime -> float32 [windows, context], nats, NaN where a token is not scored; stored under the runtime's
+    name.
     """
     with replacing(run.tokens) as partial, open(partial, "wb") as handle:
         np.savez(handle, allow_pickle=False, **{name: nll[name] for name in sorted(nll)})
@@ -61,6 +64,6 @@ def load_accuracy(run: Run) -> Accuracy:
 
 
 def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
-    """Read `tokens.npz`: runtime -> negative log-likelihood in nats, float32 [windows, context], NaN where not scored."""
+    """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored."""
     with np.load(run.require(run.tokens, "validate"), allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}

@@ -1,7 +1,8 @@
-"""How rows read: columns that take a quantity out of a row and write it, the same on the command line, in HTML and in notebooks.
+"""How rows read: columns that take a quantity out of a row and write it, the same on the command line, in HTML and in
+notebooks.
 
-Numbers keep three or four significant digits, the precision with which they are known; shares are written in percent, sizes in decimal
-units, and what does not apply is left empty rather than zero.
+Numbers keep three or four significant digits, the precision with which they are known; shares are written in percent,
+sizes in decimal units, and what does not apply is left empty rather than zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,9 @@ Row = TypeVar("Row")
 
 
 def share(fraction: float) -> str:
-    """A fraction as percent: 0.9712 -> `97.12 %`, 0.00416 -> `0.42 %`, 3e-5 -> `0.003 %`, 0 -> `0`; above zero never written as zero."""
+    """A fraction as percent: 0.9712 -> `97.12 %`, 0.00416 -> `0.42 %`, 3e-5 -> `0.003 %`, 0 -> `0`; above zero never
+    written as zero.
+    """
     percent = 100 * fraction
     if percent in {0, 100}:
         return f"{percent:.0f} %" if percent else "0"
@@ -70,7 +73,9 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """`value` takes the quantity out of a row (None: does not apply here), `write` makes it text; numbers are aligned right."""
+    """`value` takes the quantity out of a row (None: does not apply here), `write` makes it text; numbers are aligned
+    right.
+    """
 
     title: str
     value: Callable[[Row], Any]
@@ -110,11 +115,17 @@ class Table(Generic[Row]):
         """How a notebook shows the table."""
         if not self.rows:
             return f"<p><b>{escape(self.title)}.</b> {escape(self.missing)}</p>"
-        head = "".join(f'<th style="text-align:{_align(column.numeric)}">{escape(column.title)}</th>' for column in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f'<td style="text-align:{_align(cell.numeric)}">{escape(cell.text)}</td>' for cell in row) + "</tr>\n" for row in self.cells()
+        head = "".join(
+            f'<th style="text-align:{_align(column.numeric)}">{escape(column.title)}</th>' for column in self.columns
         )
-        return f"<table><caption>{escape(self.title)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
+        body = "".join(
+            "<tr>"
+            + "".join(f'<td style="text-align:{_align(cell.numeric)}">{escape(cell.text)}</td>' for cell in row)
+            + "</tr>\n"
+            for row in self.cells()
+        )
+        caption = f"<caption>{escape(self.title)}</caption>"
+        return f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
 
 
 def _align(numeric: bool) -> str:
@@ -129,7 +140,9 @@ def _cell(column: Column[Row], row: Row) -> Cell:
 def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
     """The products that run in FP8, and the tensors of an FP8 cache."""
     columns = (
-        Column[ModuleRow]("module", lambda row: row.module + (" (cache)" if row.kind == "cache" else ""), numeric=False),
+        Column[ModuleRow](
+            "module", lambda row: row.module + (" (cache)" if row.kind == "cache" else ""), numeric=False
+        ),
         Column[ModuleRow]("amax", lambda row: row.amax, magnitude),
         Column[ModuleRow]("clip", lambda row: row.clip, magnitude),
         Column[ModuleRow]("scale", lambda row: row.scale, magnitude),
@@ -139,12 +152,16 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow]("best dB", lambda row: row.sqnr_best_db, decibels),
         Column[ModuleRow]("weight dB", lambda row: row.weight_sqnr_db, decibels),
     )
-    return Table("Modules in FP8", [row for row in rows if row.reason is None], columns, "None: every module stays in BF16.")
+    return Table(
+        "Modules in FP8", [row for row in rows if row.reason is None], columns, "None: every module stays in BF16."
+    )
 
 
 def wide_cache_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
     """The tensors of the cache that stay in BF16, and what FP8 would do to them."""
-    return replace(module_table(rows), title="Cache in BF16, as it would be in FP8", missing="None: keys and values are in FP8.")
+    return replace(
+        module_table(rows), title="Cache in BF16, as it would be in FP8", missing="None: keys and values are in FP8."
+    )
 
 
 def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
@@ -155,7 +172,12 @@ def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow]("value", lambda row: row.value, magnitude),
         Column[ModuleRow]("samples", lambda row: row.samples, count),
     )
-    return Table("Modules that stay in BF16", [row for row in rows if row.reason is not None], columns, "None: every matrix product runs in FP8.")
+    return Table(
+        "Modules that stay in BF16",
+        [row for row in rows if row.reason is not None],
+        columns,
+        "None: every matrix product runs in FP8.",
+    )
 
 
 def finding_table(rows: Sequence[Finding]) -> Table[Finding]:
@@ -199,7 +221,11 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:
         Column[AccuracyRow]("runtime", lambda row: row.runtime, numeric=False),
         Column[AccuracyRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
         Column[AccuracyRow]("increase", lambda row: row.perplexity_increase, increase),
-        Column[AccuracyRow]("95 % interval", lambda row: None if row.increase_low is None else (row.increase_low, row.increase_high), interval),
+        Column[AccuracyRow](
+            "95 % interval",
+            lambda row: None if row.increase_low is None else (row.increase_low, row.increase_high),
+            interval,
+        ),
         Column[AccuracyRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
         Column[AccuracyRow]("KL p99, nats", lambda row: row.kl_p99_nats, nats),
         Column[AccuracyRow]("top-1 agreement", lambda row: row.top1_agreement, share),
@@ -251,11 +277,22 @@ def stage_table(rows: Sequence[StageRow]) -> Table[StageRow]:
 
 def note_table(rows: Sequence[StageRow]) -> Table[tuple[str, str]]:
     """What the stages had to say."""
-    columns = (Column[tuple[str, str]]("stage", lambda row: row[0], numeric=False), Column[tuple[str, str]]("note", lambda row: row[1], numeric=False))
-    return Table("Notes", [(row.stage, note) for row in rows for note in row.notes], columns, "None: no default was lowered and nothing was left out.")
+    columns = (
+        Column[tuple[str, str]]("stage", lambda row: row[0], numeric=False),
+        Column[tuple[str, str]]("note", lambda row: row[1], numeric=False),
+    )
+    return Table(
+        "Notes",
+        [(row.stage, note) for row in rows for note in row.notes],
+        columns,
+        "None: no default was lowered and nothing was left out.",
+    )
 
 
 def fact_table(rows: Sequence[FactRow]) -> Table[FactRow]:
     """Where the numbers come from."""
-    columns = (Column[FactRow]("what", lambda row: row.what, numeric=False), Column[FactRow]("value", lambda row: row.value, numeric=False))
+    columns = (
+        Column[FactRow]("what", lambda row: row.what, numeric=False),
+        Column[FactRow]("value", lambda row: row.value, numeric=False),
+    )
     return Table("What was measured", rows, columns, "Nothing was measured yet.")

@@ -1,7 +1,7 @@
 """The same tokens through every runtime, in step, each compared with BF16.
 
-KL(bf16 || other) = Σ p (log p - log q) over the vocabulary, in nats, for each scored token: it sees what perplexity, which looks at one
-token's probability, averages away. Logits live for one batch of windows only.
+KL(bf16 || other) = Σ p (log p - log q) over the vocabulary, in nats, for each scored token: it sees what perplexity,
+which looks at one token's probability, averages away. Logits live for one batch of windows only.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,15 +47,21 @@ class Tally:
         )
 
 
-def compare(evaluation: Evaluation, runtimes: Mapping[str, Forward], vocabulary: int, report: Reporter) -> tuple[Accuracy, dict[str, npt.NDArray[np.float32]]]:
+def compare(
+    evaluation: Evaluation, runtimes: Mapping[str, Forward], vocabulary: int, report: Reporter
+) -> tuple[Accuracy, dict[str, npt.NDArray[np.float32]]]:
     """Run `evaluation` through `runtimes` (the one named "bf16" is what the others are compared with).
 
-    Returns the summary and, for each runtime, the negative log-likelihood in nats, float32 [windows, context], NaN where not scored.
+    Returns the summary and, for each runtime, the negative log-likelihood in nats, float32 [windows, context], NaN
+    where not scored.
     """
     windows, context = evaluation.ids.shape
     batch = max(1, LOGITS_BYTES // (context * vocabulary * 4))
     tallies = {name: Tally() for name in runtimes}
-    with report.track(f"Evaluating {', '.join(runtimes)}", windows * len(runtimes), "windows") as advance, torch.inference_mode():
+    with (
+        report.track(f"Evaluating {', '.join(runtimes)}", windows * len(runtimes), "windows") as advance,
+        torch.inference_mode(),
+    ):
         for start in range(0, windows, batch):
             part = slice(start, start + batch)
             ids, scored = evaluation.ids[part], evaluation.scored[part]
@@ -65,7 +71,10 @@ def compare(evaluation: Evaluation, runtimes: Mapping[str, Forward], vocabulary:
                 base = log_q if name == BASELINE else base
                 _add(tallies[name], log_q, torch.from_numpy(ids[scored]), base)
                 advance(len(ids))
-    accuracy = Accuracy(protocol=evaluation.protocol, runtimes={name: tally.summary(tallies.get(BASELINE)) for name, tally in tallies.items()})
+    accuracy = Accuracy(
+        protocol=evaluation.protocol,
+        runtimes={name: tally.summary(tallies.get(BASELINE)) for name, tally in tallies.items()},
+    )
     nll = {}
     for name, tally in tallies.items():
         nll[name] = np.full((windows, context), np.nan, np.float32)

@@ -1,7 +1,8 @@
-"""The numbers behind the pictures: densities on the logarithm of the magnitude, where the error comes from, the loss along the window.
+"""The numbers behind the pictures: densities on the logarithm of the magnitude, where the error comes from, the loss
+along the window.
 
-A density per octave (share of the whole in a bar, divided by the bar's width in octaves) is what may be compared between bars of different
-widths, and areas under two such curves are shares of two wholes.
+A density per octave (share of the whole in a bar, divided by the bar's width in octaves) is what may be compared
+between bars of different widths, and areas under two such curves are shares of two wholes.
 """
 
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ SPARK_LEFT, SPARK_RIGHT = -12, 10
 
 
 def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Floats, Floats]:
-    """Bars of `patterns` BF16 patterns: their edges in octaves (log2 of the magnitude), float64 [bars + 1], and the share of the values an octave, [bars].
+    """Bars of `patterns` BF16 patterns: their edges in octaves (log2 of the magnitude), float64 [bars + 1], and the
+    share of the values an octave, [bars].
 
-    The value zero has no octave and the subnormal numbers no place on such an axis: they are left out, but count among the values.
+    The value zero has no octave and the subnormal numbers no place on such an axis: they are left out, but count among
+    the values.
     """
     values, counts = histogram.finite
     kept = values >= np.finfo(np.float32).tiny
@@ -34,16 +37,20 @@ def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Float
 
 
 def errors(histogram: Histogram, scale: float, format: Format = E4M3) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """The code that each finite pattern gets at `scale`, uint8 [patterns], and the squared error its values add, float64 [patterns]."""
+    """The code that each finite pattern gets at `scale`, uint8 [patterns], and the squared error its values add,
+    float64 [patterns].
+    """
     values, counts = histogram.finite
     codes = format.encode(values / np.float32(scale))
     return codes, (values.astype(np.float64) - format.grid[codes].astype(np.float64) * scale) ** 2 * counts
 
 
 def error_density(histogram: Histogram, scale: float, format: Format = E4M3) -> tuple[Floats, Floats]:
-    """Where the squared error comes from: a bar for each code but zero, as wide as what rounds to it; edges in octaves and shares an octave.
+    """Where the squared error comes from: a bar for each code but zero, as wide as what rounds to it; edges in octaves
+    and shares an octave.
 
-    What rounds to zero is left out, but counts in the whole. The last bar reaches to amax, so that it holds what saturation adds.
+    What rounds to zero is left out, but counts in the whole. The last bar reaches to amax, so that it holds what
+    saturation adds.
     """
     codes, error = errors(histogram, scale, format)
     edges = np.log2(np.append(scale * format.midpoints.astype(np.float64), max(histogram.amax, scale * format.max)))
@@ -53,7 +60,9 @@ def error_density(histogram: Histogram, scale: float, format: Format = E4M3) -> 
 
 @dataclass(frozen=True)
 class ErrorShares:
-    """Fractions of the squared error made by values beyond the clip, by values that round to zero, and by rounding in between."""
+    """Fractions of the squared error made by values beyond the clip, by values that round to zero, and by rounding in
+    between.
+    """
 
     saturation: float
     underflow: float
@@ -65,11 +74,16 @@ def error_shares(histogram: Histogram, scale: float, format: Format = E4M3) -> E
     codes, error = errors(histogram, scale, format)
     values, total = histogram.finite[0], float(error.sum()) or 1.0
     beyond, zeroed = values > scale * format.max, codes == 0
-    return ErrorShares(float(error[beyond].sum()) / total, float(error[zeroed].sum()) / total, float(error[~beyond & ~zeroed].sum()) / total)
+    return ErrorShares(
+        float(error[beyond].sum()) / total,
+        float(error[zeroed].sum()) / total,
+        float(error[~beyond & ~zeroed].sum()) / total,
+    )
 
 
 def rounding_alone_db(format: Format = E4M3) -> float:
-    """Signal to noise, in dB, of values spread evenly over the logarithm, without saturation and underflow: what the mantissa alone allows.
+    """Signal to noise, in dB, of values spread evenly over the logarithm, without saturation and underflow: what the
+    mantissa alone allows.
 
     In an octave [1, 2) with density 1/(x ln 2) the mean square is 3/(2 ln 2); rounding to steps of 2^-m adds 2^-2m/12.
     """
@@ -77,20 +91,25 @@ def rounding_alone_db(format: Format = E4M3) -> float:
 
 
 def sparkline(histogram: Histogram, scale: float) -> str:
-    """The SVG path of a word-sized histogram, in octaves of the code (|x| / scale) from `SPARK_LEFT` to `SPARK_RIGHT`, one unit high.
+    """The SVG path of a word-sized histogram, in octaves of the code (|x| / scale) from `SPARK_LEFT` to `SPARK_RIGHT`,
+    one unit high.
 
     Every tensor is drawn on the same axis, so that a column of them shows who leaves the format's range unused.
     """
     edges, heights = density(histogram, 4 * PATTERNS_A_BAR)
     x = np.clip(edges - np.log2(scale), SPARK_LEFT, SPARK_RIGHT)
     y = 1 - heights / heights.max()
-    steps = "".join(f"V{height:.2f}H{right:.1f}" for height, left, right in zip(y, x[:-1], x[1:], strict=True) if right > left)
+    steps = "".join(
+        f"V{height:.2f}H{right:.1f}" for height, left, right in zip(y, x[:-1], x[1:], strict=True) if right > left
+    )
     return f"M{x[0]:.1f} 1{steps}V1Z"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity along the window: float64 [spans] each; `low` and `high` two standard errors away, NaN where one window is all there is."""
+    """A quantity along the window: float64 [spans] each; `low` and `high` two standard errors away, NaN where one
+    window is all there is.
+    """
 
     position: Floats
     mean: Floats
@@ -99,7 +118,8 @@ class Curve:
 
 
 def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
-    """Mean of `values` [windows, context] (NaN: not scored) in `spans` equal spans of positions, those without a scored token left out.
+    """Mean of `values` [windows, context] (NaN: not scored) in `spans` equal spans of positions, those without a scored
+    token left out.
 
     Tokens of one window are not independent, so the standard error is that of the windows' own means.
     """
@@ -111,14 +131,20 @@ def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
         means[i] = np.nanmean(inside)
         if len(inside) > 1:
             standard_errors[i] = np.nanmean(inside, axis=1).std(ddof=1) / np.sqrt(len(inside))
-    return Curve(np.array([span.mean() for span in kept]), means, means - 2 * standard_errors, means + 2 * standard_errors)
+    return Curve(
+        np.array([span.mean() for span in kept]), means, means - 2 * standard_errors, means + 2 * standard_errors
+    )
 
 
-def increase_interval(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32], resamples: int = 2000) -> tuple[float | None, float | None]:
-    """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows, context], nats, NaN: not scored.
+def increase_interval(
+    base: npt.NDArray[np.float32], other: npt.NDArray[np.float32], resamples: int = 2000
+) -> tuple[float | None, float | None]:
+    """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows,
+    context], nats, NaN: not scored.
 
-    The tokens of a window are not independent of each other, so whole windows are drawn again (bootstrap, percentile method; Efron 1979).
-    The pairing takes out what makes a text hard, which is a hundred times what FP8 adds. No interval (None) below two windows.
+    The tokens of a window are not independent of each other, so whole windows are drawn again (bootstrap, percentile
+    method; Efron 1979). The pairing takes out what makes a text hard, which is a hundred times what FP8 adds. No
+    interval (None) below two windows.
     """
     scored = ~np.isnan(base) & ~np.isnan(other)
     difference = np.where(scored, other.astype(np.float64) - base, 0).sum(axis=1)

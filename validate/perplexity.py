@@ -1,8 +1,9 @@
 """Perplexity with its protocol: which windows are cut from the tokens, and which of their tokens are scored.
 
-Window i holds the tokens from i·stride on, `context` of them, and is run alone. Each token is scored once, in the first window that
-holds it; the first token of the text has no past and is not scored; with stride = context neither has the first of each window. A tail
-shorter than a window is left out. Smaller strides give each token more context and cost more (Hugging Face, "Perplexity of fixed-length models").
+Window i holds the tokens from i·stride on, `context` of them, and is run alone. Each token is scored once, in the first
+window that holds it; the first token of the text has no past and is not scored; with stride = context neither has the
+first of each window. A tail shorter than a window is left out. Smaller strides give each token more context and cost
+more (Hugging Face, "Perplexity of fixed-length models").
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from .accuracy import Protocol
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`ids` int64 [windows, context] and `scored` bool of the same shape: position t is scored by the logits at t - 1."""
+    """`ids` int64 [windows, context], `scored` bool of the same shape: position t is scored by the logits at t - 1."""
 
     ids: npt.NDArray[np.int64]
     scored: npt.NDArray[np.bool_]
@@ -34,7 +35,10 @@ def cut(ids: npt.NDArray[np.int64], dataset: str, context: int, stride: int) -> 
     if context < 2:
         raise InputError(f"--context {context}: a window needs at least 2 tokens, one to read and one to score")
     if len(ids) < context:
-        raise InputError(f"{dataset}: has {len(ids):,} tokens, less than one window of {context:,}; give more text or a smaller --context")
+        raise InputError(
+            f"{dataset}: has {len(ids):,} tokens, less than one window of {context:,}; give more text or a smaller "
+            "--context"
+        )
     starts = np.arange(0, len(ids) - context + 1, stride)
     scored = np.zeros((len(starts), context), np.bool_)
     scored[0, 1:] = True

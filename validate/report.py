@@ -1,8 +1,9 @@
 """`report.html` and `report.ipynb`: the run, to show to somebody.
 
-Both say the same from the same rows and plots. The page is one file that asks the network for nothing (its own content security policy forbids
-it to), opens from disk, and reads on paper, on a phone and in the dark. The notebook is `notebooks/accuracy_report.ipynb`, executed inside the
-run by the interpreter that runs fp8q. A part whose stage has not run yet says which command to run.
+Both say the same from the same rows and plots. The page is one file that asks the network for nothing (its own content
+security policy forbids it to), opens from disk, and reads on paper, on a phone and in the dark. The notebook is
+`notebooks/accuracy_report.ipynb`, executed inside the run by the interpreter that runs fp8q. A part whose stage has not
+run yet says which command to run.
 """
 
 import math
@@ -43,11 +44,14 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 def write_report(run: Run, report: Reporter) -> list[Path]:
     """Write `report.html` and `report.ipynb` of `run`; returns both paths.
 
-    Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no scales yet or a file of it was changed.
+    Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no
+    scales yet or a file of it was changed.
     """
     for module in REPORT_MODULES:
         if find_spec(module) is None:
-            raise BackendError(f"{module} is not installed and the report needs it; install it with `pip install 'fp8q[report]'`")
+            raise BackendError(
+                f"{module} is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
+            )
     with report.track("Writing the report", 2, "files") as advance:
         page = render(run)
         with replacing(run.report_html) as partial:
@@ -79,7 +83,9 @@ def report_tables(run: Run) -> dict[str, Table[Any]]:
 
 
 def report_plots(run: Run) -> "dict[str, Plot]":
-    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `positions` where the run was evaluated."""
+    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `positions`
+    where the run was evaluated.
+    """
     from . import plots
 
     rows = [row for row in tables.module_rows(run) if row.sqnr_db is not None]
@@ -118,7 +124,9 @@ def render(run: Run) -> str:
 def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
     """Is it still the same model? In two sentences."""
     products = sum(row.kind == "product" for row in modules)
-    done = f"{products} of {products + len(kept)} matrix products run in FP8" + (", keys and values are cached in FP8." if len(modules) > products else ".")
+    done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
+        ", keys and values are cached in FP8." if len(modules) > products else "."
+    )
     compared = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.perplexity_increase is not None]
     base = next((row for row in accuracy if row.runtime == "bf16"), None)
     if not compared or base is None:
@@ -126,7 +134,8 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
     worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
     which = f"{worst.runtime}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.runtime
     change = (
-        f"Perplexity goes from {base.perplexity:.4f} in BF16 to {worst.perplexity:.4f} in FP8 ({which}): {columns.increase(worst.perplexity_increase or 0.0)}"
+        f"Perplexity goes from {base.perplexity:.4f} in BF16 to {worst.perplexity:.4f} in FP8 ({which}): "
+        f"{columns.increase(worst.perplexity_increase or 0.0)}"
     )
     if worst.increase_low is None or worst.increase_high is None:
         return f"{done} {change}."
@@ -148,19 +157,26 @@ def engines(built: Sequence[EngineRow]) -> str:
     unproven = [row.target for row in rows if row.fp8_products is None]
     short = [row.target for row in rows if row.wide]
     if outdated:
-        return f"What runs in FP8 is not said of {', '.join(outdated)}: the engine was built from other files than the run has now; run `fp8q build-engine RUN` again."
+        return (
+            f"What runs in FP8 is not said of {', '.join(outdated)}: the engine was built from other files than the "
+            "run has now; run `fp8q build-engine RUN` again."
+        )
     if unproven:
         return f"What runs in FP8 cannot be told for {', '.join(unproven)}: the engine could not be read."
     if short:
         return f"Some promised products ran wider on {', '.join(short)}; the table names them."
-    return f"Every promised product takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read from the engines themselves."
+    return (
+        f"Every promised product takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read "
+        "from the engines themselves."
+    )
 
 
 def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
     """Execute `notebook` in `directory` with `parameters`, and return it with its outputs, as JSON text.
 
-    The kernel is the running interpreter's own, whatever kernels the user has installed under the name `python3`; it reads none of the user's
-    IPython start-up files, and talks over sockets in a temporary directory, not over TCP. What papermill notes of paths and times is left
+    The kernel is the running interpreter's own, whatever kernels the user has installed under the name `python3`; it
+    reads none of the user's IPython start-up files, and talks over sockets in a temporary directory, not over TCP. What
+    papermill notes of paths and times is left
     out: the result says the same wherever the run lies. Raises BackendError when no kernel starts.
     """
     import nbformat
@@ -173,13 +189,20 @@ def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
         class OwnKernel(AsyncKernelManager):
             def __init__(self, **traits: Any) -> None:
                 own = KernelSpecManager(kernel_dirs=[])
-                super().__init__(kernel_spec_manager=own, transport="ipc", connection_file=f"{private}/kernel.json", **traits)
+                super().__init__(
+                    kernel_spec_manager=own, transport="ipc", connection_file=f"{private}/kernel.json", **traits
+                )
 
         engine = {"kernel_manager_class": OwnKernel, "extra_arguments": [f"--ipython-dir={private}"]}
         try:
-            done = papermill.execute_notebook(notebook, None, parameters, kernel_name="python3", progress_bar=False, cwd=directory, **engine)
+            done = papermill.execute_notebook(
+                notebook, None, parameters, kernel_name="python3", progress_bar=False, cwd=directory, **engine
+            )
         except (NoSuchKernel, RuntimeError) as error:
-            raise BackendError(f"no Jupyter kernel starts to execute the report ({error}); install one with `pip install 'fp8q[report]'`") from error
+            raise BackendError(
+                f"no Jupyter kernel starts to execute the report ({error}); install one with `pip install "
+                "'fp8q[report]'`"
+            ) from error
     for part in (done, *done.cells):
         part.metadata.pop("papermill", None)
         part.metadata.pop("execution", None)

@@ -24,11 +24,16 @@ def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
 def reference(run: Run, device: str) -> Forward:
     """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache."""
     loaded = load_reference(run.model, "fast", torch.bfloat16, device)
-    return lambda ids: loaded.model(input_ids=torch.from_numpy(ids).to(device), past_key_values=loaded.new_cache(), use_cache=True).logits
+    return lambda ids: (
+        loaded.model(
+            input_ids=torch.from_numpy(ids).to(device), past_key_values=loaded.new_cache(), use_cache=True
+        ).logits
+    )
 
 
 def session(run: Run, runtime: str) -> Forward:
-    """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a prompt of its own.
+    """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a
+    prompt of its own.
 
     Raises BackendError when the runtime is missing or refuses the graph.
     """
@@ -47,7 +52,10 @@ def session(run: Run, runtime: str) -> Forward:
 
 
 def forwards(names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str) -> dict[str, Forward]:
-    """The named runtimes, loaded. A source in another type than BF16 brings its own, `source`, beside `bf16`, which it is cast to."""
+    """The named runtimes, loaded.
+
+    A source in another type than BF16 brings its own, `source`, beside `bf16`, which it is cast to.
+    """
     made: dict[str, Forward] = {}
     for name in names:
         if name == "bf16":

@@ -1,7 +1,8 @@
-"""What a run holds, as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers from.
+"""What a run holds, as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers
+from.
 
-Pure functions of the run's files, read without torch. What a stage has not written yet gives no rows; a file that is not the one its
-stage wrote is refused. A quantity that does not apply is None, never zero.
+Pure functions of the run's files, read without torch. What a stage has not written yet gives no rows; a file that is
+not the one its stage wrote is refused. A quantity that does not apply is None, never zero.
 """
 
 import json
@@ -22,7 +23,11 @@ from .curves import increase_interval
 from .findings import converged_after, outlier_channels
 
 #: What the cache is, by the parts of it that are codes.
-CACHES = {"": "not quantized", "v": "values in E4M3, a scale per layer; keys not quantized", "kv": "E4M3, K and V a scale each per layer"}
+CACHES = {
+    "": "not quantized",
+    "v": "values in E4M3, a scale per layer; keys not quantized",
+    "kv": "E4M3, K and V a scale each per layer",
+}
 #: What to call a precision beside FP8, which needs no name.
 PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
 #: What safetensors calls the type of the codes.
@@ -31,7 +36,10 @@ CODE_DTYPE = "F8_E4M3"
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A matrix product or one tensor of the FP8 cache. Shares are fractions; what stays in BF16 has a `reason` and no scale."""
+    """A matrix product or one tensor of the FP8 cache.
+
+    Shares are fractions; what stays in BF16 has a `reason` and no scale.
+    """
 
     module: str
     kind: Literal["product", "cache"]
@@ -66,7 +74,8 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the products of one that is no FP8.
+    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the
+    products of one that is no FP8.
 
     Of one that was built from other files than the run has now (`evidence` is `outdated`) nothing is said.
     """
@@ -91,7 +100,10 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement. Shares are fractions."""
+    """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
+
+    Shares are fractions.
+    """
 
     runtime: str
     perplexity: float
@@ -147,9 +159,13 @@ def module_rows(run: Run) -> list[ModuleRow]:
     first = group_of(statistics.record.groups)
     tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.weights}
     rows = [
-        _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module]) for module, name in tensor_of.items()
+        _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module])
+        for module, name in tensor_of.items()
     ]
-    rows += [ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples) for module, kept in scales.skipped.items()]
+    rows += [
+        ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples)
+        for module, kept in scales.skipped.items()
+    ]
     rows += [_fp8(name, "cache", name, scale, statistics.tensors.get(name)) for name, scale in scales.kv_cache.items()]
     return rows
 
@@ -160,7 +176,12 @@ def wide_cache_rows(statistics: Statistics, prospective: Mapping[str, TensorScal
 
 
 def _fp8(
-    module: str, kind: Literal["product", "cache"], tensor: str, scale: TensorScale, measured: TensorStatistics | None, weight: WeightScales | None = None
+    module: str,
+    kind: Literal["product", "cache"],
+    tensor: str,
+    scale: TensorScale,
+    measured: TensorStatistics | None,
+    weight: WeightScales | None = None,
 ) -> ModuleRow:
     outliers, largest = outlier_channels(measured.amax_channels) if measured else (None, None)
     return ModuleRow(
@@ -192,7 +213,21 @@ def engine_rows(run: Run) -> list[EngineRow]:
 def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
     found = load_engines(run, precision) if engine_stage(precision) in run.record().stages else []
     if found and outdated(run, precision):
-        return [EngineRow(info.runtime, info.version, info.target, info.bytes, None, None, (), "outdated", info.build_seconds, precision) for info in found]
+        return [
+            EngineRow(
+                info.runtime,
+                info.version,
+                info.target,
+                info.bytes,
+                None,
+                None,
+                (),
+                "outdated",
+                info.build_seconds,
+                precision,
+            )
+            for info in found
+        ]
     return [
         EngineRow(
             runtime=info.runtime,
@@ -212,7 +247,9 @@ def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
 
 
 def outdated(run: Run, precision: Precision) -> bool:
-    """Whether the engines of a precision were built from other files than the run has now, or from files that are themselves of others."""
+    """Whether the engines of a precision were built from other files than the run has now, or from files that are
+    themselves of others.
+    """
     stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"]), engine_stage(precision)]
     return any(run.is_stale(stage) for stage in stages if stage in run.record().stages)
 
@@ -238,26 +275,46 @@ def size_rows(run: Run) -> list[SizeRow]:
         return []
     bf16 = sum(map(bf16_bytes, shards))
     held = sum(path.stat().st_size for path in shards)
-    rows = [SizeRow("weights in BF16", None, bf16, 1.0), SizeRow("FP8 checkpoint", "model/*.safetensors", held, held / bf16)]
-    rows += [SizeRow(what, f"model/{path.name}", path.stat().st_size) for path, what in _graphs(run).items() if path.is_file()]
+    rows = [
+        SizeRow("weights in BF16", None, bf16, 1.0),
+        SizeRow("FP8 checkpoint", "model/*.safetensors", held, held / bf16),
+    ]
     rows += [
-        SizeRow(f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(), engine.file, engine.bytes, engine.bytes / bf16)
+        SizeRow(what, f"model/{path.name}", path.stat().st_size)
+        for path, what in _graphs(run).items()
+        if path.is_file()
+    ]
+    rows += [
+        SizeRow(
+            f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(),
+            engine.file,
+            engine.bytes,
+            engine.bytes / bf16,
+        )
         for engine in engine_rows(run)
     ]
     return rows
 
 
 def _graphs(run: Run) -> dict[Path, str]:
-    return {run.onnx: "ONNX graph; its weights are the checkpoint’s", run.onnx_fp32: "the same graph, computing in FP32"}
+    return {
+        run.onnx: "ONNX graph; its weights are the checkpoint’s",
+        run.onnx_fp32: "the same graph, computing in FP32",
+    }
 
 
 def bf16_bytes(shard: Path) -> int:
-    """What the tensors of a safetensors file of an FP8 checkpoint take in the BF16 model: codes doubled, scales left out. Reads the header alone."""
+    """What the tensors of a safetensors file of an FP8 checkpoint take in the BF16 model: codes doubled, scales left
+    out. Reads the header alone.
+    """
     with open(shard, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         header: dict[str, dict[str, Any]] = json.loads(handle.read(length))
     stored = [entry for name, entry in header.items() if name != "__metadata__" and not name.endswith("_scale")]
-    return sum((entry["data_offsets"][1] - entry["data_offsets"][0]) * (2 if entry["dtype"] == CODE_DTYPE else 1) for entry in stored)
+    return sum(
+        (entry["data_offsets"][1] - entry["data_offsets"][0]) * (2 if entry["dtype"] == CODE_DTYPE else 1)
+        for entry in stored
+    )
 
 
 def stage_rows(run: Run) -> list[StageRow]:
@@ -279,12 +336,17 @@ def fact_rows(run: Run) -> list[FactRow]:
     facts = {
         "model": f"{model.name}{f', revision {model.revision}' if model.revision else ''} ({model.architecture})",
         "model's SHA-256": model.fingerprint,
-        "calibration text": corpus.name if len(texts) < 2 else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
+        "calibration text": corpus.name
+        if len(texts) < 2
+        else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
         "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, by {' and '.join(sorted(weights))}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, by {' and '.join(sorted(clips))}",
         "KV cache": CACHES[scales.cache_parts],
-        "libraries": ", ".join(f"{name} {version}" for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()),
+        "libraries": ", ".join(
+            f"{name} {version}"
+            for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()
+        ),
     }
     return [FactRow(what, value) for what, value in facts.items()]

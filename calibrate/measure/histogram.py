@@ -25,7 +25,9 @@ def magnitudes(bits: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How often each magnitude occurred: `bits` int16 [patterns that occur], ascending; `counts` int64 of the same length."""
+    """How often each magnitude occurred: `bits` int16 [patterns that occur], ascending; `counts` int64 of the same
+    length.
+    """
 
     bits: npt.NDArray[np.int16]
     counts: npt.NDArray[np.int64]
@@ -47,7 +49,11 @@ class Histogram:
         return Histogram.from_dense(self.dense() + other.dense())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Histogram) and np.array_equal(self.bits, other.bits) and np.array_equal(self.counts, other.counts)
+        return (
+            isinstance(other, Histogram)
+            and np.array_equal(self.bits, other.bits)
+            and np.array_equal(self.counts, other.counts)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
@@ -81,8 +87,8 @@ class Histogram:
     def percentile(self, q: float) -> float:
         """The smallest finite magnitude that at least `q` percent of the finite values do not exceed.
 
-        That is NumPy's `inverted_cdf`: an observed value, never an interpolated one. Raises ValueError for q outside (0, 100] and
-        for a histogram without finite values.
+        That is NumPy's `inverted_cdf`: an observed value, never an interpolated one. Raises ValueError for q outside
+        (0, 100] and for a histogram without finite values.
         """
         if not 0 < q <= 100:
             raise ValueError(f"a percentile lies in (0, 100], not {q}")

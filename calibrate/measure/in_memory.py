@@ -20,9 +20,11 @@ def measure(
     batches: list[int] | None = None,
     moments: SecondMoments | None = None,
 ) -> Statistics:
-    """Run `model` on `windows` int64 [windows, seq_len] in batches of `corpus.batch_size`, watching every tensor that could be quantized.
+    """Run `model` on `windows` int64 [windows, seq_len] in batches of `corpus.batch_size`, watching every tensor that
+    could be quantized.
 
-    `batches`: indices of the batches to run, in that order; all of them by default. `moments`: where to add up the second moments of the inputs too. The output head is not run.
+    `batches`: indices of the batches to run, in that order; all of them by default. `moments`: where to add up the
+    second moments of the inputs too. The output head is not run.
     """
     modules = observed_products(model)
     groups = probe_groups(model, modules)
@@ -43,8 +45,12 @@ def observed_products(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in matrix_products(model).items() if name != head}
 
 
-def cut_batches(windows: npt.NDArray[np.int64], corpus: Corpus, batches: list[int] | None) -> dict[int, npt.NDArray[np.int64]]:
-    """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order of `batches` (None: all of them)."""
+def cut_batches(
+    windows: npt.NDArray[np.int64], corpus: Corpus, batches: list[int] | None
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order of `batches` (None: all of
+    them).
+    """
     chosen = range(corpus.batches) if batches is None else batches
     return {batch: windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size] for batch in chosen}
 

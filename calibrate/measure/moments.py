@@ -1,9 +1,11 @@
-"""The input's second moments Σ x xᵀ over all tokens, which error-compensating rounding of weights needs; measured only when asked for.
+"""The input's second moments Σ x xᵀ over all tokens, which error-compensating rounding of weights needs; measured only
+when asked for.
 
-One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 33 GB for a Llama of 8 B parameters, so it is added up in files
-that are mapped into memory, and what stays there is for the operating system to decide. They are `.npy` files without pickles,
-`moments/<first module of the group>.npy`. Unlike the histograms they are sums of rounded products: the same batches in the same order give
-the same bytes on the same machine and number of threads; another order gives other last bits.
+One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 33 GB for a Llama of 8
+B parameters, so it is added up in files that are mapped into memory, and what stays there is for the operating system
+to decide. They are `.npy` files without pickles,
+`moments/<first module of the group>.npy`. Unlike the histograms they are sums of rounded products: the same batches in
+the same order give the same bytes on the same machine and number of threads; another order gives other last bits.
 """
 
 import os
@@ -21,9 +23,11 @@ from ...run import Run
 
 @contextmanager
 def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
-    """Where a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments` holds them when the block ends well, and no older ones.
+    """Where a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments` holds them when the
+    block ends well, and no older ones.
 
-    `folder`: where they are added up when a killed stage is to go on from it; it stays, and shares its files with `run.moments`.
+    `folder`: where they are added up when a killed stage is to go on from it; it stays, and shares its files with
+    `run.moments`.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
@@ -47,7 +51,9 @@ class SecondMoments:
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Add the tokens `x` [..., width], any float type, to the moments `name`; the first ones since `close` begin anew."""
+        """Add the tokens `x` [..., width], any float type, to the moments `name`; the first ones since `close` begin
+        anew.
+        """
         tokens = x.detach().flatten(0, -2).float()
         if name not in self._files:
             self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
@@ -72,8 +78,12 @@ def moments_file(folder: Path, name: str) -> Path:
 
 
 def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[np.float32]]":
-    """Zeros [width, width] in a new file, mapped; its space is taken at once, for a full disk can only kill whoever writes to a mapped page."""
-    matrix: np.memmap[tuple[int, int], np.dtype[np.float32]] = np.lib.format.open_memmap(path, "w+", np.float32, (width, width))
+    """Zeros [width, width] in a new file, mapped; its space is taken at once, for a full disk can only kill whoever
+    writes to a mapped page.
+    """
+    matrix: np.memmap[tuple[int, int], np.dtype[np.float32]] = np.lib.format.open_memmap(
+        path, "w+", np.float32, (width, width)
+    )
     with open(path, "rb+") as handle:
         os.posix_fallocate(handle.fileno(), 0, path.stat().st_size)
     return matrix

@@ -1,9 +1,10 @@
 """Watch the tensors of a float model while it runs: one observer for each distinct tensor.
 
-ModelOpt's registry says which modules take quantizers; it is asked, and nothing of the model is converted, so the forward
-pass is the original one. The inputs of q, k and v (of gate and up) are the same Python object: a two-token probe groups modules by
-identity, and only the first of a group is watched. Keys and values are observed where the cache is written, after the rotary
-embedding, by a cache that stores nothing: that works for every architecture that has a cache, without a list of attention classes.
+ModelOpt's registry says which modules take quantizers; it is asked, and nothing of the model is converted, so the
+forward pass is the original one. The inputs of q, k and v (of gate and up) are the same Python object: a two-token
+probe groups modules by identity, and only the first of a group is watched. Keys and values are observed where the cache
+is written, after the rotary embedding, by a cache that stores nothing: that works for every architecture that has a
+cache, without a list of attention classes.
 """
 
 import re
@@ -26,7 +27,8 @@ from .statistics import TensorStatistics
 
 #: Fewer values a thread than these are counted sooner than shared out.
 WORTH_SHARING = 1 << 17
-#: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm, OPTLearnedPositionalEmbedding, but no NormalProjection.
+#: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm,
+#: OPTLearnedPositionalEmbedding, but no NormalProjection.
 NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
 
 
@@ -36,12 +38,14 @@ def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def output_axis(module: nn.Module) -> Literal[0, 1]:
-    """Axis of the output channels of a matrix product's weight: Conv1D stores it [in, out], a linear layer [out, in]."""
+    """Axis of the output channels of a product's weight: Conv1D stores it [in, out], a linear layer [out, in]."""
     return 1 if isinstance(module, Conv1D) else 0
 
 
 def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of `model` with a matrix (or more) of its own that is neither a linear layer, nor an embedding or a norm: a convolution, or a class of its own."""
+    """Every module of `model` with a matrix (or more) of its own that is neither a linear layer, nor an embedding or a
+    norm: a convolution, or a class of its own.
+    """
     products = matrix_products(model)
     return {
         name: module
@@ -76,7 +80,8 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
 
 
 def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """First module -> all modules that receive the same tensor object, from a forward pass of two tokens (on any device, meta too).
+    """First module -> all modules that receive the same tensor object, from a forward pass of two tokens (on any
+    device, meta too).
 
     A module that two tokens do not reach is a group of its own.
     """
@@ -123,7 +128,8 @@ def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Itera
 def count(patterns: torch.Tensor) -> torch.Tensor:
     """How often each of the 32,768 patterns occurs in `patterns` int16 [values], int64 [32768].
 
-    torch counts on one thread; on a CPU the values are shared out to as many as its products use. Sums do not depend on how.
+    torch counts on one thread; on a CPU the values are shared out to as many as its products use. Sums do not depend on
+    how.
     """
     threads = torch.get_num_threads()
     if patterns.device.type != "cpu" or patterns.numel() < WORTH_SHARING * threads:
@@ -139,7 +145,10 @@ def counters(threads: int) -> ThreadPoolExecutor:
 
 
 class Observer:
-    """Counts one tensor's magnitudes. Invariant: everything it holds is a sum or a maximum, so order does not matter."""
+    """Counts one tensor's magnitudes.
+
+    Invariant: everything it holds is a sum or a maximum, so order does not matter.
+    """
 
     def __init__(self, batches: int):
         """Ready for `batches` batches."""
@@ -162,7 +171,11 @@ class Observer:
         """What was measured; None where nothing was."""
         if self._counts is None or self._channels is None:
             return None
-        return TensorStatistics(Histogram.from_dense(self._counts.cpu().numpy()), self.amax_batches, magnitudes(self._channels.cpu().numpy()))
+        return TensorStatistics(
+            Histogram.from_dense(self._counts.cpu().numpy()),
+            self.amax_batches,
+            magnitudes(self._channels.cpu().numpy()),
+        )
 
 
 class ObservedLayer(DynamicLayer):
@@ -172,7 +185,9 @@ class ObservedLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.see = see
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Show keys and values [batch, heads, seq, head_size]; return them as they are."""
         self.see(key_states, value_states)
         return key_states, value_states
@@ -182,17 +197,26 @@ class Watch:
     """All observers of one model: `<module>.input` for each group, `<attention>.k` and `.v` for each layer."""
 
     def __init__(
-        self, model: PreTrainedModel, modules: Mapping[str, nn.Module], groups: Mapping[str, list[str]], batches: int, moments: SecondMoments | None = None
+        self,
+        model: PreTrainedModel,
+        modules: Mapping[str, nn.Module],
+        groups: Mapping[str, list[str]],
+        batches: int,
+        moments: SecondMoments | None = None,
     ):
-        """Watch `groups` of `modules` and the cache of `model` for `batches` batches; `moments`: where to add up the second moments of the inputs too."""
+        """Watch `groups` of `modules` and the cache of `model` for `batches` batches; `moments`: where to add up the
+        second moments of the inputs too.
+        """
         self.model, self.modules, self.groups = model, modules, groups
         self.moments = moments
         self.attention = attention_modules(model)
-        names = [f"{first}.input" for first in groups] + [f"{name}.{part}" for name in self.attention.values() for part in "kv"]
+        names = [f"{first}.input" for first in groups] + [
+            f"{name}.{part}" for name in self.attention.values() for part in "kv"
+        ]
         self.observers = {name: Observer(batches) for name in names}
 
     def forward(self, input_ids: torch.Tensor, batch: int) -> None:
-        """Run the decoder (not the output head) on `input_ids` int64 [windows, seq_len], which is batch number `batch`."""
+        """Run the decoder (not the output head) on `input_ids` int64 [windows, seq_len], batch number `batch`."""
         with self.observing(batch) as cache, torch.inference_mode():
             self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
 

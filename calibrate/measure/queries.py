@@ -1,7 +1,9 @@
-"""Watch the queries of attention, which nothing but attention in FP8 needs: a run's statistics have keys and values, where the cache is written, and no queries.
+"""Watch the queries of attention, which nothing but attention in FP8 needs: a run's statistics have keys and values,
+where the cache is written, and no queries.
 
-Queries are seen after the rotary embedding, where transformers calls its attention function: that function is wrapped while a batch runs, and computes
-what it always did. So this works for every architecture whose attention goes through transformers' interface, which is all that can be exported.
+Queries are seen after the rotary embedding, where transformers calls its attention function: that function is wrapped
+while a batch runs, and computes what it always did. So this works for every architecture whose attention goes through
+transformers' interface, which is all that can be exported.
 """
 
 from collections.abc import Iterator
@@ -21,8 +23,13 @@ from .observe import Observer, attention_modules
 from .statistics import TensorStatistics
 
 
-def measure_queries(model: PreTrainedModel, windows: npt.NDArray[np.int64], batch_size: int, report: Reporter) -> dict[str, TensorStatistics]:
-    """Run `model` on `windows` int64 [windows, seq_len]; `<attention>.q` -> what was measured of its queries. Raises InputError for an attention without interface."""
+def measure_queries(
+    model: PreTrainedModel, windows: npt.NDArray[np.int64], batch_size: int, report: Reporter
+) -> dict[str, TensorStatistics]:
+    """Run `model` on `windows` int64 [windows, seq_len]; `<attention>.q` -> what was measured of its queries.
+
+    Raises InputError for an attention without interface.
+    """
     parts = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
     names = {id(model.get_submodule(name)): name for name in attention_modules(model).values()}
     observers = {name: Observer(len(parts)) for name in names.values()}
@@ -42,7 +49,10 @@ def seeing_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, tor
     """The attention modules that run in the block, and their queries [batch, seq, heads · size]."""
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
-        raise InputError(f"--attention fp8: {type(model).__name__} attends by its own code ({name}), where queries cannot be measured; leave it out")
+        raise InputError(
+            f"--attention fp8: {type(model).__name__} attends by its own code ({name}), where queries cannot be "
+            "measured; leave it out"
+        )
     plain, seen = ALL_ATTENTION_FUNCTIONS[name], list[tuple[nn.Module, torch.Tensor]]()
 
     def noting(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:

@@ -1,10 +1,11 @@
 """What was measured of the float model: values that merge by addition and say nothing of FP8.
 
 `statistics.safetensors` holds the arrays, `statistics.json` what they belong to. For each distinct tensor T
-(`<module>.input`, `<module>.k`, `<module>.v`): `T.bits` int16 and `T.counts` int64 (the exact histogram), `T.amax_batches` float32 [batches]
-under the batch's index in the corpus (NaN: not measured here), `T.amax_channels` float32 [width]; for each weight
-`<module>.weight.amax_channels` float32 [output channels]. Tensors are written in name order and nothing depends on time or on
-the order of work, so equal measurements are equal bytes.
+(`<module>.input`, `<module>.k`, `<module>.v`): `T.bits` int16 and `T.counts` int64 (the exact histogram),
+`T.amax_batches` float32 [batches] under the batch's index in the corpus (NaN: not measured here), `T.amax_channels`
+float32 [width]; for each weight
+`<module>.weight.amax_channels` float32 [output channels]. Tensors are written in name order and nothing depends on time
+or on the order of work, so equal measurements are equal bytes.
 """
 
 import hashlib
@@ -53,12 +54,18 @@ class Corpus(Strict):
     """Which tokens were measured: those of one text, or of several that `merge` put one after the other."""
 
     name: str
-    fingerprint: str = Field(description="SHA-256 of the tokens, int64 little-endian, in batch order; of several texts: over their fingerprints")
+    fingerprint: str = Field(
+        description="SHA-256 of the tokens, int64 little-endian, in batch order; of several texts: of their SHA-256"
+    )
     windows: int
     seq_len: int
     batch_size: int
-    sources: list[TextSource] | None = Field(default=None, description="the texts the windows were cut from, in the order they were given")
-    texts: "list[Corpus] | None" = Field(default=None, description="the several texts, in the order of their fingerprints; each begins a batch")
+    sources: list[TextSource] | None = Field(
+        default=None, description="the texts the windows were cut from, in the order they were given"
+    )
+    texts: "list[Corpus] | None" = Field(
+        default=None, description="the several texts, in the order of their fingerprints; each begins a batch"
+    )
 
     @property
     def parts(self) -> "list[Corpus]":
@@ -75,16 +82,29 @@ class Corpus(Strict):
         return [(text, batch) for text in self.parts for batch in range(text.batches)]
 
     def merge(self, other: "Corpus") -> "Corpus":
-        """All texts of both, once each, ordered by fingerprint: the same corpus in whatever order runs are added. Sizes of windows and batches are the same."""
+        """All texts of both, once each, ordered by fingerprint: the same corpus in whatever order runs are added.
+
+        Sizes of windows and batches are the same.
+        """
         found: dict[str, Corpus] = {}
-        for text in sorted([*self.parts, *other.parts], key=lambda text: (text.fingerprint, text.name, text.model_dump_json())):
-            found.setdefault(text.fingerprint, text)  # two machines may call one text by two names: always the same of them is kept
+        for text in sorted(
+            [*self.parts, *other.parts], key=lambda text: (text.fingerprint, text.name, text.model_dump_json())
+        ):
+            # two machines may call one text by two names: always the same of them is kept
+            found.setdefault(text.fingerprint, text)
         texts = list(found.values())
         if len(texts) == 1:
             return texts[0]
         fingerprint = hashlib.sha256("".join(f"{text.fingerprint}\n" for text in texts).encode()).hexdigest()
         windows, name = sum(text.windows for text in texts), " + ".join(text.name for text in texts)
-        return Corpus(name=name, fingerprint=fingerprint, windows=windows, seq_len=self.seq_len, batch_size=self.batch_size, texts=texts)
+        return Corpus(
+            name=name,
+            fingerprint=fingerprint,
+            windows=windows,
+            seq_len=self.seq_len,
+            batch_size=self.batch_size,
+            texts=texts,
+        )
 
 
 class StatisticsRecord(Strict):
@@ -94,12 +114,14 @@ class StatisticsRecord(Strict):
     model: ModelIdentity
     corpus: Corpus
     tokens: int = Field(description="tokens measured so far")
-    groups: dict[str, list[str]] = Field(description="first module -> the modules that receive the same tensor, itself included")
+    groups: dict[str, list[str]] = Field(
+        description="first module -> the modules that receive the same tensor, itself included"
+    )
 
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """One activation or cache tensor: its histogram, amax_batches float32 [batches] and amax_channels float32 [width]."""
+    """One activation or cache tensor: histogram, amax_batches float32 [batches], amax_channels float32 [width]."""
 
     histogram: Histogram
     amax_batches: npt.NDArray[np.float32]
@@ -107,10 +129,11 @@ class TensorStatistics:
 
     def merge(self, other: "TensorStatistics") -> "TensorStatistics":
         """The statistics of both; a batch measured in both is the caller's to refuse."""
-        channels = np.maximum(self.amax_channels.view(np.int32), other.amax_channels.view(np.int32)).view(
-            np.float32
-        )  # by bits NaN wins, and one NaN over another
-        return TensorStatistics(self.histogram + other.histogram, np.fmax(self.amax_batches, other.amax_batches), channels)
+        # by bits NaN wins, and one NaN over another
+        channels = np.maximum(self.amax_channels.view(np.int32), other.amax_channels.view(np.int32)).view(np.float32)
+        return TensorStatistics(
+            self.histogram + other.histogram, np.fmax(self.amax_batches, other.amax_batches), channels
+        )
 
     def renumbered(self, places: Sequence[int], batches: int) -> "TensorStatistics":
         """The same, with batch i at `places[i]` of `batches`."""
@@ -121,43 +144,69 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Everything measured of one model. `tensors` by name (see the module), `weights`: module -> amax_channels float32 [output channels]."""
+    """Everything measured of one model.
+
+    `tensors` by name (see the module), `weights`: module -> amax_channels float32 [output channels].
+    """
 
     record: StatisticsRecord
     tensors: Mapping[str, TensorStatistics]
     weights: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """Add two measurements of one model: of different batches of one text, of different texts, or of both. Which is added to which makes no difference.
+        """Add two measurements of one model: of different batches of one text, of different texts, or of both.
 
-        Raises InputError when models, tokenizers, groups, or sizes of windows and batches differ, and when a batch was measured in both.
+        Which is added to which makes no difference.
+
+        Raises InputError when models, tokenizers, groups, or sizes of windows and batches differ, and when a batch was
+        measured in both.
         """
         for what, mine, theirs in self._must_agree(other):
             if mine != theirs:
-                raise InputError(f"statistics cannot be added: their {what} differs ({mine} and {theirs}); measure both with the same model and options")
+                raise InputError(
+                    f"statistics cannot be added: their {what} differs ({mine} and {theirs}); measure both with the "
+                    "same model and options"
+                )
         corpus = self.record.corpus.merge(other.record.corpus)
         parts = [part._placed(corpus) for part in (self, other)]
         twice = parts[0].batches_measured & parts[1].batches_measured
         if twice:
             text, batch = corpus.numbered()[min(twice)]
             raise InputError(
-                f"statistics cannot be added: both measured batch {batch} of {text.name} ({len(twice)} batches in all); give each batch to one of them"
+                f"statistics cannot be added: both measured batch {batch} of {text.name} ({len(twice)} batches in "
+                "all); give each batch to one of them"
             )
         record = replace_record(
             self.record,
-            model=min(self.record.model, other.record.model, key=lambda model: (model.name, model.revision or "")),  # of one model's names, always the same
+            # of one model's names, always the same
+            model=min(self.record.model, other.record.model, key=lambda model: (model.name, model.revision or "")),
             corpus=corpus,
             tokens=self.record.tokens + other.record.tokens,
         )
-        return Statistics(record, {name: tensor.merge(parts[1].tensors[name]) for name, tensor in parts[0].tensors.items()}, self.weights)
+        return Statistics(
+            record,
+            {name: tensor.merge(parts[1].tensors[name]) for name, tensor in parts[0].tensors.items()},
+            self.weights,
+        )
 
     def _must_agree(self, other: "Statistics") -> Iterator[tuple[str, object, object]]:
         """What must be the same in both to be added: its name, and its two values."""
-        for part, fields in (("model", ("architecture", "fingerprint", "tokenizer")), ("corpus", ("seq_len", "batch_size"))):
+        for part, fields in (
+            ("model", ("architecture", "fingerprint", "tokenizer")),
+            ("corpus", ("seq_len", "batch_size")),
+        ):
             for name in fields:
-                yield f"{part} {name}", *(getattr(getattr(record, part), name) for record in (self.record, other.record))
-        for what, mine, theirs in (("groups", self.record.groups, other.record.groups), ("tensors", self._widths(), other._widths())):
-            differing = min((name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)), default=None)
+                yield (
+                    f"{part} {name}",
+                    *(getattr(getattr(record, part), name) for record in (self.record, other.record)),
+                )
+        for what, mine, theirs in (
+            ("groups", self.record.groups, other.record.groups),
+            ("tensors", self._widths(), other._widths()),
+        ):
+            differing = min(
+                (name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)), default=None
+            )
             yield f"{what} {differing}", mine.get(differing or ""), theirs.get(differing or "")
 
     def _widths(self) -> dict[str, int]:
@@ -167,7 +216,9 @@ class Statistics:
         """The same, its batches numbered as in `corpus`, which has all of them."""
         numbers = {(text.fingerprint, batch): place for place, (text, batch) in enumerate(corpus.numbered())}
         places = [numbers[text.fingerprint, batch] for text, batch in self.record.corpus.numbered()]
-        return replace(self, tensors={name: tensor.renumbered(places, len(numbers)) for name, tensor in self.tensors.items()})
+        return replace(
+            self, tensors={name: tensor.renumbered(places, len(numbers)) for name, tensor in self.tensors.items()}
+        )
 
     @property
     def batches_measured(self) -> set[int]:
@@ -189,7 +240,9 @@ def save_statistics(run: Run, statistics: Statistics) -> list[Path]:
     return [run.statistics, run.statistics_json]
 
 
-def save_arrays(path: Path, tensors: Mapping[str, TensorStatistics], weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+def save_arrays(
+    path: Path, tensors: Mapping[str, TensorStatistics], weights: Mapping[str, npt.NDArray[np.float32]]
+) -> None:
     """Write what was measured to `path`, atomically, in the form that the module's docstring gives."""
     arrays: dict[str, npt.NDArray[np.generic]] = {f"{module}{WEIGHT}": amax for module, amax in weights.items()}
     for name, tensor in tensors.items():
@@ -208,9 +261,15 @@ def load_arrays(path: Path) -> tuple[dict[str, TensorStatistics], dict[str, npt.
     try:
         arrays = load_file(path)
     except SafetensorError as error:
-        raise InputError(f"{path}: does not read as safetensors ({error}); delete it and run `fp8q calibrate` again") from None
+        raise InputError(
+            f"{path}: does not read as safetensors ({error}); delete it and run `fp8q calibrate` again"
+        ) from None
     tensors = {
-        name: TensorStatistics(Histogram(arrays[f"{name}.bits"], arrays[f"{name}.counts"]), arrays[f"{name}.amax_batches"], arrays[f"{name}.amax_channels"])
+        name: TensorStatistics(
+            Histogram(arrays[f"{name}.bits"], arrays[f"{name}.counts"]),
+            arrays[f"{name}.amax_batches"],
+            arrays[f"{name}.amax_channels"],
+        )
         for name in sorted(key.removesuffix(".bits") for key in arrays if key.endswith(".bits"))
     }
     return tensors, {name.removesuffix(WEIGHT): array for name, array in arrays.items() if name.endswith(WEIGHT)}

@@ -1,12 +1,12 @@
 """Measure a model that memory does not hold: decoder layer by decoder layer, hidden states on disk.
 
-Every batch goes through one layer before the next layer is read, so a checkpoint is read once, and memory holds one layer and one batch
-whatever the number of layers. The price is two files of hidden states, each 2 · tokens · width bytes. Layers are called with the very arguments
-the model gives them (`decoder`), on the same batches, with the same observers, so the statistics are those of the model
-in memory, bit for bit on the CPU.
+Every batch goes through one layer before the next layer is read, so a checkpoint is read once, and memory holds one
+layer and one batch whatever the number of layers. The price is two files of hidden states, each 2 · tokens · width
+bytes. Layers are called with the very arguments the model gives them (`decoder`), on the same batches, with the same
+observers, so the statistics are those of the model in memory, bit for bit on the CPU.
 
-A step (what comes before the layers, each layer, what comes after) reads one file of hidden states and writes the other, and ends with
-its own statistics in a file of its own; a killed run goes on after the last of these.
+A step (what comes before the layers, each layer, what comes after) reads one file of hidden states and writes the
+other, and ends with its own statistics in a file of its own; a killed run goes on after the last of these.
 """
 
 import os
@@ -35,19 +35,30 @@ Batches = Mapping[int, npt.NDArray[np.int64]]
 
 
 def measure_streamed(
-    source: Source, windows: npt.NDArray[np.int64], identity: ModelIdentity, corpus: Corpus, report: Reporter, folder: Path,
-    device: str = "cpu", batches: list[int] | None = None, moments: SecondMoments | None = None,
-) -> Statistics:  # fmt: skip
+    source: Source,
+    windows: npt.NDArray[np.int64],
+    identity: ModelIdentity,
+    corpus: Corpus,
+    report: Reporter,
+    folder: Path,
+    device: str = "cpu",
+    batches: list[int] | None = None,
+    moments: SecondMoments | None = None,
+) -> Statistics:
     """`measure` of the model in `source` on `device`, one decoder layer in memory at a time.
 
-    `folder` is there, and holds the hidden states and the finished steps; what a killed call left there is gone on from, so it must have been of the
-    same arguments. `moments`: where to add up the second moments of the inputs too, kept as `folder` is. Raises InputError for a model that is no chain of layers, and when the disk has no room for the hidden states.
+    `folder` is there, and holds the hidden states and the finished steps; what a killed call left there is gone on
+    from, so it must have been of the same arguments. `moments`: where to add up the second moments of the inputs too,
+    kept as `folder` is. Raises InputError for a model that is no chain of layers, and when the disk has no room for the
+    hidden states.
     """
     parts = cut_batches(windows, corpus, batches)
     stream = Stream(source, parts, corpus.batches, folder, device, moments)
     stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
-    record = StatisticsRecord(model=identity, corpus=corpus, tokens=sum(ids.size for ids in parts.values()), groups=stream.groups)
+    record = StatisticsRecord(
+        model=identity, corpus=corpus, tokens=sum(ids.size for ids in parts.values()), groups=stream.groups
+    )
     return Statistics(record, tensors, {name: weights[name] for name in stream.products})
 
 
@@ -63,10 +74,14 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
 
 
 class HiddenStates:
-    """The hidden states of all batches, one after the other, in a mapped file: its pages are the disk's, and can be dropped from memory."""
+    """The hidden states of all batches, one after the other, in a mapped file: its pages are the disk's, and can be
+    dropped from memory.
+    """
 
     def __init__(self, path: Path, batches: Batches, answer: Answer):
-        """Map the file at `path`; one that is not there, or has another size, is made, its blocks taken from the disk at once: a mapped write cannot fail politely."""
+        """Map the file at `path`; one that is not there, or has another size, is made, its blocks taken from the disk
+        at once: a mapped write cannot fail politely.
+        """
         self.path, self.dtype = path, answer.dtype
         self.shapes = {batch: (*ids.shape, answer.width) for batch, ids in batches.items()}
         self.starts = dict(zip(batches, np.cumsum([0, *self._sizes()]).tolist()))
@@ -92,26 +107,50 @@ class HiddenStates:
         self._mapped(batch).copy_(hidden)
 
     def flush(self) -> None:
-        """Bring all of it to the disk. mmap's own flush would hold Python's lock meanwhile, and silence the heartbeat of a rank."""
+        """Bring all of it to the disk. mmap's own flush would hold Python's lock meanwhile, and silence the heartbeat
+        of a rank.
+        """
         with open(self.path, "rb+") as handle:
             os.fsync(handle.fileno())
 
 
 class Stream:
-    """All steps of one measurement. Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there."""
+    """All steps of one measurement.
 
-    def __init__(self, source: Source, parts: Batches, batches: int, folder: Path, device: str, moments: SecondMoments | None = None):
+    Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        parts: Batches,
+        batches: int,
+        folder: Path,
+        device: str,
+        moments: SecondMoments | None = None,
+    ):
         """Make the model without weights and find room for the hidden states of `parts`, some of `batches` batches.
 
         Raises InputError where there is none, and for a model that is no chain of layers.
         """
         with quiet():
             self.model = skeleton(deepcopy(source.config), torch.bfloat16)
-        self.source, self.parts, self.batches, self.folder, self.device, self.moments = source, parts, batches, folder, device, moments
+        self.source, self.parts, self.batches, self.folder, self.device, self.moments = (
+            source,
+            parts,
+            batches,
+            folder,
+            device,
+            moments,
+        )
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device)
         self.layers = find_layers(self.model, source)
-        self.outside = [name for name, _ in self.model.named_modules() if self.layers.index(name) is None and name != output_head(self.model)]
+        self.outside = [
+            name
+            for name, _ in self.model.named_modules()
+            if self.layers.index(name) is None and name != output_head(self.model)
+        ]
         self.groups, self.answer = self._probe()
         size = sum(ids.size for ids in parts.values()) * self.answer.width * self.answer.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
@@ -119,23 +158,32 @@ class Stream:
         self.hidden = [HiddenStates(file, parts, self.answer) for file in files]
 
     def _probe(self) -> tuple[dict[str, list[str]], Answer]:
-        """The groups of modules that receive the same tensor, and what the layers return, without any layer's weights."""
+        """The groups of modules that receive the same tensor, and what layers return, without any layer's weights."""
         meta = meta_model(self.source)
         inside = observed_products(meta)
-        modules = {name: module if self.layers.index(name) is None else inside[name] for name, module in self.products.items()}
+        modules = {
+            name: module if self.layers.index(name) is None else inside[name] for name, module in self.products.items()
+        }
         with self.weights.filled(self.outside, resident=False), noting_groups(modules) as groups:
             calls = trace(self.model, meta, self.layers, self.device)
         return groups, answer_of(calls, self.layers, self.source)
 
     def run(self, report: Reporter) -> None:
         """Do the steps that are not done."""
-        done = next(step for step in range(self.layers.count + 2) if not self._file(step).is_file() or step > self.layers.count)
+        done = next(
+            step for step in range(self.layers.count + 2) if not self._file(step).is_file() or step > self.layers.count
+        )
         if done > 1:
-            report.note(f"going on at decoder layer {min(done, self.layers.count)} of {self.layers.count}, where an earlier call stopped")
+            report.note(
+                f"going on at decoder layer {min(done, self.layers.count)} of {self.layers.count}, where an earlier "
+                "call stopped"
+            )
         calls = self._before(done > 0)
         remaining = range(max(done, 1), self.layers.count + 1)
         tokens = sum(ids.size for ids in self.parts.values())
-        with report.track(f"Calibrating {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens") as advance:
+        with report.track(
+            f"Calibrating {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens"
+        ) as advance:
             for step in remaining:
                 self._layer(step, calls, advance)
         if self._watched(None):
@@ -154,9 +202,11 @@ class Stream:
         return torch.from_numpy(self.parts[batch]).to(self.device)
 
     def _before(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
-        """Step 0: from tokens to the hidden states that the first layer gets; returns the layers' calls for each shape of batch.
+        """Step 0: from tokens to the hidden states that the first layer gets; returns the layers' calls for each shape
+        of batch.
 
-        `done`: a batch of each shape is enough. Raises InputError when what the layers are called with depends on the text.
+        `done`: a batch of each shape is enough. Raises InputError when what the layers are called with depends on the
+        text.
         """
         calls: dict[tuple[int, ...], list[Call]] = {}
         watch = Watch(self.model, self.products, self._watched(None), self.batches, None if done else self.moments)
@@ -181,7 +231,10 @@ class Stream:
         before, after = self.hidden[index % 2], self.hidden[step % 2]
         layer = self.layers.of(self.model)[index]
         watch = Watch(self.model, self.products, self._watched(index), self.batches, self.moments)
-        with self.weights.filled([name for name, _ in self.model.named_modules() if self.layers.index(name) == index]), torch.inference_mode():
+        with (
+            self.weights.filled([name for name, _ in self.model.named_modules() if self.layers.index(name) == index]),
+            torch.inference_mode(),
+        ):
             for batch, ids in self.parts.items():
                 with watch.observing(batch) as cache:
                     after.write(batch, calls[ids.shape][index].run(layer, before.read(batch, self.device), cache))
@@ -196,7 +249,14 @@ class Stream:
         watch = Watch(self.model, self.products, self._watched(None), self.batches, self.moments)
         with self.weights.filled(self.outside, resident=False):
             for batch in self.parts:
-                run_after(self.model, self.layers, self.answer, self._tokens(batch), leaving.read(batch, self.device), watch.observing(batch))
+                run_after(
+                    self.model,
+                    self.layers,
+                    self.answer,
+                    self._tokens(batch),
+                    leaving.read(batch, self.device),
+                    watch.observing(batch),
+                )
         self._save(self.layers.count + 1, watch, {})
 
     def _save(self, step: int, watch: Watch, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
@@ -212,5 +272,6 @@ def _check_space(folder: Path, files: Iterable[Path], size: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"--stream: the hidden states take {2 * size / 1e9:,.3g} GB on the disk of {folder.parent}, which has {free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
+            f"--stream: the hidden states take {2 * size / 1e9:,.3g} GB on the disk of {folder.parent}, which has "
+            f"{free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
         )

@@ -1,1 +1,3 @@
-"""A checkpoint, read: which files, whether they make a model, and its modules and weights, one layer at a time where memory holds no more."""
+"""A checkpoint, read: which files, whether they make a model, and its modules and weights, one layer at a time where
+memory holds no more.
+"""

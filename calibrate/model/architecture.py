@@ -1,7 +1,8 @@
 """Which models can be calibrated, told from config.json and the model's modules, before any work.
 
-fp8q does text-only, decoder-only, dense transformers. Whatever else transformers can load under `AutoModelForCausalLM` is refused
-by name: an encoder would run without its mask, a mixture of experts needs every expert calibrated, a recurrent state is no KV cache.
+fp8q does text-only, decoder-only, dense transformers. Whatever else transformers can load under `AutoModelForCausalLM`
+is refused by name: an encoder would run without its mask, a mixture of experts needs every expert calibrated, a
+recurrent state is no KV cache.
 """
 
 import json
@@ -24,31 +25,47 @@ _OTHER_SENSES = re.compile(r"(vision|audio|speech|image|video)\w*_config")
 def read_config(path: Path, name: str) -> dict[str, Any]:
     """config.json of the checkpoint in the directory `path`, which the user calls `name`, as it is written.
 
-    Raises InputError when there is none, it does not parse, it names no model type, or it says that the model is quantized already.
+    Raises InputError when there is none, it does not parse, it names no model type, or it says that the model is
+    quantized already.
     """
     file = path / "config.json"
     if not file.is_file():
-        raise InputError(f"{name}: is no checkpoint: there is no config.json; give the directory that save_pretrained wrote")
+        raise InputError(
+            f"{name}: is no checkpoint: there is no config.json; give the directory that save_pretrained wrote"
+        )
     try:
         config = json.loads(file.read_bytes())
     except UnicodeDecodeError:
         raise InputError(f"{file}: does not parse: it is not UTF-8; copy or download it again") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{file}: does not parse: {error.msg} at line {error.lineno}, column {error.colno}; copy or download it again") from None
+        raise InputError(
+            f"{file}: does not parse: {error.msg} at line {error.lineno}, column {error.colno}; copy or download it "
+            "again"
+        ) from None
     if not isinstance(config, dict) or not (isinstance(config.get("model_type"), str) or config.get("auto_map")):
-        raise InputError(f"{file}: names no model_type, so it is no transformers configuration; give the directory that save_pretrained wrote")
+        raise InputError(
+            f"{file}: names no model_type, so it is no transformers configuration; give the directory that "
+            "save_pretrained wrote"
+        )
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization or (path / "hf_quant_config.json").is_file():
-        method = f" ({quantization['quant_method']})" if isinstance(quantization, dict) and "quant_method" in quantization else ""
-        raise InputError(f"{name}: is quantized already{method}; give the checkpoint it was made from, in BF16, FP16 or FP32")
+        method = (
+            f" ({quantization['quant_method']})"
+            if isinstance(quantization, dict) and "quant_method" in quantization
+            else ""
+        )
+        raise InputError(
+            f"{name}: is quantized already{method}; give the checkpoint it was made from, in BF16, FP16 or FP32"
+        )
     return config
 
 
 def load_config(path: Path, name: str) -> tuple["PreTrainedConfig", str]:
     """The configuration and the architecture (class name) of the checkpoint in `path`.
 
-    Raises InputError as `read_config` does, when the model's class is not in transformers, and when it is no text-only causal language model. Code that came
-    with the checkpoint is never run here: the stages after calibration build the model of what is in the run, which holds none.
+    Raises InputError as `read_config` does, when the model's class is not in transformers, and when it is no text-only
+    causal language model. Code that came with the checkpoint is never run here: the stages after calibration build the
+    model of what is in the run, which holds none.
     """
     import transformers
     from transformers import AutoConfig
@@ -59,36 +76,57 @@ def load_config(path: Path, name: str) -> tuple["PreTrainedConfig", str]:
     architecture = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
     if code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
         raise InputError(
-            f"{name}: wants code of its own ({architecture or model_type}, not in transformers {transformers.__version__}), which fp8q runs for tokenizers only; give a model whose class transformers has"
+            f"{name}: wants code of its own ({architecture or model_type}, not in transformers "
+            f"{transformers.__version__}), which fp8q runs for tokenizers only; give a model whose class transformers "
+            "has"
         )
     if not code and model_type not in CONFIG_MAPPING:
-        raise InputError(f"{name}: model_type {model_type} is unknown to transformers {transformers.__version__}; a newer transformers may know it")
+        raise InputError(
+            f"{name}: model_type {model_type} is unknown to transformers {transformers.__version__}; a newer "
+            "transformers may know it"
+        )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # noqa: BLE001  # whatever a wrong field raises
-        raise InputError(f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download it again") from None
+        raise InputError(
+            f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download "
+            "it again"
+        ) from None
     config._attn_implementation = None  # what it was trained with may not be installed: transformers' default, SDPA, is
     return config, _causal_class(config, name, architecture)
 
 
 def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | None) -> str:
-    """Name of transformers' class for `config`. Raises InputError when that is no text-only, decoder-only transformer."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    """Name of transformers' class for `config`.
+
+    Raises InputError when that is no text-only, decoder-only transformer.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     named = architecture or mapped or config.model_type
     other = next((key for key in config.sub_configs if _OTHER_SENSES.fullmatch(key)), None)
     if other or config.get_text_config() is not config:
         raise InputError(
-            f"{name}: {named} is not a text-only model (its configuration has {other or 'a nested text_config'}), and fp8q does no other; give the language model saved on its own"
+            f"{name}: {named} is not a text-only model (its configuration has {other or 'a nested text_config'}), and "
+            "fp8q does no other; give the language model saved on its own"
         )
-    encoder = config.is_encoder_decoder or (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False)
+    encoder = config.is_encoder_decoder or (
+        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
+    )
     causal = named == mapped or named.endswith(("ForCausalLM", "LMHeadModel"))
     if mapped is None or encoder or not causal:
-        raise InputError(f"{name}: {named} is not a causal language model, and fp8q does no other; give a decoder-only one")
+        raise InputError(
+            f"{name}: {named} is not a causal language model, and fp8q does no other; give a decoder-only one"
+        )
     if getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False):
         raise InputError(
-            f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not do for now; give a transformer"
+            f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not "
+            "do for now; give a transformer"
         )
     return named
 
@@ -97,11 +135,15 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
     """Raise InputError when `model` (the meta device will do) is a mixture of experts."""
     for module_name, module in model.named_modules():
         if "expert" in module_name.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
-            raise InputError(f"{name}: {architecture} is a mixture of experts ({module_name}), which fp8q does not do for now; give a dense model")
+            raise InputError(
+                f"{name}: {architecture} is a mixture of experts ({module_name}), which fp8q does not do for now; "
+                "give a dense model"
+            )
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions the model of that config.json can tell apart; None where nothing limits them (ALiBi) or the configuration does not say.
+    """How many positions the model of that config.json can tell apart; None where nothing limits them (ALiBi) or the
+    configuration does not say.
 
     A sliding window is no limit: it bounds what a position sees, not how many there are.
     """

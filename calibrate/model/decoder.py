@@ -1,9 +1,10 @@
 """The decoder of a model without weights: its list of layers, and what each is called with.
 
-Layer by layer is right only for a model that is a chain: each layer gets the hidden states that the one before it returned, and nothing else
-that depends on the text. No list of architectures says so. A two-token pass, the layers on the meta device, shows which object each layer receives
-and returns, and a pass of every batch with the layers taken out, which costs no more than the embedding, records the masks and
-position embeddings that the model itself makes for each layer and shows that they are the same for all batches of a shape.
+Layer by layer is right only for a model that is a chain: each layer gets the hidden states that the one before it
+returned, and nothing else that depends on the text. No list of architectures says so. A two-token pass, the layers on
+the meta device, shows which object each layer receives and returns, and a pass of every batch with the layers taken
+out, which costs no more than the embedding, records the masks and position embeddings that the model itself makes for
+each layer and shows that they are the same for all batches of a shape.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,12 +38,17 @@ class Call:
         hidden = args[0] if args else kwargs["hidden_states"]
         first = (HIDDEN,) if args else ()
         names = {} if args else {"hidden_states": HIDDEN}
-        return cls(first + tuple(map(_no_cache, args[1:])), {name: _no_cache(value) for name, value in kwargs.items()} | names), hidden
+        return cls(
+            first + tuple(map(_no_cache, args[1:])), {name: _no_cache(value) for name, value in kwargs.items()} | names
+        ), hidden
 
     def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """The hidden states that `layer` makes of `hidden`."""
         stands = {id(HIDDEN): hidden, id(CACHE): cache}
-        out = layer(*(stands.get(id(value), value) for value in self.args), **{name: stands.get(id(value), value) for name, value in self.kwargs.items()})
+        out = layer(
+            *(stands.get(id(value), value) for value in self.args),
+            **{name: stands.get(id(value), value) for name, value in self.kwargs.items()},
+        )
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
@@ -70,7 +76,9 @@ class Layers:
 
 @dataclass(frozen=True)
 class Answer:
-    """What each layer returns: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where that is not 0."""
+    """What each layer returns: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where that
+    is not 0.
+    """
 
     outputs: int
     width: int
@@ -98,13 +106,22 @@ class Traced:
 
 def refusal(source: Source, what: str) -> InputError:
     """The error for a model that cannot be streamed because of `what` it does."""
-    return InputError(f"{source.name}: {source.architecture} {what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream")
+    return InputError(
+        f"{source.name}: {source.architecture} {what}, so it cannot be streamed layer by layer; calibrate it in "
+        "memory, with --no-stream"
+    )
 
 
 def find_layers(model: PreTrainedModel, source: Source) -> Layers:
-    """The decoder layers of `model`: the outermost list of as many modules as its configuration says. Raises InputError where there is none."""
+    """The decoder layers of `model`: the outermost list of as many modules as its configuration says.
+
+    Raises InputError where there is none.
+    """
     count = source.text_config.num_hidden_layers
-    prefix = next((name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count), None)
+    prefix = next(
+        (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count),
+        None,
+    )
     if prefix is None:
         raise refusal(source, f"has no list of {count} decoder layers")
     if model._keep_in_fp32_modules_strict:
@@ -113,7 +130,8 @@ def find_layers(model: PreTrainedModel, source: Source) -> Layers:
 
 
 def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[Traced]:
-    """Run `model` on two tokens, its layers on the meta device: `model` needs weights outside its layers only, `meta` none.
+    """Run `model` on two tokens, its layers on the meta device: `model` needs weights outside its layers only, `meta`
+    none.
 
     Each layer is answered for with zeros of the shape that `meta`'s gives.
     """
@@ -126,19 +144,30 @@ def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device:
     def forward(index: int, layer: nn.Module) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
             meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs), is_leaf=lambda value: isinstance(value, Cache))
-            out = tree_map_only(torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=device), layer(*meta_args, **meta_kwargs))
+            out = tree_map_only(
+                torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=device), layer(*meta_args, **meta_kwargs)
+            )
             calls.append(Traced(index, args, kwargs, out))
             return out
 
         return call
 
-    with standing_in(layers.of(model), [forward(*numbered) for numbered in enumerate(layers.of(meta))]), torch.inference_mode():
-        model.base_model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=device), past_key_values=DynamicCache(), use_cache=True)
+    with (
+        standing_in(layers.of(model), [forward(*numbered) for numbered in enumerate(layers.of(meta))]),
+        torch.inference_mode(),
+    ):
+        model.base_model(
+            input_ids=torch.zeros((1, 2), dtype=torch.int64, device=device),
+            past_key_values=DynamicCache(),
+            use_cache=True,
+        )
     return calls
 
 
 def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer:
-    """What the layers of a chain return, from a trace. Raises InputError, naming what the model does, for one that is no chain.
+    """What the layers of a chain return, from a trace.
+
+    Raises InputError, naming what the model does, for one that is no chain.
 
     Objects are told apart by identity; `calls` keeps them alive.
     """
@@ -164,7 +193,9 @@ class LayersReached(Exception):  # noqa: N818  # it stops a forward pass and is 
 
 @contextmanager
 def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Iterator[None]:
-    """Let `forwards` be called in place of the layers' own; everything else about the layers stays visible to the model."""
+    """Let `forwards` be called in place of the layers' own; everything else about the layers stays visible to the
+    model.
+    """
     for layer, forward in zip(layers, forwards, strict=True):
         vars(layer)["forward"] = forward
     try:
@@ -174,8 +205,12 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
             del vars(layer)["forward"]
 
 
-def record_calls(model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache) -> tuple[list[Call], torch.Tensor]:
-    """What each layer is called with for `input_ids` int64 [windows, seq_len], and the hidden states that the first one gets."""
+def record_calls(
+    model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache
+) -> tuple[list[Call], torch.Tensor]:
+    """What each layer is called with for `input_ids` int64 [windows, seq_len], and the hidden states that the first one
+    gets.
+    """
     calls: list[Call] = []
     entering: list[torch.Tensor] = []
 
@@ -193,9 +228,16 @@ def record_calls(model: PreTrainedModel, layers: Layers, answer: Answer, input_i
 
 
 def run_after(
-    model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, leaving: torch.Tensor, observing: AbstractContextManager[DynamicCache]
+    model: PreTrainedModel,
+    layers: Layers,
+    answer: Answer,
+    input_ids: torch.Tensor,
+    leaving: torch.Tensor,
+    observing: AbstractContextManager[DynamicCache],
 ) -> None:
-    """Run what follows the layers on `leaving`, the hidden states of the last one; `observing` is entered where that begins."""
+    """Run what follows the layers on `leaving`, the hidden states of the last one; `observing` is entered where that
+    begins.
+    """
     with ExitStack() as stack, torch.inference_mode():
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +261,9 @@ def equal_calls(mine: Sequence[Call], theirs: Sequence[Call]) -> bool:
         for a, b in zip(*leaves, strict=True):
             if a is b or (id(a), id(b)) in compared:
                 continue
-            if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b):
+            if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or not (
+                torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            ):
                 return False
             compared.add((id(a), id(b)))
     return True

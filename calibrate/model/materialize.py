@@ -1,7 +1,7 @@
 """Weights for some modules of a skeleton, for a while: what keeps memory at one decoder layer.
 
-Layers are copied to memory, since every batch reads all of their weights; an embedding, of which a batch reads a few rows, stays in its mapped
-file where it is stored in BF16 and the device is the CPU.
+Layers are copied to memory, since every batch reads all of their weights; an embedding, of which a batch reads a few
+rows, stays in its mapped file where it is stored in BF16 and the device is the CPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,15 @@ class Materializer:
         """Take the weights of `source` for `model`, onto `device`."""
         self.model, self.weights, self.device = model, Weights(source.weight_files), device
         self.name, self.stored = source.name, source.stored
-        self.tied: Mapping[str, str] = {**model.all_tied_weights_keys, **{kept: tied for tied, kept in model.all_tied_weights_keys.items()}}
+        self.tied: Mapping[str, str] = {
+            **model.all_tied_weights_keys,
+            **{kept: tied for tied, kept in model.all_tied_weights_keys.items()},
+        }
 
     @contextmanager
     def filled(self, names: Sequence[str], resident: bool = True) -> Iterator[None]:
-        """Fill the named modules' own parameters and buffers; `resident` False leaves BF16 weights on the CPU in their mapped files.
+        """Fill the named modules' own parameters and buffers; `resident` False leaves BF16 weights on the CPU in their
+        mapped files.
 
         Raises InputError for a weight that the checkpoint has under another name.
         """
@@ -55,7 +59,8 @@ class Materializer:
         stored = next((key for key in (self.stored(name), self.tied.get(name)) if key in self.weights.names()), None)
         if stored is None:
             raise InputError(
-                f"{self.name}: has no tensor {name}; load the model once with transformers and save it with save_pretrained, which gives tensors their present names"
+                f"{self.name}: has no tensor {name}; load the model once with transformers and save it with "
+                "save_pretrained, which gives tensors their present names"
             )
         mapped = self.weights.tensor(stored)
         tensor = mapped.to(self.device, torch.bfloat16 if mapped.is_floating_point() else mapped.dtype)

@@ -1,6 +1,8 @@
-"""A model without its weights: parameters on the meta device, and the buffers that no checkpoint holds (rotary frequencies) computed.
+"""A model without its weights: parameters on the meta device, and the buffers that no checkpoint holds (rotary
+frequencies) computed.
 
-transformers builds models on the meta device when it loads them, and computes such buffers in `_init_weights`; so does this.
+transformers builds models on the meta device when it loads them, and computes such buffers in `_init_weights`; so does
+this.
 """
 
 import torch
@@ -9,7 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of `config` in `dtype`, evaluating, its parameters on the meta device, its buffers on the CPU."""
+    """The causal language model of `config` in `dtype`, evaluating, its parameters on the meta device, its buffers on
+    the CPU.
+    """
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for module in model.modules():
@@ -24,4 +28,8 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of `module` itself that no checkpoint holds."""
-    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name in module._non_persistent_buffers_set}
+    return {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    }

@@ -1,8 +1,9 @@
 """The source checkpoint: everything that can be wrong with it is found here, before any work.
 
-`open_source` looks from the cheap to the dear: the directory, config.json, the headers of the weights, the tokenizer's files, then the
-model itself on the meta device, where loading costs no memory and still tells of missing, unexpected and misshapen tensors. Last it
-reads every byte once, for the fingerprint that ties statistics, scales and engines to just these weights.
+`open_source` looks from the cheap to the dear: the directory, config.json, the headers of the weights, the tokenizer's
+files, then the model itself on the meta device, where loading costs no memory and still tells of missing, unexpected
+and misshapen tensors. Last it reads every byte once, for the fingerprint that ties statistics, scales and engines to
+just these weights.
 """
 
 import hashlib
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
 #: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
 #: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
-VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+VOCABULARY = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+)
 
 
 #: Names of directories that say nothing of the model in them.
@@ -49,7 +59,8 @@ class Source:
     architecture: str
     weight_files: tuple[Path, ...]
     fingerprint: str
-    renamed: Mapping[str, str] = field(default_factory=dict, compare=False)  # tensors that are stored under another name than the model's own
+    # tensors that are stored under another name than the model's own
+    renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def title(self) -> str:
@@ -76,11 +87,20 @@ class Source:
     def tokenizer_fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
         files = tokenizer_files(self.path)
-        return _combined({path.name: sha256_file(path) for path in (files[:1] if files[0].name == "tokenizer.json" else files)})
+        return _combined(
+            {path.name: sha256_file(path) for path in (files[:1] if files[0].name == "tokenizer.json" else files)}
+        )
 
 
-def open_source(model: str, revision: str | None = None, trust_remote_code: bool = False, report: Reporter = SILENT, fingerprinted: bool = True) -> Source:
-    """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub names.
+def open_source(
+    model: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Reporter = SILENT,
+    fingerprinted: bool = True,
+) -> Source:
+    """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub
+    names.
 
     `fingerprinted` False leaves the fingerprint empty, and the weights unread.
     Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
@@ -91,13 +111,18 @@ def open_source(model: str, revision: str | None = None, trust_remote_code: bool
     files = find_weights(path, model)
     if not tokenizer_files(path):
         raise InputError(
-            f"{model}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the one it was trained with beside config.json"
+            f"{model}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the "
+            "one it was trained with beside config.json"
         )
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="")
     skeleton = meta_model(source)
     refuse_experts(skeleton, model, architecture)
     source = replace(source, renamed=_check_names(source, skeleton))
-    return replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report))) if fingerprinted else source
+    return (
+        replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report)))
+        if fingerprinted
+        else source
+    )
 
 
 def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
@@ -108,7 +133,9 @@ def _locate(model: str, revision: str | None, with_code: bool, report: Reporter)
             raise InputError(f"--revision {revision}: is for hub names, and {model} is a directory; leave it out")
         return path, None
     if path.exists():
-        raise InputError(f"{model}: is a file; MODEL is the directory that holds config.json and the weights, or a hub name")
+        raise InputError(
+            f"{model}: is a file; MODEL is the directory that holds config.json and the weights, or a hub name"
+        )
     if not is_hub_name(model):
         raise InputError(f"{model}: there is no such directory, and it is no hub name either; check the path")
     snapshot = fetch_model(model, revision, with_code, report)
@@ -133,7 +160,10 @@ def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
         return hashlib.sha256(content).digest(), len(content)
 
     total = sum(file.stat().st_size for file in files)
-    with report.track("Fingerprinting the weights", total, "bytes") as advance, ThreadPoolExecutor(min(os.cpu_count() or 1, PIECES_AT_ONCE)) as pool:
+    with (
+        report.track("Fingerprinting the weights", total, "bytes") as advance,
+        ThreadPoolExecutor(min(os.cpu_count() or 1, PIECES_AT_ONCE)) as pool,
+    ):
         for (file, _), (found, size) in zip(pieces, pool.map(digest, pieces), strict=True):
             digests[file.name].update(found)
             advance(size)
@@ -151,12 +181,18 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
 
     try:
         with quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=source.trust_remote_code)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.path, local_files_only=True, trust_remote_code=source.trust_remote_code
+            )
     except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception for files it cannot read
         if "trust_remote_code" in str(error):
-            raise InputError(f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with --trust-remote-code") from None
+            raise InputError(
+                f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with "
+                "--trust-remote-code"
+            ) from None
         raise InputError(
-            f"{source.name}: its tokenizer does not load: {one_line(error)}; copy the files of the tokenizer it was trained with beside config.json"
+            f"{source.name}: its tokenizer does not load: {one_line(error)}; copy the files of the tokenizer it was "
+            "trained with beside config.json"
         ) from None
     return tokenizer
 
@@ -171,7 +207,10 @@ def meta_model(source: Source) -> "PreTrainedModel":
             config = deepcopy(source.config)  # from_config writes the type into it
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # noqa: BLE001  # whatever wrong sizes raise
-        raise InputError(f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it again") from None
+        raise InputError(
+            f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or "
+            "download it again"
+        ) from None
     model.eval()
     return model
 
@@ -191,36 +230,54 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise BackendError(
-            f"{source.name}: does not fit into the memory of {device}; free some, or hide the GPU with CUDA_VISIBLE_DEVICES= and use the CPU"
+            f"{source.name}: does not fit into the memory of {device}; free some, or hide the GPU with "
+            "CUDA_VISIBLE_DEVICES= and use the CPU"
         ) from None
     model.config.use_cache = False
     return model
 
 
 def _check_names(source: Source, skeleton: "PreTrainedModel") -> dict[str, str]:
-    """Load the headers alone, on the meta device: that tells of missing, unexpected and misshapen tensors, and reads no weights. Returns `renamed`."""
+    """Load the headers alone, on the meta device: that tells of missing, unexpected and misshapen tensors, and reads no
+    weights. Returns `renamed`.
+    """
     from .tensor_names import HEADER_TYPE, headers, renamed_tensors
 
     stored = headers({name: header.shape for name, header in read_headers(source.weight_files).items()})
-    return renamed_tensors(_load(source, type(skeleton), None, state_dict=dict(stored), dtype=HEADER_TYPE, device_map="meta"), stored)
+    return renamed_tensors(
+        _load(source, type(skeleton), None, state_dict=dict(stored), dtype=HEADER_TYPE, device_map="meta"), stored
+    )
 
 
 def _load(source: Source, model_class: Any, path: Path | None, **options: Any) -> "PreTrainedModel":
-    """`model_class.from_pretrained`, with an InputError for tensors that the model lacks, does not know, or has in another shape. Tied weights count as one."""
+    """`model_class.from_pretrained`, with an InputError for tensors that the model lacks, does not know, or has in
+    another shape. Tied weights count as one.
+    """
     import torch
 
     try:
         with quiet():
-            loaded = model_class.from_pretrained(path, config=deepcopy(source.config), ignore_mismatched_sizes=True, output_loading_info=True, **options)
+            loaded = model_class.from_pretrained(
+                path, config=deepcopy(source.config), ignore_mismatched_sizes=True, output_loading_info=True, **options
+            )
     except torch.OutOfMemoryError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError, ImportError) as error:
-        raise InputError(f"{source.name}: does not load as {source.architecture}: {one_line(error)}; copy or download the checkpoint again") from None
+        raise InputError(
+            f"{source.name}: does not load as {source.architecture}: {one_line(error)}; copy or download the "
+            "checkpoint again"
+        ) from None
     model: PreTrainedModel = loaded[0]
-    misfits = [f"{name} has shape {list(found)} where the model has {list(wanted)}" for name, found, wanted in sorted(loaded[1]["mismatched_keys"])]
+    misfits = [
+        f"{name} has shape {list(found)} where the model has {list(wanted)}"
+        for name, found, wanted in sorted(loaded[1]["mismatched_keys"])
+    ]
     misfits += [f"{name} is missing" for name in sorted(loaded[1]["missing_keys"])]
     misfits += [f"{name} is unknown to the model" for name in sorted(loaded[1]["unexpected_keys"])]
     if misfits:
         more = f" (and {len(misfits) - 1} more do not fit)" if len(misfits) > 1 else ""
-        raise InputError(f"{source.name}: the weights are not those of this {source.architecture}: {misfits[0]}{more}; copy or download the checkpoint again")
+        raise InputError(
+            f"{source.name}: the weights are not those of this {source.architecture}: {misfits[0]}{more}; copy or "
+            "download the checkpoint again"
+        )
     return model

@@ -1,8 +1,9 @@
 """Under which names a checkpoint holds a model's tensors, found by letting transformers load it without weights.
 
-transformers loads more names than a model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's files of 2019 lack the prefix `transformer`. The rules are
-transformers' own and change with it; so they are not repeated here. Every stored tensor is given a storage of its own, on the meta device, and the
-parameter that has it after loading is the one it was loaded into.
+transformers loads more names than a model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's files of 2019 lack
+the prefix `transformer`. The rules are transformers' own and change with it; so they are not repeated here. Every
+stored tensor is given a storage of its own, on the meta device, and the parameter that has it after loading is the one
+it was loaded into.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ def headers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The model's own name -> the stored name, of the tensors of `loaded` that `stored`, which it was loaded from, has under another name.
+    """The model's own name -> the stored name, of the tensors of `loaded` that `stored`, which it was loaded from, has
+    under another name.
 
     A tied tensor that is stored once, under a name that the model has too, is not among them.
     """
@@ -33,11 +35,21 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
     return {name: under for name, under in found.items() if under not in own}
 
 
-def renamed_in(config: PreTrainedConfig, model_class: type[PreTrainedModel], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`. Tensors that the model does not know (scales) are passed over."""
+def renamed_in(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`.
+
+    Tensors that the model does not know (scales) are passed over.
+    """
     stored = headers(shapes)
     with quiet():
         loaded = model_class.from_pretrained(
-            None, config=deepcopy(config), state_dict=dict(stored), dtype=HEADER_TYPE, device_map="meta", ignore_mismatched_sizes=True
+            None,
+            config=deepcopy(config),
+            state_dict=dict(stored),
+            dtype=HEADER_TYPE,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
         )
     return renamed_tensors(loaded, stored)

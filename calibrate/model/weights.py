@@ -1,7 +1,8 @@
 """The safetensors of a checkpoint: found, checked by their headers, read tensor by tensor.
 
-A tensor is a view of the mapped file, and the file is unmapped when the tensor is let go of, so that memory holds what one tensor needs
-however large the checkpoint is. Pickled weights can run code when they are read, so they are refused and never opened.
+A tensor is a view of the mapped file, and the file is unmapped when the tensor is let go of, so that memory holds what
+one tensor needs however large the checkpoint is. Pickled weights can run code when they are read, so they are refused
+and never opened.
 """
 
 import json
@@ -32,10 +33,11 @@ class Header:
 
 
 def find_weights(directory: Path, name: str) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user calls it.
+    """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user
+    calls it.
 
-    Raises InputError when there are none (saying what there is instead), when one is damaged, and when the index does not read or promises
-    what is not there.
+    Raises InputError when there are none (saying what there is instead), when one is damaged, and when the index does
+    not read or promises what is not there.
     """
     if (directory / SINGLE).is_file():
         read_headers((directory / SINGLE,))
@@ -47,45 +49,72 @@ def find_weights(directory: Path, name: str) -> tuple[Path, ...]:
     shards = sorted({directory / shard for shard in promised.values()})
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise InputError(f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or download it again")
+        raise InputError(
+            f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or "
+            "download it again"
+        )
     headers = read_headers(tuple(shards))
     for tensor, shard in promised.items():
         if tensor not in headers or headers[tensor].file.name != shard:
-            raise InputError(f"{index}: promises {tensor} in {shard}, which does not hold it; copy or download the checkpoint again")
+            raise InputError(
+                f"{index}: promises {tensor} in {shard}, which does not hold it; copy or download the checkpoint again"
+            )
     return tuple(shards)
 
 
 def _instead(directory: Path) -> str:
     """What a checkpoint without safetensors holds instead, and what to do."""
     if (directory / "adapter_config.json").is_file():
-        return "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result and its tokenizer with save_pretrained"
+        return (
+            "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result and "
+            "its tokenizer with save_pretrained"
+        )
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
     if pickled:
-        code = f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; [X.from_pretrained({str(directory)!r}).save_pretrained('NEW') for X in (M, T)]"
-        return f'has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them where you trust them with `python -c "{code}"` and give NEW'
-    others = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack"))
+        code = (
+            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+            f"[X.from_pretrained({str(directory)!r}).save_pretrained('NEW') for X in (M, T)]"
+        )
+        return (
+            f"has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them "
+            f'where you trust them with `python -c "{code}"` and give NEW'
+        )
+    others = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack")
+    )
     found = f" (but {others[0]})" if others else ""
-    return f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read; save the model with save_pretrained"
+    return (
+        f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read; save the "
+        "model with save_pretrained"
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor -> file name. Raises InputError when it does not read, or points out of the directory."""
+    """`weight_map` of an index: tensor -> file name.
+
+    Raises InputError when it does not read, or points out of the directory.
+    """
     try:
         shards = json.loads(path.read_bytes())["weight_map"]
         if not shards or not all(isinstance(shard, str) for shard in shards.values()):
             raise TypeError("no file names")
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again") from None
+        raise InputError(
+            f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again"
+        ) from None
     outside = [shard for shard in shards.values() if Path(shard).name != shard]
     if outside:
-        raise InputError(f"{path}: names {outside[0]}, which is not a file beside it; the checkpoint is damaged or not to be trusted")
+        raise InputError(
+            f"{path}: names {outside[0]}, which is not a file beside it; the checkpoint is damaged or not to be trusted"
+        )
     return dict(shards)
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
     """Tensor name -> header, in the order the tensors lie in `files`.
 
-    Raises InputError, naming the file, when one is damaged or cut short, when a tensor is in two of them, and when tensors are FP8 or narrower already.
+    Raises InputError, naming the file, when one is damaged or cut short, when a tensor is in two of them, and when
+    tensors are FP8 or narrower already.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -98,12 +127,15 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file}: is damaged or cut short ({error}); copy or download it again") from None
         for name in found.keys() & headers.keys():
-            raise InputError(f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again")
+            raise InputError(
+                f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again"
+            )
         headers |= found
     for name, header in headers.items():
         if header.dtype.startswith(("F8_", "F6_", "F4")):
             raise InputError(
-                f"{header.file}: {name} is {header.dtype}, so the checkpoint is quantized already; give the one it was made from, in BF16, FP16 or FP32"
+                f"{header.file}: {name} is {header.dtype}, so the checkpoint is quantized already; give the one it "
+                "was made from, in BF16, FP16 or FP32"
             )
     return headers
 
@@ -141,7 +173,9 @@ class Weights:
 
 
 def check_finite(files: tuple[Path, ...], report: Reporter = SILENT) -> None:
-    """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying how many."""
+    """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying
+    how many.
+    """
     weights = Weights(files)
     with report.track("Checking weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
@@ -155,7 +189,9 @@ def check_finite(files: tuple[Path, ...], report: Reporter = SILENT) -> None:
 
 
 def _all_finite(tensor: "torch.Tensor") -> bool:
-    """`aminmax` runs at memory speed and passes NaN and Inf on; rounding to BF16 is monotone, so the extremes tell of all values."""
+    """`aminmax` runs at memory speed and passes NaN and Inf on; rounding to BF16 is monotone, so the extremes tell of
+    all values.
+    """
     import torch
 
     extremes = torch.stack(tuple(torch.aminmax(tensor)))

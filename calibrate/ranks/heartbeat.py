@@ -1,9 +1,10 @@
 """Who of several processes still lives: each second every rank tells rank 0 how it is, and rank 0 tells all.
 
-Collectives alone do not say it: a rank that computes for an hour would learn only then that another has died, and whoever started the ranks
-(torchrun's agent) kills those of its own machine alone. A process that dies closes its connections, which the next beat finds at once; a machine that is cut
-off closes nothing, and counts as lost when it has been silent for `SILENCE_S`. `monitored_barrier` sees both too, but says who died in English
-only, and carries no word of those who can still say why.
+Collectives alone do not say it: a rank that computes for an hour would learn only then that another has died, and
+whoever started the ranks (torchrun's agent) kills those of its own machine alone. A process that dies closes its
+connections, which the next beat finds at once; a machine that is cut off closes nothing, and counts as lost when it has
+been silent for `SILENCE_S`. `monitored_barrier` sees both too, but says who died in English only, and carries no word
+of those who can still say why.
 """
 
 import os
@@ -18,7 +19,8 @@ from typing import Any
 from ...errors import BackendError, Fp8qError
 from ...files import Strict
 
-#: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more, for it may be waiting itself.
+#: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more,
+#: for it may be waiting itself.
 INTERVAL_S, SILENCE_S, PATIENCE_S = 1.0, 30.0, 10.0
 #: A beat's bytes, and the most characters of a message in it.
 BEAT_BYTES, LONGEST_MESSAGE = 4096, 900
@@ -45,13 +47,18 @@ class RankError(Fp8qError):
 
     def __init__(self, failure: Failure):
         """Name the rank, and the cause where it is known."""
-        silent = "died without a word (killed, out of memory, or its machine is gone); what started it has its exit code; the same command goes on from what is finished"
+        silent = (
+            "died without a word (killed, out of memory, or its machine is gone); what started it has its exit code; "
+            "the same command goes on from what is finished"
+        )
         super().__init__(f"{failure.name}: {failure.message}" if failure.message else f"{failure.name} {silent}")
         self.exit_code, self.told = failure.code, failure.message is not None
 
 
 class Stopped(BaseException):
-    """Ends what the main thread is doing, wherever that is: no `except Exception` of what it calls may take it for its own. `error`: what to raise for it."""
+    """Ends what the main thread is doing, wherever that is: no `except Exception` of what it calls may take it for its
+    own. `error`: what to raise for it.
+    """
 
     def __init__(self, error: Fp8qError):
         """Carry `error`."""
@@ -60,7 +67,10 @@ class Stopped(BaseException):
 
 
 class Heartbeat:
-    """The beats of one rank. Invariant: all ranks end in the same round, with the same verdict, but for those that are gone."""
+    """The beats of one rank.
+
+    Invariant: all ranks end in the same round, with the same verdict, but for those that are gone.
+    """
 
     def __init__(self, rank: int, names: Sequence[str], group: Any):
         """Beat for `rank`, in a gloo process `group` of its own; `names`: what to call each rank."""
@@ -69,15 +79,30 @@ class Heartbeat:
         self.failure: Failure | None = None
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="fp8q-heartbeat", daemon=True)
-        self._handler = signal.signal(signal.SIGTERM, self._stopped) if threading.current_thread() is threading.main_thread() else None
+        self._handler = (
+            signal.signal(signal.SIGTERM, self._stopped)
+            if threading.current_thread() is threading.main_thread()
+            else None
+        )
         self._thread.start()
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the others that this rank is done, or what made it fail, and wait until all are. Raises RankError when it was another that failed."""
-        if error is not None and self._handler is not None:  # what fails is on its way out: nothing may interrupt what it has to say
+        """Tell the others that this rank is done, or what made it fail, and wait until all are.
+
+        Raises RankError when it was another that failed.
+        """
+        if (
+            error is not None and self._handler is not None
+        ):  # what fails is on its way out: nothing may interrupt what it has to say
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
-        told = None if error is None else Failure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=getattr(error, "exit_code", 1))
+        told = (
+            None
+            if error is None
+            else Failure(
+                rank=self.rank, name=self.names[self.rank], message=line_of(error), code=getattr(error, "exit_code", 1)
+            )
+        )
         self.own = Beat(done=error is None, failure=told)
         self._changed.set()
         self._thread.join()
@@ -99,13 +124,15 @@ class Heartbeat:
         self.check()
 
     def _stopped(self, number: int, frame: object) -> None:
-        """SIGTERM: from our own thread, from torchrun because another rank died, or from whoever wants the memory back."""
+        """SIGTERM: from our own thread, from torchrun because another rank died, or from who wants the memory back."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self.explain(3 * INTERVAL_S)
         except RankError as error:
             raise Stopped(error) from None
-        raise Stopped(Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there"))
+        raise Stopped(
+            Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there")
+        )
 
     def _beat(self) -> None:
         verdict = Beat()
@@ -116,7 +143,8 @@ class Heartbeat:
         self.failure = failure if failure and failure.rank != self.rank else None
         self.ended = True
         if self.failure and self.own == Beat() and self._handler is not None:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # a real signal: it ends waits that Python's own would not
+            # a real signal: it ends waits that Python's own would not
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _lead(self) -> Beat:
         deadline = time.monotonic() + SILENCE_S
@@ -137,7 +165,9 @@ class Heartbeat:
         import torch
 
         content = beat.model_dump_json().encode().ljust(BEAT_BYTES)
-        self.group.send([torch.frombuffer(bytearray(content), dtype=torch.uint8)], rank, 0).wait(timedelta(seconds=SILENCE_S))
+        self.group.send([torch.frombuffer(bytearray(content), dtype=torch.uint8)], rank, 0).wait(
+            timedelta(seconds=SILENCE_S)
+        )
 
     def _heard(self, rank: int, deadline: float) -> Beat:
         """The beat of `rank`; one of its death when its connection is closed, or silent up to the deadline."""
@@ -155,7 +185,13 @@ def line_of(error: BaseException) -> str:
     """An exception as one line of a message."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    text = str(error) if isinstance(error, Fp8qError) else f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = (
+        str(error)
+        if isinstance(error, Fp8qError)
+        else f"{type(error).__name__}: {error}"
+        if str(error)
+        else type(error).__name__
+    )
     return " ".join(text.split())[:LONGEST_MESSAGE]
 
 

@@ -1,9 +1,10 @@
 """Several processes that measure one model together: each takes a part of the batches, and what they counted is added.
 
-Histograms are sums of integers, amax and channels are maxima, so the result is that of one process that ran the same batches, bit for
-bit, however they are split, as long as each batch is computed alike: on the same hardware, by the same versions, with the same number of threads, which is
-checked when they meet. torchrun starts them (or any launcher that sets its variables), torch.distributed connects them: gloo on CPUs; NCCL adds on GPUs.
-What goes between them is JSON and tensors: nothing is pickled.
+Histograms are sums of integers, amax and channels are maxima, so the result is that of one process that ran the same
+batches, bit for bit, however they are split, as long as each batch is computed alike: on the same hardware, by the same
+versions, with the same number of threads, which is checked when they meet. torchrun starts them (or any launcher that
+sets its variables), torch.distributed connects them: gloo on CPUs; NCCL adds on GPUs. What goes between them is JSON
+and tensors: nothing is pickled.
 """
 
 import json
@@ -28,7 +29,8 @@ from .place import Place, place
 if TYPE_CHECKING:
     import torch
 
-#: How long ranks wait for each other to come, and for a collective: a rank may read a checkpoint for hours; who died is the heartbeat's to find.
+#: How long ranks wait for each other to come, and for a collective: a rank may read a checkpoint for hours; who died is
+#: the heartbeat's to find.
 MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
 
 
@@ -45,14 +47,22 @@ class World:
     def machine(self) -> dict[str, Any]:
         """What it is computed on, for the record: device, threads of each rank, ranks, hosts."""
         alike = self.members[0]["alike"]
-        return {"device": alike["device"], "threads": alike["threads"], "ranks": self.size, "hosts": sorted({member["host"] for member in self.members})}
+        return {
+            "device": alike["device"],
+            "threads": alike["threads"],
+            "ranks": self.size,
+            "hosts": sorted({member["host"] for member in self.members}),
+        }
 
     def described(self) -> str:
         """The same in a line."""
         machine = self.machine()
         hosts, threads = len(machine["hosts"]), machine["threads"]
         on = f"{hosts} machines" if hosts > 1 else machine["hosts"][0]
-        return f"measuring on {self.size} ranks of {on} ({machine['device']}), {threads} thread{'s' if threads > 1 else ''} each (OMP_NUM_THREADS)"
+        return (
+            f"measuring on {self.size} ranks of {on} ({machine['device']}), {threads} "
+            f"thread{'s' if threads > 1 else ''} each (OMP_NUM_THREADS)"
+        )
 
     def share(self, batches: Sequence[int]) -> list[int]:
         """The batches that this rank measures: every `size`-th."""
@@ -82,7 +92,9 @@ class World:
             return tokens
         shape = torch.tensor(tokens.shape if tokens is not None else (0, 0))
         self._settle(self._dist.broadcast(shape, 0, group=self.group, async_op=True))
-        values = torch.from_numpy(tokens) if tokens is not None else torch.empty(tuple(shape.tolist()), dtype=torch.int64)
+        values = (
+            torch.from_numpy(tokens) if tokens is not None else torch.empty(tuple(shape.tolist()), dtype=torch.int64)
+        )
         self._settle(self._dist.broadcast(values, 0, group=self.group, async_op=True))
         result: npt.NDArray[np.int64] = values.numpy()
         return result
@@ -91,17 +103,27 @@ class World:
         """What all ranks measured, added up, on every rank: a collective. `statistics`: what this one measured."""
         if self.size == 1:
             return statistics
-        summaries = self.gathered({"tokens": statistics.record.tokens, "tensors": {name: len(t.amax_channels) for name, t in statistics.tensors.items()}})
+        summaries = self.gathered(
+            {
+                "tokens": statistics.record.tokens,
+                "tensors": {name: len(t.amax_channels) for name, t in statistics.tensors.items()},
+            }
+        )
         for member, summary in zip(self.members, summaries):
             if summary["tensors"] != summaries[0]["tensors"]:
                 differing = min({*summary["tensors"].items()} ^ {*summaries[0]["tensors"].items()})[0]
-                raise Fp8qError(f"{member['name']}: did not measure the tensors of rank 0 ({differing} differs); calibrate in one process")
+                raise Fp8qError(
+                    f"{member['name']}: did not measure the tensors of rank 0 ({differing} differs); calibrate in one "
+                    "process"
+                )
         tensors = {name: self._added_tensor(statistics.tensors[name]) for name in sorted(statistics.tensors)}
         record = replace_record(statistics.record, tokens=sum(summary["tokens"] for summary in summaries))
         return Statistics(record, tensors, statistics.weights)
 
     def _added_tensor(self, tensor: TensorStatistics) -> TensorStatistics:
-        """Counts are summed; for the rest the maximum is taken of the bits: magnitudes are ordered as their bits are, NaN above all."""
+        """Counts are summed; for the rest the maximum is taken of the bits: magnitudes are ordered as their bits are,
+        NaN above all.
+        """
         import torch
 
         counts = torch.from_numpy(tensor.histogram.dense())
@@ -115,7 +137,9 @@ class World:
 
     def _reduced(self, values: "torch.Tensor", operation: str) -> Any:
         values = values.to(self.device)
-        self._settle(self._dist.all_reduce(values, getattr(self._dist.ReduceOp, operation), group=self.group, async_op=True))
+        self._settle(
+            self._dist.all_reduce(values, getattr(self._dist.ReduceOp, operation), group=self.group, async_op=True)
+        )
         return values.cpu().numpy()
 
     @property
@@ -125,7 +149,10 @@ class World:
         return torch.distributed
 
     def _settle(self, work: Any) -> None:
-        """Wait for a collective, in Python: in C++ no signal would be seen. Raises RankError when it broke because a rank died."""
+        """Wait for a collective, in Python: in C++ no signal would be seen.
+
+        Raises RankError when it broke because a rank died.
+        """
         try:
             while not work.is_completed():
                 time.sleep(0.001)
@@ -134,7 +161,8 @@ class World:
             if self.heartbeat is not None:
                 self.heartbeat.explain()
             raise BackendError(
-                f"{self.members[0]['name']}: the ranks lost each other: {' '.join(str(error).split())[:300]}; run the same command again"
+                f"{self.members[0]['name']}: the ranks lost each other: {' '.join(str(error).split())[:300]}; run the "
+                "same command again"
             ) from None
 
 
@@ -142,7 +170,8 @@ class World:
 def joined() -> Iterator[World]:
     """Meet the other ranks that were started with this one, and watch over them until the block ends, on all of them.
 
-    Raises InputError when they are not alike, BackendError when they do not meet, RankError when another fails, then or in the block.
+    Raises InputError when they are not alike, BackendError when they do not meet, RankError when another fails, then or
+    in the block.
     """
     import torch
 
@@ -160,7 +189,8 @@ def joined() -> Iterator[World]:
         world.members = world.gathered(world.members[0])
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise BackendError(
-            f"{name_of(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+            f"{name_of(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
             f"{' '.join(str(error).split())[:300]}; see that all were started, and that this address can be reached"
         ) from None
     world.heartbeat = Heartbeat(here.rank, [member["name"] for member in world.members], beats)
@@ -179,14 +209,18 @@ def joined() -> Iterator[World]:
 
 
 def _device(here: Place) -> str:
-    """The GPU of this rank, made the current one; the CPU where there is none. Raises InputError when the machine has fewer GPUs than ranks."""
+    """The GPU of this rank, made the current one; the CPU where there is none.
+
+    Raises InputError when the machine has fewer GPUs than ranks.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return "cpu"
     if here.local_rank >= torch.cuda.device_count():
         raise InputError(
-            f"--nproc-per-node {here.local_ranks}: this machine ({socket.gethostname()}) has {torch.cuda.device_count()} GPUs; start at most as many ranks on it"
+            f"--nproc-per-node {here.local_ranks}: this machine ({socket.gethostname()}) has "
+            f"{torch.cuda.device_count()} GPUs; start at most as many ranks on it"
         )
     if here.ranks > 1:
         torch.cuda.set_device(here.local_rank)
@@ -211,8 +245,13 @@ def _check_alike(members: Sequence[Mapping[str, Any]]) -> None:
         for what in sorted(first.keys() | member["alike"].keys()):
             mine, theirs = first.get(what), member["alike"].get(what)
             if mine != theirs:
-                remedy = "set OMP_NUM_THREADS to the same number for all" if what == "threads" else "the ranks must be alike"
-                raise InputError(f"{member['name']}: its {what} is {theirs}, and rank 0's is {mine}: their sums would round differently; {remedy}")
+                remedy = (
+                    "set OMP_NUM_THREADS to the same number for all" if what == "threads" else "the ranks must be alike"
+                )
+                raise InputError(
+                    f"{member['name']}: its {what} is {theirs}, and rank 0's is {mine}: their sums would round "
+                    f"differently; {remedy}"
+                )
 
 
 def _bytes(document: Mapping[str, Any]) -> "torch.Tensor":

@@ -1,1 +1,4 @@
-"""Words to windows: texts of any form, chats and mixtures of them, as windows of tokens. Knows of a model only its tokenizer."""
+"""Words to windows: texts of any form, chats and mixtures of them, as windows of tokens.
+
+Knows of a model only its tokenizer.
+"""

@@ -1,8 +1,10 @@
-"""Chats as the model was trained to read them: rows of messages, rendered by the template that comes with the tokenizer.
+"""Chats as the model was trained to read them: rows of messages, rendered by the template that comes with the
+tokenizer.
 
-The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can neither reach Python's objects nor the machine, and
-it writes the special tokens itself: what it renders is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for
-today's date; they are given one that stays the same, so that the same chats are the same tokens tomorrow.
+The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can neither reach
+Python's objects nor the machine, and it writes the special tokens itself: what it renders is tokenized without the
+tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they are given one that stays the same, so
+that the same chats are the same tokens tomorrow.
 """
 
 import json
@@ -27,13 +29,15 @@ Message = dict[str, Any]
 def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
     """A function of a row's place and its messages that renders them as text. `name`: what the user calls the model.
 
-    Raises InputError when the tokenizer has no template; what it returns, when messages are none, or the template refuses them.
+    Raises InputError when the tokenizer has no template; what it returns, when messages are none, or the template
+    refuses them.
     """
     try:
         tokenizer.get_chat_template()
     except ValueError:
         raise InputError(
-            f"{name}: its tokenizer has no chat template of its own; put the one it was trained with beside config.json as chat_template.jinja, or give text instead of chats"
+            f"{name}: its tokenizer has no chat template of its own; put the one it was trained with beside "
+            "config.json as chat_template.jinja, or give text instead of chats"
         ) from None
 
     def render(where: str, value: object) -> str:
@@ -43,14 +47,17 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
             raise
         except Exception as error:  # noqa: BLE001  # a template is a program, and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"{where}: the tokenizer's chat template refuses it: {reason}; mend the row, or leave it out") from None
+            raise InputError(
+                f"{where}: the tokenizer's chat template refuses it: {reason}; mend the row, or leave it out"
+            ) from None
         return str(text)
 
     return render
 
 
 def messages(where: str, value: object) -> list[Message]:
-    """The messages of one row, in the form templates read: `role`, `content` and whatever else they hold; ShareGPT's `from` and `value` are renamed.
+    """The messages of one row, in the form templates read: `role`, `content` and whatever else they hold; ShareGPT's
+    `from` and `value` are renamed.
 
     Raises InputError naming the row, the message and what is wrong with it.
     """
@@ -65,14 +72,20 @@ def _message(where: str, value: object) -> Message:
     message = {key: entry for key, entry in value.items() if entry is not None}  # tables fill in what a row lacks
     if "role" not in message and "from" in message:
         said = message.pop("from")
-        message = {"role": ROLES.get(said, said) if isinstance(said, str) else said, "content": message.pop("value", None), **message}
+        message = {
+            "role": ROLES.get(said, said) if isinstance(said, str) else said,
+            "content": message.pop("value", None),
+            **message,
+        }
     role, content = message.get("role"), message.setdefault("content", None)
     if not isinstance(role, str) or not role:
         raise InputError(f'{where}: its role is {_shown(role)}; it must be a string such as "user" or "assistant"')
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise InputError(f"{where} ({role}): its content is {_shown(content)}; it must be a string")
     if isinstance(content, str) and not is_text(content):
-        raise InputError(f"{where} ({role}): its content holds half of a surrogate pair, which is no character; mend it")
+        raise InputError(
+            f"{where} ({role}): its content holds half of a surrogate pair, which is no character; mend it"
+        )
     return message
 
 

@@ -1,9 +1,9 @@
 """Text to windows of tokens. Knows nothing of a model but its tokenizer.
 
-Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut every `seq_len` tokens, so
-there is no padding to keep out of the statistics. Where there are more windows than asked for, they are taken evenly over the whole text: corpora
-are sorted by source and topic, and their first megabyte speaks for neither. A seed draws them instead, from Philox's raw output, which NumPy keeps
-the same in every version.
+Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut every
+`seq_len` tokens, so there is no padding to keep out of the statistics. Where there are more windows than asked for,
+they are taken evenly over the whole text: corpora are sorted by source and topic, and their first megabyte speaks for
+neither. A seed draws them instead, from Philox's raw output, which NumPy keeps the same in every version.
 """
 
 import hashlib
@@ -22,16 +22,28 @@ from .rows import Documents, Reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Documents", "Reading", "check_disjoint", "encode", "fingerprint", "hold_out", "load_documents", "load_texts", "lower_default", "windows"]
+__all__ = [
+    "Documents",
+    "Reading",
+    "check_disjoint",
+    "encode",
+    "fingerprint",
+    "hold_out",
+    "load_documents",
+    "load_texts",
+    "lower_default",
+    "windows",
+]
 
-#: Documents tokenized together, in parallel, and characters: the tokenizer takes some 450 bytes for each while it works.
+#: Documents tokenized together, in parallel, and characters: the tokenizer takes some 450 bytes for each while it
+#: works.
 DOCUMENTS = 1024
 CHARACTERS = 2_000_000
 Tokens = npt.NDArray[np.int64]
 
 
 def fingerprint(texts: Sequence[str]) -> str:
-    """SHA-256, in hexadecimal, of the UTF-8 bytes of documents, each preceded by their number (8 bytes, little-endian)."""
+    """SHA-256, in hexadecimal, of documents in UTF-8, each preceded by its length (8 bytes, little-endian)."""
     digest = hashlib.sha256()
     for text in texts:
         content = text.encode("utf-8", "surrogatepass")
@@ -40,12 +52,17 @@ def fingerprint(texts: Sequence[str]) -> str:
 
 
 def encode(
-    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None = None, special_tokens: bool = True, report: Reporter = SILENT
+    texts: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    vocabulary: int | None = None,
+    special_tokens: bool = True,
+    report: Reporter = SILENT,
 ) -> Tokens:
-    """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives a text.
+    """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives
+    a text.
 
-    `special_tokens` False: it gives none, for texts that hold theirs (rendered chats). Raises InputError when an id is not below `vocabulary`, the
-    number of rows of the model's embedding.
+    `special_tokens` False: it gives none, for texts that hold theirs (rendered chats). Raises InputError when an id is
+    not below `vocabulary`, the number of rows of the model's embedding.
     """
     pieces = [np.zeros(0, np.int64)]
     with report.track("Tokenizing", sum(map(len, texts)), "characters") as advance:
@@ -57,24 +74,34 @@ def encode(
     if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(int(ids.max()))
         raise InputError(
-            f"the tokenizer gives {token!r} the id {ids.max():,}, and the model's embedding ends at {vocabulary - 1:,}: it is not this model's tokenizer; put the right one beside config.json"
+            f"the tokenizer gives {token!r} the id {ids.max():,}, and the model's embedding ends at "
+            f"{vocabulary - 1:,}: it is not this model's tokenizer; put the right one beside config.json"
         )
     return ids
 
 
 def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_tokens: bool) -> list[list[int]]:
     try:
-        ids: list[list[int]] = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
-            "input_ids"
-        ]
-    except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception, as for a text that its vocabulary cannot spell
+        ids: list[list[int]] = tokenizer(
+            batch,
+            add_special_tokens=special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+    except Exception as error:  # noqa: BLE001  # tokenizers raises it for a text that its vocabulary cannot spell
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"the tokenizer cannot read the text: {reason}; put the tokenizer the model was trained with beside config.json") from None
+        raise InputError(
+            f"the tokenizer cannot read the text: {reason}; put the tokenizer the model was trained with beside "
+            "config.json"
+        ) from None
     return ids
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
-    """What is tokenized together, in order, and whether with special tokens: a document longer than `CHARACTERS` goes in parts, which have them at its beginning alone."""
+    """What is tokenized together, in order, and whether with special tokens: a document longer than `CHARACTERS` goes
+    in parts, which have them at its beginning alone.
+    """
     batch, characters = list[str](), 0
     for text in texts:
         first, *parts = _parts(text)
@@ -92,7 +119,9 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
 
 
 def _parts(text: str) -> list[str]:
-    """`text` in parts of at most `CHARACTERS`, cut after lines that something other than white space follows, where no tokenizer joins what is on both sides."""
+    """`text` in parts of at most `CHARACTERS`, cut after lines that something other than white space follows, where no
+    tokenizer joins what is on both sides.
+    """
     parts, start = list[str](), 0
     while len(text) - start > CHARACTERS:
         end = start + CHARACTERS
@@ -111,24 +140,37 @@ def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
 
 
 def windows(ids: Tokens, seq_len: int, count: int, seed: Sequence[int] | None = None) -> Tokens:
-    """Cut `ids` into windows of `seq_len` tokens and take `count` of them, int64 [count, seq_len]: evenly spread, or those that `seed` draws, in its order.
+    """Cut `ids` into windows of `seq_len` tokens and take `count` of them, int64 [count, seq_len]: evenly spread, or
+    those that `seed` draws, in its order.
 
-    Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`, or none.
+    Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`,
+    or none.
     """
     available = len(ids) // seq_len
     if not available:
-        raise InputError(f"the text has {len(ids):,} tokens, and one window needs {seq_len:,}; give more text, or a smaller --seq-len")
+        raise InputError(
+            f"the text has {len(ids):,} tokens, and one window needs {seq_len:,}; give more text, or a smaller "
+            "--seq-len"
+        )
     if count > available:
-        raise InputError(f"--samples {count:,}: the text has {available:,} windows of {seq_len:,} tokens; give more text, or a smaller --samples or --seq-len")
+        raise InputError(
+            f"--samples {count:,}: the text has {available:,} windows of {seq_len:,} tokens; give more text, or a "
+            "smaller --samples or --seq-len"
+        )
     if seed is None:
         chosen = np.arange(count) * available // count
     else:
-        chosen = np.argsort(np.random.Philox(np.random.SeedSequence(list(seed))).random_raw(available), kind="stable")[:count]
+        chosen = np.argsort(np.random.Philox(np.random.SeedSequence(list(seed))).random_raw(available), kind="stable")[
+            :count
+        ]
     return ids[: available * seq_len].reshape(available, seq_len)[chosen]
 
 
-def lower_default(option: str, asked: int | None, default: int, limit: int | None, because: str, report: Reporter) -> int:
-    """The value of `option`: what was asked for, or the default lowered to `limit`, with a note; `because` says what the limit is.
+def lower_default(
+    option: str, asked: int | None, default: int, limit: int | None, because: str, report: Reporter
+) -> int:
+    """The value of `option`: what was asked for, or the default lowered to `limit`, with a note; `because` says what
+    the limit is.
 
     Raises InputError when more than the limit was asked for. `limit` None: nothing limits it.
     """
@@ -138,5 +180,7 @@ def lower_default(option: str, asked: int | None, default: int, limit: int | Non
         report.note(f"{option}: the default {default:,} is lowered to {limit:,}, {because}")
         return limit
     if limit is not None and asked > limit:
-        raise InputError(f"{option} {asked:,}: is more than {limit:,}, {because}; ask for at most that, or leave it out")
+        raise InputError(
+            f"{option} {asked:,}: is more than {limit:,}, {because}; ask for at most that, or leave it out"
+        )
     return asked

@@ -1,7 +1,8 @@
 """Reading text: a file, a saved data set or a hub data set becomes a list of documents.
 
-A `.txt` is one document; a line of `.jsonl` or a row of a table is one each. Files are read strictly: an error names the byte or the line.
-What is larger than `Reading.limit` is read in parts that are evenly spread over it (`excerpts`), never whole.
+A `.txt` is one document; a line of `.jsonl` or a row of a table is one each. Files are read strictly: an error names
+the byte or the line. What is larger than `Reading.limit` is read in parts that are evenly spread over it (`excerpts`),
+never whole.
 """
 
 import json
@@ -17,7 +18,10 @@ from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
 from .rows import Documents, Reading, choose_column, documents, kinds_of, local_path
 from .tables import read_hub, read_parquet, read_saved
 
-FORMS = "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or name:config:split)"
+FORMS = (
+    "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or "
+    "name:config:split)"
+)
 
 
 def load_texts(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> list[str]:
@@ -26,7 +30,8 @@ def load_texts(spec: str, reading: Reading = Reading(), report: Reporter = SILEN
 
 
 def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> Documents:
-    """The documents of `spec` in their order: a `.txt`, `.jsonl` or `.parquet` file, a saved `datasets` directory, or a hub data set.
+    """The documents of `spec` in their order: a `.txt`, `.jsonl` or `.parquet` file, a saved `datasets` directory, or a
+    hub data set.
 
     Raises InputError when there is no such thing, it does not read, or it holds nothing but white space.
     """
@@ -34,11 +39,15 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
     reader = _READERS.get(path.suffix.lower())
     if path.is_dir():
         if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            raise InputError(f"{path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORMS}")
+            raise InputError(
+                f"{path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORMS}"
+            )
         found = read_saved(path, str(path), reading, report)
     elif path.exists():
         if reader is None:
-            raise InputError(f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}")
+            raise InputError(
+                f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}"
+            )
         found = reader(path, str(path), reading, report)
     elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
         found = read_hub(spec, reading, report)
@@ -58,7 +67,8 @@ def _decode(path: Path, piece: Piece) -> str:
     except UnicodeDecodeError as error:
         likely = "utf-16" if piece.content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
         raise InputError(
-            f"{path}: is not UTF-8: byte 0x{content[error.start]:02X} at offset {offset + error.start:,}; convert it, perhaps with `iconv -f {likely} -t utf-8`"
+            f"{path}: is not UTF-8: byte 0x{content[error.start]:02X} at offset {offset + error.start:,}; convert it, "
+            f"perhaps with `iconv -f {likely} -t utf-8`"
         ) from None
 
 
@@ -89,18 +99,27 @@ def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tu
 
 
 def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects on the lines that are not blank: parsed when asked for, so that what they hold beside the text takes no memory."""
+    """The objects on the lines that are not blank: parsed when asked for, so that what they hold beside the text takes
+    no memory.
+    """
     for where, line in lines:
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise InputError(f"{path}: {where} is not JSON ({error.msg} at column {error.colno}); each line must be one object") from None
+            raise InputError(
+                f"{path}: {where} is not JSON ({error.msg} at column {error.colno}); each line must be one object"
+            ) from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-            raise InputError(f"{path}: {where} is no JSON that can be read ({' '.join(str(error).split())}); each line must be one object") from None
+            raise InputError(
+                f"{path}: {where} is no JSON that can be read ({' '.join(str(error).split())}); each line must be one "
+                "object"
+            ) from None
         if not isinstance(row, dict):
-            raise InputError(f'{path}: {where} is no object but {line[:20].strip()}; each line must be one like {{"text": …}}')
+            raise InputError(
+                f'{path}: {where} is no object but {line[:20].strip()}; each line must be one like {{"text": …}}'
+            )
         yield where, row
 
 

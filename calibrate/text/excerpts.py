@@ -1,8 +1,9 @@
-"""Parts of what is larger than anyone would calibrate on, evenly spread over all of it, in memory that does not grow with it.
+"""Parts of what is larger than anyone would calibrate on, evenly spread over all of it, in memory that does not grow
+with it.
 
-Corpora are sorted by source and topic, so their beginning does not speak for them, and reading a terabyte to calibrate on a million tokens is
-a day lost. A file is therefore read at `PIECES` places of equal distance, whole lines at each, as much together as the limit says.
-What is not larger than the limit is read whole.
+Corpora are sorted by source and topic, so their beginning does not speak for them, and reading a terabyte to calibrate
+on a million tokens is a day lost. A file is therefore read at `PIECES` places of equal distance, whole lines at each,
+as much together as the limit says. What is not larger than the limit is read whole.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def text_pieces(path: Path, limit: int) -> Iterator[Piece]:
-    """Pieces of a text file, some `limit` bytes together, that begin and end with lines, or between two characters where a line has no end in sight."""
+    """Pieces of a text file, some `limit` bytes together, that begin and end with lines, or between two characters
+    where a line has no end in sight.
+    """
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
         for start in spread(size, PIECES):
@@ -65,7 +68,10 @@ def line_pieces(path: Path, limit: int) -> Iterator[Piece]:
             end = handle.tell() + share
             while (offset := handle.tell()) < end and (line := handle.readline(limit)):
                 if not line.endswith(b"\n") and len(line) == limit:
-                    raise InputError(f"{path}: the line at byte {offset:,} is longer than {limit:,} bytes; each line must be one document")
+                    raise InputError(
+                        f"{path}: the line at byte {offset:,} is longer than {limit:,} bytes; each line must be one "
+                        "document"
+                    )
                 yield Piece(offset, line)
 
 
@@ -82,6 +88,14 @@ def _whole_characters(piece: Piece, at_end: bool) -> Piece:
     skipped = next((number for number, byte in enumerate(content[:4]) if byte & 0xC0 != 0x80), 0)
     if not at_end and not content.endswith(b"\n"):
         last = next((number for number in range(1, min(4, len(content)) + 1) if content[-number] & 0xC0 != 0x80), 0)
-        needed = 1 if not last or content[-last] < 0xC0 else 2 if content[-last] < 0xE0 else 3 if content[-last] < 0xF0 else 4
+        needed = (
+            1
+            if not last or content[-last] < 0xC0
+            else 2
+            if content[-last] < 0xE0
+            else 3
+            if content[-last] < 0xF0
+            else 4
+        )
         content = content[:-last] if last and needed > last else content
     return Piece(piece.offset + skipped, content[skipped:])

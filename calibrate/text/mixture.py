@@ -1,7 +1,8 @@
 """Several texts in one corpus, each with a weight: how many windows each gives, and in which order they come.
 
-Shares are given out by the largest remainder, so that they sum to the whole and none is off by one or more (Hamilton's method). Windows are interleaved by their
-place in their own source, so that every prefix, every batch and every rank's part of the batches is mixed as the whole is.
+Shares are given out by the largest remainder, so that they sum to the whole and none is off by one or more (Hamilton's
+method). Windows are interleaved by their place in their own source, so that every prefix, every batch and every rank's
+part of the batches is mixed as the whole is.
 """
 
 import re
@@ -27,7 +28,9 @@ class Part:
 
 
 def parse(data: str | Sequence[str]) -> list[Part]:
-    """The parts that --data names: each `TEXT` or `TEXT=WEIGHT`. What exists under the whole name, equals sign and all, is a text without a weight.
+    """The parts that --data names: each `TEXT` or `TEXT=WEIGHT`.
+
+    What exists under the whole name, equals sign and all, is a text without a weight.
 
     Raises InputError for no text, a weight that is not above 0, and a text given twice.
     """
@@ -62,9 +65,11 @@ def shares(total: int, weights: Sequence[Fraction]) -> list[int]:
 
 
 def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: int | None = None) -> int:
-    """The most, less than `below`, that can be given out by `shares` so that no part gets more than is `available` of it.
+    """The most, less than `below`, that can be given out by `shares` so that no part gets more than is `available` of
+    it.
 
-    A smaller total may not fit all the same: by the largest remainder a part's share can shrink as the whole grows (the Alabama paradox).
+    A smaller total may not fit all the same: by the largest remainder a part's share can shrink as the whole grows (the
+    Alabama paradox).
     """
     whole = sum(weights)
     bound = min(int((count + 1) * whole / weight) for count, weight in zip(available, weights, strict=True))
@@ -73,11 +78,17 @@ def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: 
     if below is not None:
         bound = min(bound, below - 1)
         floor = min(floor, bound)
-    fits = (total for total in range(bound, floor, -1) if all(share <= count for share, count in zip(shares(total, weights), available, strict=True)))
+    fits = (
+        total
+        for total in range(bound, floor, -1)
+        if all(share <= count for share, count in zip(shares(total, weights), available, strict=True))
+    )
     return next(fits, floor)
 
 
 def interleave(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """The rows of all `parts`, int64 [rows, width] each, in one array: row j of n stands at (2j + 1) / 2n of the whole; of equal places the earlier part's first."""
+    """The rows of all `parts`, int64 [rows, width] each, in one array: row j of n stands at (2j + 1) / 2n of the whole;
+    of equal places the earlier part's first.
+    """
     places = np.concatenate([(2 * np.arange(len(part)) + 1) / (2 * len(part)) for part in parts])
     return np.concatenate(parts)[np.argsort(places, kind="stable")]

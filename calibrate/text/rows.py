@@ -1,7 +1,7 @@
 """Rows of a table become documents: which column holds them, and what a value must be.
 
-A document is a string, or a chat that the tokenizer's template renders as one. Chats are told by their column's name and form, so that a table
-whose only strings are identifiers is not read as text by mistake.
+A document is a string, or a chat that the tokenizer's template renders as one. Chats are told by their column's name
+and form, so that a table whose only strings are identifiers is not read as text by mistake.
 """
 
 import json
@@ -13,7 +13,8 @@ from typing import Any, Literal
 from ...errors import InputError
 from ...reporter import SILENT, Reporter
 
-#: How much of a text is read, in bytes or characters: some 8 million tokens, eight times what calibration takes by default.
+#: How much of a text is read, in bytes or characters: some 8 million tokens, eight times what calibration takes by
+#: default.
 READ_AT_MOST = 32_000_000
 #: Rows that are looked at to tell what a column of a data set holds.
 HEAD = 100
@@ -33,7 +34,9 @@ def local_path(spec: str) -> Path:
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, a home of nobody, a NUL
         shown = spec if len(spec) <= 60 else f"{spec[:60]}…"
-        raise InputError(f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another") from None
+        raise InputError(
+            f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another"
+        ) from None
     return path
 
 
@@ -41,8 +44,9 @@ def local_path(spec: str) -> Path:
 class Reading:
     """What to read of a text, and how much.
 
-    `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render` None: chats are refused;
-    otherwise they are rendered, and with `chats_first` preferred to a column `text` beside them. `limit`: a longer text is read in parts, in bytes or characters.
+    `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render`
+    None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text` beside
+    them. `limit`: a longer text is read in parts, in bytes or characters.
     """
 
     column: str | None = None
@@ -79,7 +83,11 @@ def kinds_of(rows: Iterable[Row]) -> dict[str, Kind]:
     """What each column holds, told by its first value that is neither missing nor an empty list."""
     kinds: dict[str, Kind] = {}
     for row in rows:
-        kinds |= {name: kind_of(name, value) for name, value in row.items() if value is not None and value != [] and name not in kinds}
+        kinds |= {
+            name: kind_of(name, value)
+            for name, value in row.items()
+            if value is not None and value != [] and name not in kinds
+        }
     return kinds
 
 
@@ -91,12 +99,19 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Col
         return Column(chat, chat=True)
     if chat and "text" not in strings:
         raise InputError(
-            f"{spec}: holds chats, under `{chat}`; render them by the tokenizer's own template with --chat-template, or name a column of strings `text`"
+            f"{spec}: holds chats, under `{chat}`; render them by the tokenizer's own template with --chat-template, "
+            "or name a column of strings `text`"
         )
     wanted = reading.column or ("text" if "text" in strings or len(strings) != 1 else strings[0])
     if wanted not in strings:
-        found = "none" if not kinds else ", ".join(name if kind == "strings" else f"{name} (no strings)" for name, kind in kinds.items())
-        raise InputError(f"{spec}: has no column `{wanted}` of strings; its columns are {found}; name the one to read `text`")
+        found = (
+            "none"
+            if not kinds
+            else ", ".join(name if kind == "strings" else f"{name} (no strings)" for name, kind in kinds.items())
+        )
+        raise InputError(
+            f"{spec}: has no column `{wanted}` of strings; its columns are {found}; name the one to read `text`"
+        )
     return Column(wanted, chat=False)
 
 
@@ -108,10 +123,18 @@ def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
     return wanted
 
 
-def documents(spec: str, rows: Iterable[tuple[str, Row]], column: Column, reading: Reading, limit: int | None = None, report: Reporter = SILENT) -> Documents:
+def documents(
+    spec: str,
+    rows: Iterable[tuple[str, Row]],
+    column: Column,
+    reading: Reading,
+    limit: int | None = None,
+    report: Reporter = SILENT,
+) -> Documents:
     """The documents under `column` of `rows`, each with what the user calls it ("line 3"); missing ones left out.
 
-    Once they hold `limit` characters no more are read, and `report` says so. Raises InputError for a value that is no text, or no chat.
+    Once they hold `limit` characters no more are read, and `report` says so. Raises InputError for a value that is no
+    text, or no chat.
     """
     texts, characters = list[str](), 0
     for where, row in rows:
@@ -144,5 +167,6 @@ def _checked(spec: str, where: str, column: str, value: object) -> str:
         return value
     shown = json.dumps(value, default=str)[:20]
     raise InputError(
-        f"{spec}: {where} holds {shown} under `{column}`, which is no text; each {'row' if where.startswith('row') else 'line'} must hold a string there"
+        f"{spec}: {where} holds {shown} under `{column}`, which is no text; each "
+        f"{'row' if where.startswith('row') else 'line'} must hold a string there"
     )

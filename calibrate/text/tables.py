@@ -1,7 +1,8 @@
 """Documents of tables: parquet files, data sets that `datasets` saved, and those on the hub.
 
-Nothing goes through the cache of `datasets`, which is neither littered nor believed: a stale copy there would change scales unseen. What is larger than
-the limit of its reading is read in rows evenly spread over it; a hub data set comes over the network in its own order, so of that the first are read.
+Nothing goes through the cache of `datasets`, which is neither littered nor believed: a stale copy there would change
+scales unseen. What is larger than the limit of its reading is read in rows evenly spread over it; a hub data set comes
+over the network in its own order, so of that the first are read.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 #: Row groups of one parquet file that are read in part, where not all of it is read.
 GROUPS = 64
-#: Rows of a parquet file that are held together, and bytes that are read of it at once: left to itself, Arrow reads the column of a whole row group.
+#: Rows of a parquet file that are held together, and bytes that are read of it at once: left to itself, Arrow reads the
+#: column of a whole row group.
 BATCH = 64
 BUFFER = 1 << 20
 
@@ -31,7 +33,10 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
     """The documents of a parquet file. Raises InputError."""
     from pyarrow import parquet
 
-    with unreadable(spec, "write or copy it again"), parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
+    with (
+        unreadable(spec, "write or copy it again"),
+        parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file,
+    ):
         column = choose_column(spec, {field.name: _kind(field) for field in file.schema_arrow}, reading)
         sizes = [_column_bytes(file, group, column) for group in range(file.num_row_groups)]
         groups, every = list(range(len(sizes))), 1
@@ -57,7 +62,9 @@ def _kind(field: "pa.Field[Any]") -> Kind:
 def _column_bytes(file: "parquet.ParquetFile", group: int, column: Column) -> int:
     metadata = file.metadata.row_group(group)
     chunks = (metadata.column(number) for number in range(metadata.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if (chunk.path_in_schema + ".").startswith(f"{column.name}."))
+    return sum(
+        chunk.total_uncompressed_size for chunk in chunks if (chunk.path_in_schema + ".").startswith(f"{column.name}.")
+    )
 
 
 def _parquet_rows(file: "parquet.ParquetFile", groups: list[int], every: int, name: str) -> Iterator[tuple[str, Row]]:
@@ -91,12 +98,16 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
 
 
 def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
-    """The documents of a hub data set (name, name:config or name:config:split), the first of them where it is larger than the limit. Raises InputError."""
+    """The documents of a hub data set (name, name:config or name:config:split), the first of them where it is larger
+    than the limit. Raises InputError.
+    """
     import datasets
     from huggingface_hub import HfApi
 
     name, config, split = [*spec.split(":"), "", ""][:3]
-    reading = Reading(reading.column, reading.split or split or None, reading.render, reading.chats_first, reading.limit)
+    reading = Reading(
+        reading.column, reading.split or split or None, reading.render, reading.chats_first, reading.limit
+    )
     offline = "connect, or save its text to a .txt or .jsonl file elsewhere and give that"
     with quiet_hub(), quiet_datasets(), hub_errors("data set", name, None, offline):
         HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute
@@ -111,7 +122,9 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
 
 @contextmanager
 def unreadable(spec: str, remedy: str) -> Iterator[None]:
-    """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises is `hub_errors`' to say."""
+    """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises
+    is `hub_errors`' to say.
+    """
     from datasets.exceptions import DatasetsError
     from httpx import HTTPError
     from huggingface_hub.errors import HfHubHTTPError

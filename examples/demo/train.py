@@ -6,12 +6,13 @@ standard library, and is Llama in every respect that quantization sees: RMSNorm,
 with heads of 64, tied embeddings, a byte-level BPE tokenizer.
 
 Files whose name's MD5 is divisible by 20 are held out of the training and of the tokenizer; whole ones of them become
-`calibration.txt` and `evaluation.txt`. Tests and the tables under `encodings` are left out altogether: many Pythons come
-without the first, and there is nothing to learn in the second.
+`calibration.txt` and `evaluation.txt`. Tests and the tables under `encodings` are left out altogether: many Pythons
+come without the first, and there is nothing to learn in the second.
 
-The run is one of a fixed number of steps on one thread, so that the same Python, libraries and kind of CPU give the same
-bytes. The matrices are trained with Muon (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks"),
-the embedding and norms with AdamW; the learning rates rise over the first steps and then fall linearly to zero.
+The run is one of a fixed number of steps on one thread, so that the same Python, libraries and kind of CPU give the
+same bytes. The matrices are trained with Muon (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural
+networks"), the embedding and norms with AdamW; the learning rates rise over the first steps and then fall linearly to
+zero.
 
 usage: train.py [--steps N] [--out DIR]
 """
@@ -82,7 +83,7 @@ class Texts:
 
     @classmethod
     def read(cls) -> "Texts":
-        """Read the standard library of the running Python; files that are not UTF-8 or next to empty are passed over."""
+        """Read the standard library of the running Python; what is not UTF-8 or next to empty is passed over."""
         root, texts = Path(sysconfig.get_paths()["stdlib"]), cls([], [])
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root)
@@ -93,8 +94,12 @@ class Texts:
         return texts
 
     def excerpts(self, *sizes: int, largest: int = 40_000) -> list[list[tuple[str, str]]]:
-        """Deal held-out files, in the order of their paths' MD5, into disjoint lists of at least `sizes` bytes; none larger than `largest`, so that no file dominates."""
-        files = iter(sorted((file for file in self.held_out if len(file[1]) <= largest), key=lambda file: _md5(file[0])))
+        """Deal held-out files, in the order of their paths' MD5, into disjoint lists of at least `sizes` bytes; none
+        larger than `largest`, so that no file dominates.
+        """
+        files = iter(
+            sorted((file for file in self.held_out if len(file[1]) <= largest), key=lambda file: _md5(file[0]))
+        )
         return [list(_until(files, size)) for size in sizes]
 
 
@@ -115,7 +120,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=POSITIONS)
 
@@ -126,11 +133,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[in
 
 
 def batches(ids: torch.Tensor, training: Training) -> Iterator[torch.Tensor]:
-    """Yield `input_ids` [batch, length]: every window of the text once an epoch, in random order, cut from another offset each epoch."""
+    """Yield `input_ids` [batch, length]: every window of the text once an epoch, in random order, cut from another
+    offset each epoch.
+    """
     generator = torch.Generator().manual_seed(training.seed)
     while True:
         offset = int(torch.randint(training.length, (), generator=generator))
-        windows = ids[offset : offset + (len(ids) - offset) // training.length * training.length].view(-1, training.length)
+        windows = ids[offset : offset + (len(ids) - offset) // training.length * training.length].view(
+            -1, training.length
+        )
         for chosen in torch.randperm(len(windows), generator=generator).split(training.batch)[:-1]:
             yield windows[chosen]
 
@@ -148,7 +159,10 @@ def optimizers(model: LlamaForCausalLM, training: Training) -> list[torch.optim.
 def train(model: LlamaForCausalLM, ids: torch.Tensor, training: Training) -> None:
     """Train in place: FP32 weights, BF16 products. Prints the loss in nats a token to standard error."""
     chosen, start, source = optimizers(model, training), time.monotonic(), batches(ids, training)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min((step + 1) / training.warmup, 1 - step / training.steps)) for o in chosen]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: min((step + 1) / training.warmup, 1 - step / training.steps))
+        for o in chosen
+    ]
     model.train()
     for step in range(training.steps):
         x = next(source)
@@ -161,7 +175,11 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, training: Training) -> Non
             optimizer.step()
             schedule.step()
         if step % 50 == 0 or step == training.steps - 1:
-            print(f"step {step:5d} of {training.steps}   loss {loss.item():.3f}   {time.monotonic() - start:6.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"step {step:5d} of {training.steps}   loss {loss.item():.3f}   {time.monotonic() - start:6.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 @torch.inference_mode()
@@ -186,7 +204,9 @@ def main() -> None:
     """Train, then write the checkpoint and the two texts under `--out`."""
     parser = argparse.ArgumentParser(description="Train the demo checkpoint on the standard library of this Python.")
     parser.add_argument("--steps", type=int, default=3600, help="optimizer steps of 2,048 tokens")
-    parser.add_argument("--out", type=Path, default=HERE, help="directory for checkpoint/, calibration.txt, evaluation.txt")
+    parser.add_argument(
+        "--out", type=Path, default=HERE, help="directory for checkpoint/, calibration.txt, evaluation.txt"
+    )
     options = parser.parse_args()
     training = Training(steps=options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -204,16 +224,21 @@ def main() -> None:
     tokenizer = train_tokenizer(documents)
     random.Random(training.seed).shuffle(documents)
     ids = torch.tensor([i for e in encode(tokenizer, documents) for i in [0, *e, 1]])
-    print(f"Python {platform.python_version()}; training: {len(documents)} files, {sum(map(len, documents)):,} characters, {len(ids):,} tokens")
-    model: LlamaForCausalLM = AutoModelForCausalLM.from_config(
-        config(), attn_implementation="eager"
-    )  # a quarter faster than SDPA, whose backward is slow on CPU
+    print(
+        f"Python {platform.python_version()}; training: {len(documents)} files, {sum(map(len, documents)):,} "
+        f"characters, {len(ids):,} tokens"
+    )
+    # a quarter faster than SDPA, whose backward is slow on CPU
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config(), attn_implementation="eager")
     train(model, ids, training)
 
     model.eval().to(torch.bfloat16)
     save(options.out / "checkpoint", model, tokenizer)
     held_out = torch.tensor(encode(tokenizer, ["".join(text for _, text in evaluation)])[0])
-    print(f"parameters: {model.num_parameters():,}; evaluation: {len(held_out):,} tokens, perplexity {perplexity(model, held_out):.2f}")
+    print(
+        f"parameters: {model.num_parameters():,}; evaluation: {len(held_out):,} tokens, perplexity "
+        f"{perplexity(model, held_out):.2f}"
+    )
 
 
 if __name__ == "__main__":

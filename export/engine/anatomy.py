@@ -1,7 +1,9 @@
-"""What an engine runs, row by row: each matrix product with the kernels fused around it, the attention kernels, and why a product stayed wide.
+"""What an engine runs, row by row: each matrix product with the kernels fused around it, the attention kernels, and why
+a product stayed wide.
 
-A plan says of every kernel which ONNX nodes went into it (`plan`). So the kernel that quantizes a product's input is the one that holds the group's
-QuantizeLinear, and those that finish the product (its scales, a bias, a norm, the next quantization) are the ones that hold its MatMul and are no product.
+A plan says of every kernel which ONNX nodes went into it (`plan`). So the kernel that quantizes a product's input is
+the one that holds the group's QuantizeLinear, and those that finish the product (its scales, a bias, a norm, the next
+quantization) are the ones that hold its MatMul and are no product.
 """
 
 import re
@@ -14,14 +16,17 @@ from ..lint.indexed import Product as GraphProduct
 from ..lint.rules_products import why_wide
 from .plan import Evidence, Kernel, Plan, Product
 
-#: Fused attention: `_gemm_mha_v2` for prompts, `_gemv_mha_v1` for single tokens in TensorRT-RTX 1.7; TensorRT calls its kernels fmha.
+#: Fused attention: `_gemm_mha_v2` for prompts, `_gemv_mha_v1` for single tokens in TensorRT-RTX 1.7; TensorRT calls its
+#: kernels fmha.
 _ATTENTION = re.compile(r"mha|attention", re.IGNORECASE)
 _QUERY_KEY_VALUE = 3
 
 
 @dataclass(frozen=True)
 class ProductRow:
-    """One product in one profile: `module` (None: no linear layer's), ONNX `node`, types, modules it was `merged` with, kernels `before` and `after` it."""
+    """One product in one profile: `module` (None: no linear layer's), ONNX `node`, types, modules it was `merged` with,
+    kernels `before` and `after` it.
+    """
 
     profile: str
     module: str | None
@@ -35,7 +40,9 @@ class ProductRow:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One fused attention kernel in one profile: its `module` is that of the next product of a linear layer; types of what it reads first, and of its result."""
+    """One fused attention kernel in one profile: its `module` is that of the next product of a linear layer; types of
+    what it reads first, and of its result.
+    """
 
     profile: str
     module: str | None
@@ -65,18 +72,29 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
             for node in computed:
                 others = tuple(names.product_of(other) for other in computed if other != node)
                 after = tuple(name for name in _holding(kernels, {node}) if name not in before)
-                rows.append(ProductRow(profile, names.module_of(node), node, product.operands, product.result, others, before, after))
+                rows.append(
+                    ProductRow(
+                        profile, names.module_of(node), node, product.operands, product.result, others, before, after
+                    )
+                )
     return rows
 
 
 def _products_of(product: Product) -> tuple[str, ...]:
-    """The nodes that are products of linear layers; all of them where none is. TensorRT's inspector lists what went into a product beside it."""
+    """The nodes that are products of linear layers; all of them where none is.
+
+    TensorRT's inspector lists what went into a product beside it.
+    """
     return tuple(node for node in product.nodes if node == names.matmul(names.module_of(node) or "")) or product.nodes
 
 
 def _quantizes(product: Product) -> set[str]:
     """The QuantizeLinear behind the product's input: its DequantizeLinear went into the product."""
-    return {layer.removesuffix("dequantize") + "quantize" for layer in product.layers if layer == names.input_dequantize(names.module_of(layer) or "")}
+    return {
+        layer.removesuffix("dequantize") + "quantize"
+        for layer in product.layers
+        if layer == names.input_dequantize(names.module_of(layer) or "")
+    }
 
 
 def _holding(kernels: Sequence[Kernel], nodes: set[str]) -> tuple[str, ...]:
@@ -92,13 +110,29 @@ def attention_rows(plan: Plan, profiles: Sequence[str]) -> list[AttentionRow]:
             if _ATTENTION.search(kernel.name):
                 result = kernel.outputs[0] if kernel.outputs else "unknown"
                 node = kernel.layers[0] if kernel.layers else ""
-                rows.append(AttentionRow(profile, _attention_module(kernels[at:]), node, kernel.name, kernel.inputs[:_QUERY_KEY_VALUE], result))
+                rows.append(
+                    AttentionRow(
+                        profile,
+                        _attention_module(kernels[at:]),
+                        node,
+                        kernel.name,
+                        kernel.inputs[:_QUERY_KEY_VALUE],
+                        result,
+                    )
+                )
     return rows
 
 
 def _attention_module(kernels: Sequence[Kernel]) -> str | None:
-    """The parent of the first module whose input is quantized from here on: what attention gives goes into its output projection."""
-    modules = (names.module_of(layer) for kernel in kernels for layer in kernel.layers if layer == names.input_quantize(names.module_of(layer) or ""))
+    """The parent of the first module whose input is quantized from here on: what attention gives goes into its output
+    projection.
+    """
+    modules = (
+        names.module_of(layer)
+        for kernel in kernels
+        for layer in kernel.layers
+        if layer == names.input_quantize(names.module_of(layer) or "")
+    )
     first = next(modules, None)
     return first.rpartition(".")[0] if first else None
 
@@ -120,7 +154,11 @@ def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mappi
         if product_row.operands != ("fp8", "fp8") and name not in seen and name not in found.fp8:
             seen.add(name)
             types = f"{product_row.operands[0]} × {product_row.operands[1]} -> {product_row.result}"
-            rows.append(WideRow(name, False, f"{types}: {skipped.get(name) or 'belongs to no linear layer: attention or positions'}"))
+            rows.append(
+                WideRow(
+                    name, False, f"{types}: {skipped.get(name) or 'belongs to no linear layer: attention or positions'}"
+                )
+            )
     return rows
 
 
@@ -129,4 +167,8 @@ def _cause(graph: Indexed, product: GraphProduct | None) -> str:
     if product is None:
         return "; model.onnx has no such product either"
     reason = why_wide(graph, product)
-    return f"; in model.onnx {reason}" if reason else "; model.onnx has Q/DQ on both sides, so the engine is of another graph, or the builder chose this"
+    return (
+        f"; in model.onnx {reason}"
+        if reason
+        else "; model.onnx has Q/DQ on both sides, so the engine is of another graph, or the builder chose this"
+    )

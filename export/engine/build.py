@@ -1,8 +1,9 @@
 """Build engines from `model.onnx` and prove what runs in them; the only file that imports TensorRT.
 
-One path for TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that the types are the graph's and nobody's choice.
-TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it finds. What was built is then read back (`plan`), and every promised product
-is looked for with FP8 on both sides in every profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
+One path for TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that the types are the
+graph's and nobody's choice. TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it finds.
+What was built is then read back (`plan`), and every promised product is looked for with FP8 on both sides in every
+profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
 """
 
 import shutil
@@ -36,7 +37,8 @@ from .targets import Runtime
 def resolve(options: EngineOptions) -> EngineOptions:
     """The options with `auto` and the default targets replaced by what they mean on this machine.
 
-    Raises InputError for a target that cannot do FP8 or that the runtime does not know, BackendError when the runtime is missing.
+    Raises InputError for a target that cannot do FP8 or that the runtime does not know, BackendError when the runtime
+    is missing.
     """
     for target in options.targets:
         targets.check_capability(target)
@@ -50,7 +52,9 @@ def resolve(options: EngineOptions) -> EngineOptions:
 
 
 def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
-    """The targets a runtime can build for, FP8 or not: TensorRT the GPU that is here, TensorRT-RTX those its builder lists."""
+    """The targets a runtime can build for, FP8 or not: TensorRT the GPU that is here, TensorRT-RTX those its builder
+    lists.
+    """
     if runtime == "tensorrt":
         return (gpu,) if gpu else ()
     members = load(runtime).ComputeCapability.__members__
@@ -62,26 +66,38 @@ def load(runtime: Runtime) -> Any:
     try:
         return import_module(targets.MODULES[runtime])
     except (ImportError, OSError) as error:
-        raise BackendError(f"{targets.TITLES[runtime]} cannot be imported ({error}); install it with `pip install 'fp8q[{runtime}]'`") from error
+        raise BackendError(
+            f"{targets.TITLES[runtime]} cannot be imported ({error}); install it with `pip install 'fp8q[{runtime}]'`"
+        ) from error
 
 
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
-    """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it, and how trtexec builds it; returns the files.
+    """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it,
+    and how trtexec builds it; returns the files.
 
-    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is noted instead. Whether enough of
-    them do is for `check_share` to say: an engine that falls short stays, with its JSON, so that it can be looked into. Nothing is replaced before all are
-    built; engines of other targets, built from an earlier graph, are removed then.
-    Raises InputError when the graph breaks a rule of `lint`, BackendError when the builder fails.
+    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is
+    noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays, with its
+    JSON, so that it can be looked into. Nothing is replaced before all are built; engines of other targets, built from
+    an earlier graph, are removed then. Raises InputError when the graph breaks a rule of `lint`, BackendError when the
+    builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     graph, directory = run.checkpoint(options.precision) / GRAPH, run.engines_of(options.precision)
     if options.precision == "fp8":
         check_graph(graph, promised, promised_attention(run))
-    wanted = profiles(options.max_batch, options.max_seq_len or DEFAULT_SEQ_LEN, options.max_prompt, options.opt_batch, options.opt_seq_len)
+    wanted = profiles(
+        options.max_batch,
+        options.max_seq_len or DEFAULT_SEQ_LEN,
+        options.max_prompt,
+        options.opt_batch,
+        options.opt_seq_len,
+    )
     with together(directory) as fresh:
         for target in options.targets:
             path, timings = fresh / f"{target}.plan", directory / f"{target}.timings"
-            info, found = build_engine(graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report)
+            info, found = build_engine(
+                graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report
+            )
             write_document(path.with_suffix(".json"), info)
             write_script(path.with_suffix(".sh"), graph, info, options.workspace, directory)
             for line in remarks(info, found) if options.precision == "fp8" else []:
@@ -95,7 +111,9 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
 
 @contextmanager
 def together(directory: Path) -> Iterator[Path]:
-    """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails or is interrupted."""
+    """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails
+    or is interrupted.
+    """
     fresh = directory.with_name(f".{directory.name}{PARTIAL}")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
@@ -110,8 +128,15 @@ def together(directory: Path) -> Iterator[Path]:
 def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
     """Raise InputError when the graph, or its external data, is not fit to be built."""
     if not promised:
-        raise InputError(f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer --skip")
-    errors = [finding for finding in lint(onnx_file, dict.fromkeys(promised), attention=attention) if finding.severity == "error"]
+        raise InputError(
+            f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer "
+            "--skip"
+        )
+    errors = [
+        finding
+        for finding in lint(onnx_file, dict.fromkeys(promised), attention=attention)
+        if finding.severity == "error"
+    ]
     if errors:
         more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
         raise InputError(f"{onnx_file}: {errors[0]}{more}")
@@ -119,7 +144,9 @@ def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str
 
 @dataclass(frozen=True)
 class Job:
-    """What to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`: where TensorRT keeps how long kernels took."""
+    """What to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`: where
+    TensorRT keeps how long kernels took.
+    """
 
     runtime: Runtime
     target: str
@@ -128,7 +155,9 @@ class Job:
     timings: Path | None = None
 
 
-def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter) -> tuple[EngineInfo, Evidence]:
+def build_engine(
+    onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter
+) -> tuple[EngineInfo, Evidence]:
     """Build one engine into the file `path` and look into it."""
     start = time.monotonic()
     plan = build(onnx_file, job, report)
@@ -142,28 +171,41 @@ def build_engine(onnx_file: Path, path: Path, job: Job, promised: Sequence[str],
     kind = found.kind if promised or looked is None else looked.kind
     ran = None if promised or looked is None else modules_by_types(looked)
     info = EngineInfo(
-        runtime=job.runtime, version=load(job.runtime).__version__, target=job.target, bytes=plan.nbytes, promised_products=len(promised),
-        fp8_products=len(found.fp8), wide_products=[module for module in promised if module not in found.fp8], evidence=kind,
-        profiles=list(job.profiles), build_seconds=seconds, ran=ran,
-    )  # fmt: skip
+        runtime=job.runtime,
+        version=load(job.runtime).__version__,
+        target=job.target,
+        bytes=plan.nbytes,
+        promised_products=len(promised),
+        fp8_products=len(found.fp8),
+        wide_products=[module for module in promised if module not in found.fp8],
+        evidence=kind,
+        profiles=list(job.profiles),
+        build_seconds=seconds,
+        ran=ran,
+    )
     return info, found
 
 
 def remarks(info: EngineInfo, found: Evidence) -> list[str]:
     """What the user should know of an engine: which promised products run wide, and which answer in less than FP32."""
-    lines = [f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}" for module in info.wide_products[:LISTED]]
+    lines = [
+        f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}"
+        for module in info.wide_products[:LISTED]
+    ]
     if found.narrow:
         example = min(found.narrow)
         reason = "their weights' scales are per tensor, or narrower than FP32"
-        lines.append(f"{info.target}: {len(found.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}")
+        lines.append(
+            f"{info.target}: {len(found.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}"
+        )
     return lines
 
 
 def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     """Build the engine of a graph; returns the serialized plan, in the builder's own memory.
 
-    Ctrl-C stops the builder at its next step. Raises BackendError naming the ONNX node, its module and what to do, InputError for a graph whose dynamic
-    dimensions have other names than `profiles` gives ranges to.
+    Ctrl-C stops the builder at its next step. Raises BackendError naming the ONNX node, its module and what to do,
+    InputError for a graph whose dynamic dimensions have other names than `profiles` gives ranges to.
     """
     trt = load(job.runtime)
     logger, errors = collecting_logger(trt)
@@ -178,7 +220,9 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx_file)):
         error = parser.get_error(0)
-        raise BackendError(f"{failed}: {explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)}")
+        raise BackendError(
+            f"{failed}: {explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)}"
+        )
     config = configure(trt, builder, job)
     for profile in job.profiles:
         if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
@@ -213,7 +257,7 @@ def collecting_logger(trt: Any) -> tuple[Any, list[str]]:
 
 
 def configure(trt: Any, builder: Any, job: Job) -> Any:
-    """The builder's configuration: the target for TensorRT-RTX, and for TensorRT an engine that its inspector can read."""
+    """The builder's configuration: TensorRT-RTX's target, and for TensorRT an engine that its inspector can read."""
     config = builder.create_builder_config()
     if job.runtime == "tensorrt-rtx":
         config.num_compute_capabilities = 1
@@ -228,9 +272,15 @@ def configure(trt: Any, builder: Any, job: Job) -> Any:
 
 
 def load_timings(config: Any, file: Path) -> None:
-    """Let the builder know how long kernels took in an earlier build, and collect anew where the file is of another version or GPU. TensorRT-RTX times none."""
+    """Let the builder know how long kernels took in an earlier build, and collect anew where the file is of another
+    version or GPU. TensorRT-RTX times none.
+    """
     known = file.read_bytes() if file.is_file() else b""
-    if not (known and (cache := config.create_timing_cache(known)) is not None and config.set_timing_cache(cache, ignore_mismatch=False)):
+    if not (
+        known
+        and (cache := config.create_timing_cache(known)) is not None
+        and config.set_timing_cache(cache, ignore_mismatch=False)
+    ):
         config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
 
 
@@ -245,7 +295,9 @@ def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
     made = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
-        dimensions = [size if size >= 0 else tensor.get_dimension_name(axis) or "" for axis, size in enumerate(tensor.shape)]
+        dimensions = [
+            size if size >= 0 else tensor.get_dimension_name(axis) or "" for axis, size in enumerate(tensor.shape)
+        ]
         made.set_shape(tensor.name, *profile.shapes(tensor.name, dimensions))
     return made
 
@@ -272,7 +324,8 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
 def interruptible(work: Callable[[], Any], progress: Progress) -> Any:
     """Do `work` in a thread, so that Ctrl-C is heard while the builder works: it then stops at its next step.
 
-    An exception raised inside one of the builder's callbacks would have to cross its C++ frames; in a thread of its own none is.
+    An exception raised inside one of the builder's callbacks would have to cross its C++ frames; in a thread of its own
+    none is.
     """
     with ThreadPoolExecutor(1, "builder") as pool:
         future = pool.submit(work)
@@ -284,7 +337,10 @@ def interruptible(work: Callable[[], Any], progress: Progress) -> Any:
 
 
 def inspect(plan: memoryview) -> str:
-    """What TensorRT's inspector says of an engine, as JSON; needs the GPU it was built on. Written from the documentation, not run yet."""
+    """What TensorRT's inspector says of an engine, as JSON; needs the GPU it was built on.
+
+    Written from the documentation, not run yet.
+    """
     trt = load("tensorrt")
     logger, errors = collecting_logger(trt)
     engine = trt.Runtime(logger).deserialize_cuda_engine(plan)

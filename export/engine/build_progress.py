@@ -15,7 +15,9 @@ class Progress:
     def __init__(self, advance: Callable[[int], None]):
         """Tell `advance` of every hundredth that is done."""
         self._advance, self._reported = advance, 0
-        self._phases: dict[str, tuple[float, float, int]] = {}  # where it begins, how wide one of its steps is, how many are done
+        self._phases: dict[
+            str, tuple[float, float, int]
+        ] = {}  # where it begins, how wide one of its steps is, how many are done
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
 

@@ -1,8 +1,10 @@
-"""Whether an engine holds the very FP8 codes of a checkpoint: an engine of the same architecture and other weights would run all the same.
+"""Whether an engine holds the very FP8 codes of a checkpoint: an engine of the same architecture and other weights
+would run all the same.
 
-TensorRT-RTX stores a weight's codes once, in one of two ways (read off its plans for sm89 and sm120): as they are, [out, in]; or, where products of one
-input were merged, turned and side by side, so that one row holds a column of each weight. Padding adds to a row. In all of these the rows of the matrix,
-or of its transpose, lie at equal distances; so two neighbouring rows are searched for, and the rest must follow at their distance.
+TensorRT-RTX stores a weight's codes once, in one of two ways (read off its plans for sm89 and sm120): as they are,
+[out, in]; or, where products of one input were merged, turned and side by side, so that one row holds a column of each
+weight. Padding adds to a row. In all of these the rows of the matrix, or of its transpose, lie at equal distances; so
+two neighbouring rows are searched for, and the rest must follow at their distance.
 """
 
 import re
@@ -17,14 +19,16 @@ from ..lint.indexed import Indexed, bytes_of, stored_at
 from ..lint.rules_products import weight_of
 
 Codes = npt.NDArray[np.uint8]
-#: Bytes on both sides of the last weight found that are searched before the whole engine is: neighbours in the model are neighbours there.
+#: Bytes on both sides of the last weight found that are searched before the whole engine is: neighbours in the model
+#: are neighbours there.
 NEAR = 1 << 26
 #: A row with fewer different codes may lie anywhere; a row of a dead channel does.
 TELLING = 4
 
 
 def modules_held(plan: Codes, graph: Indexed, modules: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """For each module its weight's codes, as the graph points at them, are looked for in a plan (uint8 [bytes], a mapping of the file): whether all are there.
+    """For each module its weight's codes, as the graph points at them, are looked for in a plan (uint8 [bytes], a
+    mapping of the file): whether all are there.
 
     A weight whose codes might lie anywhere (nearly all of them the same) is passed over.
     """
@@ -32,7 +36,9 @@ def modules_held(plan: Codes, graph: Indexed, modules: Iterable[str]) -> Iterato
     for module in modules:
         product = products.get(names.matmul(module))
         side = weight_of(graph, product) if product is not None else None
-        codes = stored_codes(graph, side.dequantize.input[0]) if side is not None and side.dequantize is not None else None
+        codes = (
+            stored_codes(graph, side.dequantize.input[0]) if side is not None and side.dequantize is not None else None
+        )
         if codes is not None and _anchor(codes) is None and _anchor(codes.T) is None:
             continue
         place = find(plan, codes, near) if codes is not None else None
@@ -41,7 +47,10 @@ def modules_held(plan: Codes, graph: Indexed, modules: Iterable[str]) -> Iterato
 
 
 def stored_codes(graph: Indexed, tensor: str) -> Codes:
-    """The codes of a weight, uint8 [rows, columns], mapped from its file; empty where they do not lie in one. Raises InputError for a file cut short or gone."""
+    """The codes of a weight, uint8 [rows, columns], mapped from its file; empty where they do not lie in one.
+
+    Raises InputError for a file cut short or gone.
+    """
     found = graph.initializers[tensor]
     where = stored_at(found)
     if where is None or len(found.dims) != 2:
@@ -51,14 +60,20 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
         what = (
             "is missing"
             if not path.is_file()
-            else f"is cut short: the codes of {tensor} end at byte {where.offset + bytes_of(found)}, and it has {path.stat().st_size}"
+            else (
+                f"is cut short: the codes of {tensor} end at byte {where.offset + bytes_of(found)}, and it has "
+                f"{path.stat().st_size}"
+            )
         )
         raise InputError(f"{path}: {what}; copy the whole of model/ again")
     return np.memmap(path, np.uint8, "r", where.offset, tuple(found.dims))
 
 
 def find(plan: Codes, codes: Codes, near: int = 0) -> int | None:
-    """Where the matrix or its transpose lies in the plan with its rows at equal distances; None where it does not. The search begins around `near`."""
+    """Where the matrix or its transpose lies in the plan with its rows at equal distances; None where it does not.
+
+    The search begins around `near`.
+    """
     nearby = (max(0, near - NEAR), min(len(plan), near + NEAR))
     layouts = (codes, codes.T)
     for start, end in (nearby, (0, len(plan))):

@@ -1,7 +1,8 @@
 """What a builder's error means: which module of the model it is about, what is wrong, what to do.
 
-TensorRT reports in many lines, some of them about the absence of a driver, and names ONNX nodes or its own layers, which are named after them. The
-known failures below were provoked with TensorRT-RTX 1.7.1; what is not known is passed on in its own words.
+TensorRT reports in many lines, some of them about the absence of a driver, and names ONNX nodes or its own layers,
+which are named after them. The known failures below were provoked with TensorRT-RTX 1.7.1; what is not known is passed
+on in its own words.
 """
 
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 from .. import names
 
-#: Lines that say nothing of what went wrong: no driver on a machine that builds ahead of time, and the parser's place in the file.
+#: Lines that say nothing of what went wrong: no driver on a machine that builds ahead of time, and the parser's place
+#: in the file.
 _NOISE = re.compile(r"cudaError 35|While parsing node|--- (Begin|End) node")
 #: The runtime's wrapping of a message, and the place in its source.
 _WRAPPED = re.compile(r"Error Code \d+: [\w ]+ \((.+)\)", re.DOTALL)
@@ -20,7 +22,10 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that is known by a `sign` in the message: what it means and what to do. `{0}` stands for what the sign's group holds."""
+    """A failure that is known by a `sign` in the message: what it means and what to do.
+
+    `{0}` stands for what the sign's group holds.
+    """
 
     sign: str
     meaning: str
@@ -33,26 +38,43 @@ KNOWN = (
     Failure(
         r"not supported by a dedicated kernel",
         "there is no fused attention kernel for its type, head size or number of heads",
-        "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode with; other models need plain products and a softmax",
+        (
+            "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode "
+            "with; other models need plain products and a softmax"
+        ),
     ),
     Failure(r"HW-specific datatypes: (\w+)", "the target has no {0}", "choose sm89 or newer with --target"),
     Failure(r"Plugin not found", "the runtime does not know this operator", STANDARD),
     Failure(r"^false$", "the runtime's parser refuses this operator and gives no reason", STANDARD),
-    Failure(r"within workspace limit", "a kernel takes more memory for intermediate results than --workspace allows", "raise --workspace, or leave it out"),
-    Failure(r"offset/length out of range for file: (\S+)", "its external data {0} is cut short", "copy the whole of model/ again"),
+    Failure(
+        r"within workspace limit",
+        "a kernel takes more memory for intermediate results than --workspace allows",
+        "raise --workspace, or leave it out",
+    ),
+    Failure(
+        r"offset/length out of range for file: (\S+)",
+        "its external data {0} is cut short",
+        "copy the whole of model/ again",
+    ),
     Failure(r"Failed to open file: (\S+)", "its external data {0} is missing", "copy the whole of model/ again"),
     Failure(r"ParseFromCodedStream", "the file is no ONNX model, or is cut short", AGAIN),
-    Failure(r"(?i)out ?of ?memory|bad_alloc|MEM_ALLOC", "there is not enough memory", "lower --max-batch or --max-seq-len"),
+    Failure(
+        r"(?i)out ?of ?memory|bad_alloc|MEM_ALLOC", "there is not enough memory", "lower --max-batch or --max-seq-len"
+    ),
 )
 
 
 def explain(
-    messages: Sequence[str], node: str = "", operator: str = "", layers: Sequence[str] = (), near: Callable[[str], str | None] = lambda node: None
+    messages: Sequence[str],
+    node: str = "",
+    operator: str = "",
+    layers: Sequence[str] = (),
+    near: Callable[[str], str | None] = lambda node: None,
 ) -> str:
     """One line: module and node, what is wrong, what to do.
 
-    `messages`: what the runtime said, the most telling first; `node`, `operator`: what its parser points at; `layers`: names among which the
-    messages' subject is looked for; `near`: the module nearest to a node that belongs to none.
+    `messages`: what the runtime said, the most telling first; `node`, `operator`: what its parser points at; `layers`:
+    names among which the messages' subject is looked for; `near`: the module nearest to a node that belongs to none.
     """
     telling = [message for message in messages if message and not _NOISE.search(message)]
     where = _where(node or _subject(telling, layers), operator, near)

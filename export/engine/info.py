@@ -27,7 +27,9 @@ class EngineInfo(Strict):
     promised_products: int = Field(description="modules that scales.json promises on FP8")
     fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
     wide_products: list[str] = Field(description="the others")
-    ran: dict[str, int] | None = Field(default=None, description="of an engine that promises none: how many modules' products are of which types")
+    ran: dict[str, int] | None = Field(
+        default=None, description="of an engine that promises none: how many modules' products are of which types"
+    )
     evidence: Literal["plan", "inspector", "unknown"]
     profiles: list[Profile]
     build_seconds: float
@@ -48,11 +50,14 @@ def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
         raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
-    return sorted((read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0))
+    return sorted(
+        (read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0)
+    )
 
 
 def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
-    """Raise GateError, naming the products that run wide, when an engine has fewer FP8 products than `min_fp8_share` (a fraction) of the promised.
+    """Raise GateError, naming the products that run wide, when an engine has fewer FP8 products than `min_fp8_share` (a
+    fraction) of the promised.
 
     An engine that cannot be read has no share: it passes only where none is asked for (0).
     """
@@ -60,13 +65,16 @@ def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
         share = info.fp8_products / info.promised_products
         if info.evidence == "unknown" and min_fp8_share > 0:
             raise GateError(
-                f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
+                f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told "
+                f"from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
                 f"use the version that fp8q pins, or accept it with --min-fp8-share 0"
             )
         if share < min_fp8_share:
             raise GateError(
-                f"{info.target}: {info.fp8_products} of {info.promised_products} promised products take FP8 on both sides, less than --min-fp8-share {min_fp8_share:g}; "
-                f"wide: {listed(info.wide_products)}; the engine is kept, `fp8q export` again or accept it with a smaller share"
+                f"{info.target}: {info.fp8_products} of {info.promised_products} promised products take FP8 on both "
+                f"sides, less than --min-fp8-share {min_fp8_share:g}; "
+                f"wide: {listed(info.wide_products)}; the engine is kept, `fp8q export` again or accept it with a "
+                "smaller share"
             )
 
 

@@ -1,7 +1,8 @@
 """What an engine will run, read from the engine: which matrix products take FP8 on both sides.
 
-An engine's size or its graph does not tell. A graph with FP8 weights alone stores FP8 too, and multiplies in BF16. But a TensorRT-RTX plan
-holds the program of its compiler, Myelin, as text, one for each optimization profile and one for each fused kernel that is finished at run time:
+An engine's size or its graph does not tell. A graph with FP8 weights alone stores FP8 too, and multiplies in BF16. But
+a TensorRT-RTX plan holds the program of its compiler, Myelin, as text, one for each optimization profile and one for
+each fused kernel that is finished at run time:
 
     header { version = 5 … }
     descriptors {
@@ -9,18 +10,22 @@ holds the program of its compiler, Myelin, as text, one for each optimization pr
       sub_tensor={ … name="__mye2^deref" … type=fp8_e4m3 }
     }
     main {
-      fully_connected={ name="q.matmul+k.matmul" output={"__mye3" } input={"__mye2^deref" "__mye1_dconst" "…_alpha" "…_beta" } … }
-      function={ name=__myl_MulCast … layers="[ONNX Layer: q.matmul]" }
+      fully_connected={ name="q.matmul+k.matmul" output={"__mye3" } input={"__mye2^deref" "__mye1_dconst" "…_alpha"
+      "…_beta" } … } function={ name=__myl_MulCast … layers="[ONNX Layer: q.matmul]" }
     }
 
-A `fully_connected` is a matrix product: its name lists the ONNX nodes it computes (several where products of one input were merged), the
-first two inputs are its operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. A product's node also appears in the
-`layers` of pointwise kernels that scale its result; those are no products, so only the names of `fully_connected` count. Found by reading plans
-of TensorRT-RTX 1.7.1 for sm89 and sm120; the format is undocumented, so whatever does not read is "unknown", never a pass.
+A `fully_connected` is a matrix product: its name lists the ONNX nodes it computes (several where products of one input
+were merged), the first two inputs are its operands. In the programs of profile 1 and up every name ends in ` [profile
+1]`. A product's node also appears in the
+`layers` of pointwise kernels that scale its result; those are no products, so only the names of `fully_connected`
+count. Found by reading plans of TensorRT-RTX 1.7.1 for sm89 and sm120; the format is undocumented, so whatever does not
+read is "unknown", never a pass.
 
-What the result's type says: with per-channel weights and FP32 scales an FP8 product answers in FP32, and one multiplication applies
-`s_x · s_w[channel]`. With scales in BF16 or FP16 it answers in that narrower type, unscaled (`narrow`). Per-tensor weights put the scale into the product
-itself, which then answers in the compute type, whatever the scale's own type: there only the graph tells (`lint`).
+What the result's type says: with per-channel weights and FP32 scales an FP8 product answers in FP32, and one
+multiplication applies
+`s_x · s_w[channel]`. With scales in BF16 or FP16 it answers in that narrower type, unscaled (`narrow`). Per-tensor
+weights put the scale into the product itself, which then answers in the compute type, whatever the scale's own type:
+there only the graph tells (`lint`).
 
 TensorRT proper needs a GPU to look into an engine; its inspector answers in JSON, read here into the same shape.
 """
@@ -42,7 +47,8 @@ Kind = Literal["plan", "inspector", "unknown"]
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product of an engine: the ONNX `nodes` it computes, its `operands`' types and its `result`'s (`fp8`, `bf16`, …).
+    """One matrix product of an engine: the ONNX `nodes` it computes, its `operands`' types and its `result`'s (`fp8`,
+    `bf16`, …).
 
     `layers`: every ONNX node that went into it, the DequantizeLinears behind its operands included.
     """
@@ -64,7 +70,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that is no plain product: the ONNX nodes fused in it (`layers`), and the types of what it reads and writes, in its own order."""
+    """A kernel that is no plain product: the ONNX nodes fused in it (`layers`), and the types of what it reads and
+    writes, in its own order.
+    """
 
     name: str
     layers: tuple[str, ...]
@@ -74,7 +82,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Plan:
-    """The matrix products of an engine by optimization profile, who told (`kind`), the kernels around them, and the `targets` that its programs name (sm89)."""
+    """The matrix products of an engine by optimization profile, who told (`kind`), the kernels around them, and the
+    `targets` that its programs name (sm89).
+    """
 
     profiles: Mapping[Profile, tuple[Product, ...]]
     kind: Kind = "plan"
@@ -90,8 +100,9 @@ class Plan:
 class Evidence:
     """What an engine makes of the promised products.
 
-    `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: every other promised module, and what ran instead. `narrow`: those of `fp8`
-    whose product answers, unscaled, in less than FP32. `unknown` is said when the engine does not read, misses a profile or has more, or names no promised product at all.
+    `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: every other promised module, and what
+    ran instead. `narrow`: those of `fp8` whose product answers, unscaled, in less than FP32. `unknown` is said when the
+    engine does not read, misses a profile or has more, or names no promised product at all.
     """
 
     kind: Kind
@@ -100,11 +111,17 @@ class Evidence:
     narrow: frozenset[str] = frozenset()
 
 
-# A program: the run of text after its header's first line. Names may hold any UTF-8, so only control characters end it (0x1F separates ONNX layers).
+# A program: the run of text after its header's first line. Names may hold any UTF-8, so only control characters end it
+# (0x1F separates ONNX layers).
 _PROGRAM = re.compile(rb"header \{\n  version = \d[\t\n\x1f\x20-\x7e\x80-\xff]*")
 _TENSOR = re.compile(rb'^  (?:sub_)?tensor=\{[^\n]*? name="([^"\n]*)"[^\n]*? type=(\w+) \}$', re.MULTILINE)
-_PRODUCT = re.compile(rb'^  fully_connected=\{ name="([^"\n]*)" output=\{([^\n]*?)\} input=\{([^\n]*?)\} [a-z]([^\n]*)', re.MULTILINE)
-_KERNEL = re.compile(rb"^  function=\{ name=(\S+) [^\n]*? input_args=\{([^\n]*?)\} [^\n]*?output_args=\{([^\n]*?)\} ([^\n]*)", re.MULTILINE)
+_PRODUCT = re.compile(
+    rb'^  fully_connected=\{ name="([^"\n]*)" output=\{([^\n]*?)\} input=\{([^\n]*?)\} [a-z]([^\n]*)', re.MULTILINE
+)
+_KERNEL = re.compile(
+    rb"^  function=\{ name=(\S+) [^\n]*? input_args=\{([^\n]*?)\} [^\n]*?output_args=\{([^\n]*?)\} ([^\n]*)",
+    re.MULTILINE,
+)
 # What a program runs on; that of a single kernel may say `*`, any.
 _TARGET = re.compile(rb"^  accelerators=\{([^\n}]*)\}$", re.MULTILINE)
 _LAYERS = re.compile(rb' layers="([^"\n]*)"')
@@ -115,7 +132,8 @@ _NODE = re.compile(r"(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?")
 def read_plan(plan: bytes | bytearray | memoryview) -> Plan | None:
     """Read the matrix products out of a serialized TensorRT-RTX engine; None when it holds none that read.
 
-    `plan`: the whole engine, bytes or a mapping of the file; it is searched in place (3 GB/s), and only its programs are copied, one at a time.
+    `plan`: the whole engine, bytes or a mapping of the file; it is searched in place (3 GB/s), and only its programs
+    are copied, one at a time.
     """
     found: dict[Profile, list[Product]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
@@ -129,11 +147,21 @@ def read_plan(plan: bytes | bytearray | memoryview) -> Plan | None:
         if products:  # a program of one profile; those of single kernels repeat what it says
             kernels.setdefault(products[0][0], []).extend(_kernels(program.group(), types))
     told = {profile: tuple(found[profile]) for profile in sorted(found)}
-    return Plan(told, kernels={profile: tuple(made) for profile, made in kernels.items()}, targets=frozenset(targets - {"*"})) if found else None
+    return (
+        Plan(
+            told,
+            kernels={profile: tuple(made) for profile, made in kernels.items()},
+            targets=frozenset(targets - {"*"}),
+        )
+        if found
+        else None
+    )
 
 
 def doubt(data: bytes | bytearray | memoryview, plan: Plan, target: str) -> str | None:
-    """Why a TensorRT-RTX engine is not what its text says, or not for `target`: the file is not as long as it states (8 bytes from 16), or its programs name another."""
+    """Why a TensorRT-RTX engine is not what its text says, or not for `target`: the file is not as long as it states (8
+    bytes from 16), or its programs name another.
+    """
     stated = int.from_bytes(memoryview(data).cast("B")[16:24], "little")
     if stated != len(data):
         return f"it has {len(data)} bytes and states {stated}, so it is cut off or of another format"
@@ -153,7 +181,9 @@ def _products(program: bytes, types: Mapping[bytes, str]) -> Iterator[tuple[Prof
 def _kernels(program: bytes, types: Mapping[bytes, str]) -> Iterator[Kernel]:
     for statement in _KERNEL.finditer(program):
         name, inputs, outputs, rest = (statement.group(i) for i in (1, 2, 3, 4))
-        yield Kernel(name.decode(errors="replace"), _layers(rest), tuple(_types(inputs, types)), tuple(_types(outputs, types)))
+        yield Kernel(
+            name.decode(errors="replace"), _layers(rest), tuple(_types(inputs, types)), tuple(_types(outputs, types))
+        )
 
 
 def _types(names: bytes, types: Mapping[bytes, str]) -> list[str]:
@@ -179,11 +209,14 @@ def _named(labels: Iterable[str], operands: list[str], result: str, layers: tupl
 
 
 def read_inspector(information: str) -> Plan | None:
-    """Read the matrix products out of an engine inspector's JSON (`get_engine_information`, built with detailed profiling verbosity).
+    """Read the matrix products out of an engine inspector's JSON (`get_engine_information`, built with detailed
+    profiling verbosity).
 
-    Written from NVIDIA's documentation of TensorRT 10 and 11, never run on an engine: each of `Layers` has a `Name`, a `LayerType`, its ONNX nodes in
-    `Metadata`, and `Inputs` and `Outputs` with a `Format/Datatype` (10) or a `DataType` (11). Only layers that call themselves matrix products count,
-    and what does not read leaves None, so the worst that can come of a surprise is "unknown".
+    Written from NVIDIA's documentation of TensorRT 10 and 11, never run on an engine: each of `Layers` has a `Name`, a
+    `LayerType`, its ONNX nodes in
+    `Metadata`, and `Inputs` and `Outputs` with a `Format/Datatype` (10) or a `DataType` (11). Only layers that call
+    themselves matrix products count, and what does not read leaves None, so the worst that can come of a surprise is
+    "unknown".
     """
     try:
         layers = [layer for layer in json.loads(information)["Layers"] if isinstance(layer, dict)]
@@ -202,7 +235,9 @@ def read_inspector(information: str) -> Plan | None:
         if _IS_PRODUCT.search(str(layer.get("LayerType"))) and nodes and len(operands) >= 2 and len(results) == 1:
             found.setdefault(profile, []).append(Product(nodes, (operands[0], operands[1]), results[0], nodes))
         else:
-            kernels.setdefault(profile, []).append(Kernel(str(layer.get("Name")), nodes, tuple(operands), tuple(results)))
+            kernels.setdefault(profile, []).append(
+                Kernel(str(layer.get("Name")), nodes, tuple(operands), tuple(results))
+            )
     told = {profile: tuple(found[profile]) for profile in sorted(found)}
     return Plan(told, "inspector", {profile: tuple(made) for profile, made in kernels.items()}) if found else None
 
@@ -219,26 +254,38 @@ def _inspected_type(tensor: Mapping[str, object]) -> str:
 
 
 def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) -> Evidence:
-    """Hold a plan against the promise: which modules' products take FP8 on both sides in every one of `profiles` profiles.
+    """Hold a plan against the promise: which modules' products take FP8 on both sides in every one of `profiles`
+    profiles.
 
     `promised`: name of the product's ONNX node -> module. A product that a profile does not show counts as wide.
     """
     if plan is None:
         return Evidence("unknown", wide=dict.fromkeys(promised.values(), "the engine does not read"))
     if missing := [profile for profile in range(profiles) if profile not in plan.profiles]:
-        return Evidence("unknown", wide=dict.fromkeys(promised.values(), f"the engine shows no product of profile {missing[0]}"))
+        return Evidence(
+            "unknown", wide=dict.fromkeys(promised.values(), f"the engine shows no product of profile {missing[0]}")
+        )
     if more := [profile for profile in plan.profiles if profile not in range(profiles)]:
-        return Evidence("unknown", wide=dict.fromkeys(promised.values(), f"the engine shows products of profile {more[0]}, and {profiles} are expected"))
+        return Evidence(
+            "unknown",
+            wide=dict.fromkeys(
+                promised.values(), f"the engine shows products of profile {more[0]}, and {profiles} are expected"
+            ),
+        )
     shown = {module: [plan.products(node, profile) for profile in range(profiles)] for node, module in promised.items()}
     wide = {module: reason for module, products in shown.items() if (reason := _why_wide(products))}
     fp8 = frozenset(shown.keys() - wide.keys())
-    narrow = frozenset(module for module in fp8 for products in shown[module] for product in products if product.result != "fp32")
+    narrow = frozenset(
+        module for module in fp8 for products in shown[module] for product in products if product.result != "fp32"
+    )
     known = any(any(products) for products in shown.values())
     return Evidence(plan.kind if known else "unknown", fp8, wide, narrow)
 
 
 def modules_by_types(plan: Plan) -> dict[str, int]:
-    """How many modules' products are of which types, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs between profiles is joined by `and`."""
+    """How many modules' products are of which types, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs
+    between profiles is joined by `and`.
+    """
     shown: dict[str, set[str]] = {}
     for product in (product for products in plan.profiles.values() for product in products):
         for node in product.nodes:
@@ -248,7 +295,7 @@ def modules_by_types(plan: Plan) -> dict[str, int]:
 
 
 def _why_wide(products: list[list[Product]]) -> str | None:
-    """Why a product, given as the engine has it in each profile, is not FP8 on both sides everywhere; None when it is."""
+    """Why a product, given as it is in each profile, is not FP8 on both sides everywhere; None when it is."""
     for profile, shown in enumerate(products):
         if not shown:
             return f"the engine shows no such product in profile {profile}"

@@ -1,10 +1,12 @@
 """Optimization profiles: which sizes of batch, seq and capacity an engine is built for.
 
-Two of them. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row: with seq exactly 1 the compiler chooses its
-matrix-vector attention (`_gemv_mha_v1`), which it does not when seq may be 2. A capacity of 0, the prompt alone, is an empty tensor: TensorRT-RTX takes 0 as
-minimum and as optimum and generates the same kernels for decode as from 1 up, so both profiles begin there.
+Two of them. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row: with seq
+exactly 1 the compiler chooses its matrix-vector attention (`_gemv_mha_v1`), which it does not when seq may be 2. A
+capacity of 0, the prompt alone, is an empty tensor: TensorRT-RTX takes 0 as minimum and as optimum and generates the
+same kernels for decode as from 1 up, so both profiles begin there.
 
-An input's shapes follow from the names its dimensions have in the graph (`batch`, `seq`, `capacity`, `capacity + seq`), so no input is known by name here.
+An input's shapes follow from the names its dimensions have in the graph (`batch`, `seq`, `capacity`, `capacity + seq`),
+so no input is known by name here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +29,17 @@ class Profile(Strict):
     capacity: Range = Field(description="slots of the past")
 
     def shapes(self, tensor: str, dimensions: Sequence[int | str]) -> tuple[Shape, Shape, Shape]:
-        """Least, most likely and greatest shape of an input whose dimensions are sizes or names, sums of names included.
+        """Least, most likely and greatest shape of an input whose dimensions are sizes or names, sums of names
+        included.
 
         Raises InputError for a dimension that is none of them.
         """
-        least, likely, most = ({"batch": self.batch[i], "seq": self.seq[i], "capacity": self.capacity[i]} for i in range(3))
-        return tuple(tuple(_size(tensor, dimension, sizes) for dimension in dimensions) for sizes in (least, likely, most))  # type: ignore[return-value]
+        least, likely, most = (
+            {"batch": self.batch[i], "seq": self.seq[i], "capacity": self.capacity[i]} for i in range(3)
+        )
+        return tuple(
+            tuple(_size(tensor, dimension, sizes) for dimension in dimensions) for sizes in (least, likely, most)
+        )  # type: ignore[return-value]
 
 
 def _size(tensor: str, dimension: int | str, sizes: Mapping[str, int]) -> int:
@@ -41,21 +48,36 @@ def _size(tensor: str, dimension: int | str, sizes: Mapping[str, int]) -> int:
     words = dimension.replace(" ", "").split("+")
     if unknown := [word for word in words if word not in sizes and not word.isdecimal()]:
         what = f"{unknown[0]} is none of {', '.join(sizes)}" if unknown[0] else "it has no name"
-        raise InputError(f"{tensor}: its dimension {dimension!r} has no range ({what}); export the graph with `fp8q export`")
+        raise InputError(
+            f"{tensor}: its dimension {dimension!r} has no range ({what}); export the graph with `fp8q export`"
+        )
     return sum(sizes[word] if word in sizes else int(word) for word in words)
 
 
 def profiles(
-    max_batch: int, max_seq_len: int, max_prompt: int | None = None, opt_batch: int | None = None, opt_seq_len: int | None = None
+    max_batch: int,
+    max_seq_len: int,
+    max_prompt: int | None = None,
+    opt_batch: int | None = None,
+    opt_seq_len: int | None = None,
 ) -> tuple[Profile, ...]:
-    """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens, of which one step takes up to `max_prompt` (None: all).
+    """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens, of which one step takes up to
+    `max_prompt` (None: all).
 
-    Most likely, and so what kernels are chosen for: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a quarter of the length), nothing before
-    them; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len` (None: the whole length).
+    Most likely, and so what kernels are chosen for: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a
+    quarter of the length), nothing before them; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len`
+    (None: the whole length).
     """
     longest = max_prompt or max_seq_len
     prompt = min(opt_seq_len or max(1, max_seq_len // 4), longest)
     return (
-        Profile(name="prefill", batch=(1, opt_batch or 1, max_batch), seq=(1, prompt, longest), capacity=(0, 0, max_seq_len)),
-        Profile(name="decode", batch=(1, opt_batch or max_batch, max_batch), seq=(1, 1, 1), capacity=(0, opt_seq_len or max_seq_len, max_seq_len)),
+        Profile(
+            name="prefill", batch=(1, opt_batch or 1, max_batch), seq=(1, prompt, longest), capacity=(0, 0, max_seq_len)
+        ),
+        Profile(
+            name="decode",
+            batch=(1, opt_batch or max_batch, max_batch),
+            seq=(1, 1, 1),
+            capacity=(0, opt_seq_len or max_seq_len, max_seq_len),
+        ),
     )

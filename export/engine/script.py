@@ -1,7 +1,9 @@
-"""`engines/<target>.sh`: the command of NVIDIA's own tool that builds and times the same engine, for who would rather trust that, or needs its timings.
+"""`engines/<target>.sh`: the command of NVIDIA's own tool that builds and times the same engine, for who would rather
+trust that, or needs its timings.
 
-`trtexec` comes with TensorRT and `tensorrt_rtx` with TensorRT-RTX's SDK (not with its Python package), with the same options but for the target. Options are
-taken from their documentation and the tool's source (samples/common/sampleOptions.cpp); the script has not run against either yet.
+`trtexec` comes with TensorRT and `tensorrt_rtx` with TensorRT-RTX's SDK (not with its Python package), with the same
+options but for the target. Options are taken from their documentation and the tool's source
+(samples/common/sampleOptions.cpp); the script has not run against either yet.
 """
 
 import math
@@ -22,15 +24,18 @@ from .targets import TITLES
 TOOLS = {"tensorrt": "trtexec", "tensorrt-rtx": "tensorrt_rtx"}
 #: From this version of TensorRT on, every network is strongly typed.
 ALWAYS_TYPED = 11
-#: Inputs that trtexec must not fill itself, by the bytes of a value: noise would be no token, and FP8 it cannot fill at all (sampleInference.cpp asserts).
+#: Inputs that trtexec must not fill itself, by the bytes of a value: noise would be no token, and FP8 it cannot fill at
+#: all (sampleInference.cpp asserts).
 LOADED: dict[int, int] = {TensorProto.INT64: 8, TensorProto.FLOAT8E4M3FN: 1}
 #: The input whose every slot is 1; all others that are loaded are 0.
 FILLED = "attention_mask"
 
 _HEAD = """\
 #!/usr/bin/env bash
-# Builds with NVIDIA's {tool} what `fp8q build-engine` built for {target} with {title} {version}: the same graph, profiles and types; then times both profiles at their
-# likely sizes: `bash {target}.sh [ENGINE]`, the engine beside this script unless given. {tool} is looked for on PATH, or given as TOOL=/path/to/{tool}. What the engine runs: `fp8q engine RUN --target {target} --plan ENGINE`.
+# Builds with NVIDIA's {tool} what `fp8q build-engine` built for {target} with {title} {version}:
+# the same graph, profiles and types; then times both profiles at their likely sizes: `bash {target}.sh [ENGINE]`,
+# the engine beside this script unless given. {tool} is looked for on PATH, or given as TOOL=/path/to/{tool}.
+# What the engine runs: `fp8q engine RUN --target {target} --plan ENGINE`.
 set -euo pipefail
 CALLER=$PWD
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
@@ -42,8 +47,11 @@ trap 'rm -rf "$INPUTS"' EXIT
 """
 
 
-def write_script(path: Path, onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path | None = None) -> None:
-    """Write the script that builds and times the engine `info` of a graph; `workspace` in MiB, None: the tool's own limit.
+def write_script(
+    path: Path, onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path | None = None
+) -> None:
+    """Write the script that builds and times the engine `info` of a graph; `workspace` in MiB, None: the tool's own
+    limit.
 
     `directory`: where the script will lie, when it is written elsewhere first.
     """
@@ -54,16 +62,34 @@ def write_script(path: Path, onnx_file: Path, info: EngineInfo, workspace: int |
 def script(onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path) -> str:
     """The script's text; the graph is named relative to its `directory`, as `../model/model.onnx`."""
     inputs = load_graph(onnx_file).inputs
-    dimensions = {name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for name, value in inputs.items()}
+    dimensions = {
+        name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for name, value in inputs.items()
+    }
     kinds = {name: value.type.tensor_type.elem_type for name, value in inputs.items()}
     loaded = {name: LOADED[kind] for name, kind in kinds.items() if kind in LOADED}
     tool, graph = TOOLS[info.runtime], os.path.relpath(onnx_file, directory)
-    build = [f"--onnx={graph}", '--saveEngine="$ENGINE"', "--skipInference", *_flags(info, workspace), *_build(info.profiles, dimensions)]
-    parts = [_HEAD.format(tool=tool, target=info.target, title=TITLES[info.runtime], version=info.version), _command(build)]
+    build = [
+        f"--onnx={graph}",
+        '--saveEngine="$ENGINE"',
+        "--skipInference",
+        *_flags(info, workspace),
+        *_build(info.profiles, dimensions),
+    ]
+    parts = [
+        _HEAD.format(tool=tool, target=info.target, title=TITLES[info.runtime], version=info.version),
+        _command(build),
+    ]
     for index, profile in enumerate(info.profiles):
         shapes = {name: profile.shapes(name, sizes)[1] for name, sizes in dimensions.items()}
         files = ",".join(f'{name}:"$INPUTS/{name}"' for name in loaded)
-        run = [f"--useProfile={index}", f"--shapes={_shapes(shapes)}", f"--loadInputs={files}", "--noDataTransfers", "--useSpinWait"]
+        run = [
+            f"--useProfile={index}",
+            f"--shapes={_shapes(shapes)}",
+            f"--loadInputs={files}",
+            "--noDataTransfers",
+            "--useSpinWait",
+        ]
         parts += [
             f"\n# {profile.name}\n",
             *(_fill(name, math.prod(shapes[name]), size) for name, size in loaded.items()),
@@ -84,8 +110,13 @@ def _flags(info: EngineInfo, workspace: int | None) -> list[str]:
 def _build(profiles: Sequence[Profile], dimensions: Mapping[str, Sequence[int | str]]) -> list[str]:
     options = []
     for index, profile in enumerate(profiles):
-        shapes = [{name: profile.shapes(name, sizes)[which] for name, sizes in dimensions.items()} for which in range(3)]
-        options += [f"--profile={index}", *(f"--{kind}Shapes={_shapes(sizes)}" for kind, sizes in zip(("min", "opt", "max"), shapes, strict=True))]
+        shapes = [
+            {name: profile.shapes(name, sizes)[which] for name, sizes in dimensions.items()} for which in range(3)
+        ]
+        options += [
+            f"--profile={index}",
+            *(f"--{kind}Shapes={_shapes(sizes)}" for kind, sizes in zip(("min", "opt", "max"), shapes, strict=True)),
+        ]
     return options
 
 
@@ -94,7 +125,9 @@ def _shapes(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def _fill(name: str, count: int, size: int) -> str:
-    """A file of `count` values of `size` bytes: ones for the mask, else zeros. trtexec gives an empty tensor one byte, and wants a file of that."""
+    """A file of `count` values of `size` bytes: ones for the mask, else zeros. trtexec gives an empty tensor one byte,
+    and wants a file of that.
+    """
     if name == FILLED:
         return f"printf '\\001\\0\\0\\0\\0\\0\\0\\0%.0s' $(seq {count}) > \"$INPUTS/{name}\"\n"
     return f'head -c {max(1, size * count)} /dev/zero > "$INPUTS/{name}"\n'

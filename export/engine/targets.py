@@ -1,7 +1,9 @@
-"""Which runtime builds, and for which GPUs: TensorRT for the one it finds, TensorRT-RTX ahead of time for the ones it knows.
+"""Which runtime builds, and for which GPUs: TensorRT for the one it finds, TensorRT-RTX ahead of time for the ones it
+knows.
 
-A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9): for what is older the builder fails after all the work
-("the model contains HW-specific datatypes"), so it is refused before any. Nothing here imports a runtime.
+A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9): for what is older the
+builder fails after all the work ("the model contains HW-specific datatypes"), so it is refused before any. Nothing here
+imports a runtime.
 """
 
 import ctypes
@@ -40,7 +42,10 @@ def can_do_fp8(target: str) -> bool:
 
 
 def gpu_target() -> str | None:
-    """The first GPU the driver shows, as a target; None where there is no driver or no GPU. Asks the driver itself, so CUDA_VISIBLE_DEVICES counts."""
+    """The first GPU the driver shows, as a target; None where there is no driver or no GPU.
+
+    Asks the driver itself, so CUDA_VISIBLE_DEVICES counts.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -55,8 +60,11 @@ def gpu_target() -> str | None:
     return f"sm{major.value}{minor.value}" if found else None
 
 
-def choose_runtime(asked: Runtime | Literal["auto"], targets: tuple[str, ...], installed: tuple[Runtime, ...], gpu: str | None) -> Runtime:
-    """The runtime to build with: the one asked for, or for `auto` TensorRT where its GPU is here and meant, else TensorRT-RTX.
+def choose_runtime(
+    asked: Runtime | Literal["auto"], targets: tuple[str, ...], installed: tuple[Runtime, ...], gpu: str | None
+) -> Runtime:
+    """The runtime to build with: the one asked for, or for `auto` TensorRT where its GPU is here and meant, else
+    TensorRT-RTX.
 
     Raises BackendError, naming the extra to install, when it is not installed.
     """
@@ -68,7 +76,9 @@ def choose_runtime(asked: Runtime | Literal["auto"], targets: tuple[str, ...], i
         runtime = "tensorrt-rtx"
     if runtime in installed:
         return runtime
-    raise BackendError(f"{TITLES[runtime]} is not installed and this command needs it; install it with `pip install 'fp8q[{runtime}]'`")
+    raise BackendError(
+        f"{TITLES[runtime]} is not installed and this command needs it; install it with `pip install 'fp8q[{runtime}]'`"
+    )
 
 
 def default_targets(runtime: Runtime, gpu: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -77,7 +87,10 @@ def default_targets(runtime: Runtime, gpu: str | None, known: tuple[str, ...]) -
     Raises BackendError when TensorRT, which builds on the GPU, finds none.
     """
     if runtime == "tensorrt" and gpu is None:
-        raise BackendError("TensorRT builds on the GPU that will run the engine, and there is none here; --runtime tensorrt-rtx builds ahead of time")
+        raise BackendError(
+            "TensorRT builds on the GPU that will run the engine, and there is none here; --runtime tensorrt-rtx "
+            "builds ahead of time"
+        )
     if gpu is not None and (runtime == "tensorrt" or (gpu in known and can_do_fp8(gpu))):
         return (gpu,)
     return AHEAD_OF_TIME
@@ -86,7 +99,10 @@ def default_targets(runtime: Runtime, gpu: str | None, known: tuple[str, ...]) -
 def check_capability(target: str) -> None:
     """Raise InputError for a GPU that is too old for FP8; needs no runtime."""
     if capability(target) is not None and not can_do_fp8(target):
-        raise InputError(f"--target {target}: cannot do FP8, whose tensor cores begin with sm{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}; choose a newer one")
+        raise InputError(
+            f"--target {target}: cannot do FP8, whose tensor cores begin with "
+            f"sm{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}; choose a newer one"
+        )
 
 
 def check_target(target: str, runtime: Runtime, known: tuple[str, ...]) -> None:

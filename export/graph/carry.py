@@ -1,8 +1,9 @@
 """Keep the graphs when only numbers change: scales chosen again leave names, shapes, types and offsets as they were.
 
-A graph holds no scale and no code, it points at them in the safetensors beside it, each scale at its own (`passes.simplify` merges none). Tracing takes a
-minute, so the graphs go over from the old checkpoint to the new one as long as everything they were made from is the same: config.json with its
-quantization scheme, and the header of every shard (each tensor's name, type, shape and offset). They are linted against the new scales as every graph is.
+A graph holds no scale and no code, it points at them in the safetensors beside it, each scale at its own
+(`passes.simplify` merges none). Tracing takes a minute, so the graphs go over from the old checkpoint to the new one as
+long as everything they were made from is the same: config.json with its quantization scheme, and the header of every
+shard (each tensor's name, type, shape and offset). They are linted against the new scales as every graph is.
 """
 
 import shutil
@@ -20,7 +21,9 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
 
 def _layout(checkpoint: Path) -> dict[str, bytes]:
     """config.json and the shards' headers, by file name."""
-    return {"config.json": (checkpoint / "config.json").read_bytes()} | {shard.name: _header(shard) for shard in sorted(checkpoint.glob("*.safetensors"))}
+    return {"config.json": (checkpoint / "config.json").read_bytes()} | {
+        shard.name: _header(shard) for shard in sorted(checkpoint.glob("*.safetensors"))
+    }
 
 
 def _header(shard: Path) -> bytes:

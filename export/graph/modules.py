@@ -1,8 +1,9 @@
 """A Hugging Face decoder as one plain ONNX graph (standard operators only), its weights left where they are.
 
-The model is built on the meta device, so memory does not grow with the weights, and traced by `torch.onnx.export(dynamo=True)`. Three
-things are put in place of the originals: linear layers on FP8 codes, an attention that makes its own mask from positions, and a cache whose
-past is a buffer of fixed capacity (slot j holds position j) and whose new keys and values leave the graph alone. The padding of a batch goes to the
+The model is built on the meta device, so memory does not grow with the weights, and traced by
+`torch.onnx.export(dynamo=True)`. Three things are put in place of the originals: linear layers on FP8 codes, an
+attention that makes its own mask from positions, and a cache whose past is a buffer of fixed capacity (slot j holds
+position j) and whose new keys and values leave the graph alone. The padding of a batch goes to the
 right: a padded token continues the positions, is masked, and what it writes is overwritten.
 """
 
@@ -26,9 +27,11 @@ ATTENTION = "fp8q"
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the cache that are codes, of `kv`.
+    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the
+    cache that are codes, of `kv`.
 
-    `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all else computes in.
+    `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all
+    else computes in.
     `attention`: whether its products take codes too.
     """
 
@@ -58,14 +61,18 @@ class QuantizedInput(nn.Module):
 
 
 class GraphLinear(nn.Module):
-    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a bias. A Conv1D's weight needs no Transpose."""
+    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a
+    bias. A Conv1D's weight needs no Transpose.
+    """
 
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
         """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_axis(linear)
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
-        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta"))
+        self.register_buffer(
+            "weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta")
+        )
         self.bias = linear.bias
         self.quantized = [quantized]  # in a list, so that only the first registers it
         if first:
@@ -82,7 +89,9 @@ class GraphLinear(nn.Module):
 
 
 class QuantizedCache(nn.Module):
-    """Keys (or values) of one layer as codes: the past is dequantized, the new ones are quantized once and leave as codes."""
+    """Keys (or values) of one layer as codes: the past is dequantized, the new ones are quantized once and leave as
+    codes.
+    """
 
     def __init__(self, plan: GraphPlan):
         super().__init__()
@@ -92,14 +101,18 @@ class QuantizedCache(nn.Module):
     scale: torch.Tensor
 
     def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as values, and the new codes."""
+        """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as
+        values, and the new codes.
+        """
         codes = operators.quantize(new, self.scale, CODE)
         values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
         return torch.cat(values, dim=-2), codes
 
 
 def cache_shape(text: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and head size of the cache, of keys as of values and in every layer, by the configuration of the text model."""
+    """KV heads and head size of the cache, of keys as of values and in every layer, by the configuration of the text
+    model.
+    """
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
@@ -121,9 +134,13 @@ class GraphLayer(DynamicLayer):
         self.past = past
         self.new: tuple[torch.Tensor, ...] = ()
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take keys and values [batch, heads, seq, size]; return the past's and theirs."""
-        pairs = [part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)]
+        pairs = [
+            part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)
+        ]
         self.new = tuple(stored for _, stored in pairs)
         return pairs[0][0], pairs[1][0]
 
@@ -137,17 +154,26 @@ class Graph(nn.Module):
         self.attention = attention_modules(model)
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, ...]:
         """Logits [batch, seq, vocabulary], then this step's keys and values of every layer."""
         capacity = past[0][0].shape[2]
         slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
         keys = torch.cat([slots, position_ids], dim=1)
         cache = DynamicCache()
-        layers = [GraphLayer(self.model.get_submodule(self.attention[i]), pair) for i, pair in zip(sorted(self.attention), past, strict=True)]
+        layers = [
+            GraphLayer(self.model.get_submodule(self.attention[i]), pair)
+            for i, pair in zip(sorted(self.attention), past, strict=True)
+        ]
         cache.layers = [*layers]
         with attending(position_ids, keys, attention_mask):
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
+            logits = self.model(
+                input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True
+            ).logits
         return (logits, *(new for layer in layers for new in layer.new))
 
 
@@ -156,7 +182,9 @@ _mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
 @contextmanager
 def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -> Iterator[None]:
-    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are there."""
+    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are
+    there.
+    """
     _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0))
     try:
         yield
@@ -165,10 +193,17 @@ def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -
 
 
 def attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object, scaling: float | None = None,
-    sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not by slot.
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
+    by slot.
 
     Where TensorRT has no fused kernel, as plain products and a softmax.
     """
@@ -182,16 +217,22 @@ def attention(
     elif not has_fused_kernel(*query.shape[1::2]):
         output = plain_attention(query, key, value, allowed, scale)
     else:
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
     return output.transpose(1, 2).contiguous(), None
 
 
 def has_fused_kernel(heads: int, size: int) -> bool:
-    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for single tokens (found by building)."""
+    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
+    single tokens (found by building).
+    """
     return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
 
 
-def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
@@ -209,26 +250,42 @@ class MatMul(nn.Module):
 
 
 class QuantizedAttention(nn.Module):
-    """Attention as two products of codes and a softmax in FP32. Query heads that share a key head are one matrix, so that nothing is repeated."""
+    """Attention as two products of codes and a softmax in FP32.
+
+    Query heads that share a key head are one matrix, so that nothing is repeated.
+    """
 
     def __init__(self, plan: GraphPlan):
         super().__init__()
         self.q, self.k, self.v, self.p = (QuantizedInput(plan) for _ in "qkvp")
         self.scores, self.values = MatMul(), MatMul()
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float) -> torch.Tensor:
-        """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1, seq, length]."""
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1,
+        seq, length].
+        """
         batch, heads, seq, size = query.shape
         kv_heads, length = key.shape[1:3]
         grouped = query.reshape(batch, kv_heads, heads // kv_heads * seq, size)
-        scores = self.scores(self.q(grouped), self.k(key).transpose(-1, -2)).float().reshape(batch, heads, seq, length) * scale
-        weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1).reshape((*grouped.shape[:3], length))
+        scores = (
+            self.scores(self.q(grouped), self.k(key).transpose(-1, -2)).float().reshape(batch, heads, seq, length)
+            * scale
+        )
+        weights = (
+            scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
+            .softmax(-1)
+            .reshape((*grouped.shape[:3], length))
+        )
         output: torch.Tensor = self.values(self.p(weights), self.v(value)).reshape(query.shape)
         return output
 
 
 def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
-    """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in place)."""
+    """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in
+    place).
+    """
     AttentionInterface.register(ATTENTION, attention)
     model.set_attn_implementation(ATTENTION)
     layers: dict[str, nn.Module] = {}

@@ -1,7 +1,8 @@
 """Quantization as torch operators, so that an exported graph says QuantizeLinear and DequantizeLinear and nothing else.
 
-Each has a kernel (the reference's arithmetic) and a shape function; `translations` gives their ONNX form for torch's exporter. Scales
-are FP32 and the output type is stated: with scales in a narrower type TensorRT multiplies by a rounded reciprocal (docs/decisions).
+Each has a kernel (the reference's arithmetic) and a shape function; `translations` gives their ONNX form for torch's
+exporter. Scales are FP32 and the output type is stated: with scales in a narrower type TensorRT multiplies by a rounded
+reciprocal (docs/decisions).
 """
 
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """The ONNX form of both operators, for `torch.onnx.export(custom_translation_table=…)`."""
     from onnxscript import opset23 as op
 
-    def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]  # traced by onnxscript, whose values have no public type
+    # traced by onnxscript, whose values have no public type
+    def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, output_dtype=int(code))
 
     def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]

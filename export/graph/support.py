@@ -1,7 +1,9 @@
-"""Which architectures can be exported, told before any work: the graph's attention and cache must be able to take the place of the model's own.
+"""Which architectures can be exported, told before any work: the graph's attention and cache must be able to take the
+place of the model's own.
 
-Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks at what it is handed. transformers makes no
-mask for an attention it does not know, and the graph's own is causal: so a mask that arrives all the same was computed by the model, and would be lost.
+Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks
+at what it is handed. transformers makes no mask for an attention it does not know, and the graph's own is causal: so a
+mask that arrives all the same was computed by the model, and would be lost.
 """
 
 import inspect
@@ -26,21 +28,34 @@ if TYPE_CHECKING:
     from ...calibrate.model.source import Source
 
 LOOKING = "fp8q_looking"
-#: Keywords of an attention that the graph's honours (the first two), or that change nothing in it. `dropout` is 0 in a model that evaluates.
+#: Keywords of an attention that the graph's honours (the first two), or that change nothing in it. `dropout` is 0 in a
+#: model that evaluates.
 KEYWORDS = {
-    "scaling", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-}  # fmt: skip
+    "scaling",
+    "sliding_window",
+    "dropout",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+}
 #: Model types whose graph is right, and at which TensorRT-RTX 1.7.1's builder ends in a segmentation fault.
 CRASHING = {"diffllama"}
 
 
 def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
-    """What of `model` (the meta device will do) cannot be done, to follow the architecture's name in a sentence; None where all can.
+    """What of `model` (the meta device will do) cannot be done, to follow the architecture's name in a sentence; None
+    where all can.
 
-    1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers' interface, where the graph's takes
-    its place. 3. Positions that are counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph
-    at which the builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the graph's,
-    a cache of other shapes (`seen_in_a_pass`). 7. Weights that loading makes of other tensors than those stored: the graph points at these.
+    1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers'
+       interface, where the graph's takes its place. 3. Positions that are counted from the cache, whose length here is
+       its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which the builder crashes. 5.
+       Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the
+       graph's, a cache of other shapes (`seen_in_a_pass`). 7. Weights that loading makes of other tensors than those
+       stored: the graph points at these.
     """
     if getattr(source.text_config, "attn_logit_softcapping", None):
         return "caps its attention logits"
@@ -62,19 +77,30 @@ def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
     tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
     for name, product in matrix_products(model).items():
         if product is not tied and source.stored(f"{name}.weight") not in stored:
-            return f"stores no {name}.weight (transformers makes it of other tensors when it loads them: load it once and save_pretrained it)"
+            return (
+                f"stores no {name}.weight (transformers makes it of other tensors when it loads them: load it once "
+                "and save_pretrained it)"
+            )
     return None
 
 
 @dataclass
 class Looked:
-    """What a forward pass showed: `reasons` against it, and by layer the [heads, size] of the keys and values that it wrote."""
+    """What a forward pass showed: `reasons` against it, and by layer the [heads, size] of the keys and values that it
+    wrote.
+    """
 
     reasons: list[str] = field(default_factory=list)
     shapes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def attention(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object, **kwargs: Any
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Stand in for an attention: nothing is computed, only the shape is right."""
         unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in KEYWORDS)
@@ -83,7 +109,9 @@ class Looked:
         elif getattr(module, "is_causal", True) is False:
             self.reasons.append(f"attends to later tokens too ({type(module).__name__}.is_causal is False)")
         elif unknown:
-            self.reasons.append(f"hands its attention {', '.join(unknown)} ({type(module).__name__}; the graph's would ignore it)")
+            self.reasons.append(
+                f"hands its attention {', '.join(unknown)} ({type(module).__name__}; the graph's would ignore it)"
+            )
         return query.new_empty(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
 
     def cache(self, layers: Mapping[int, str]) -> DynamicCache:
@@ -101,9 +129,11 @@ class Looked:
 
 
 def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: tuple[int, int]) -> str | None:
-    """What two tokens show of `model` that the graph cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it, 4. a cache of another `shape` (heads, size).
+    """What two tokens show of `model` that the graph cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it,
+    4. a cache of another `shape` (heads, size).
 
-    Before these: a forward pass that looks at values (rotary frequencies that depend on the length), which cannot be traced either.
+    Before these: a forward pass that looks at values (rotary frequencies that depend on the length), which cannot be
+    traced either.
     """
     looked = Looked()
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
@@ -120,7 +150,10 @@ def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: t
             return f"writes no cache in {name}"
         for part, found in zip(("keys", "values"), written, strict=True):
             if found != shape:
-                return f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as its config.json has it for all"
+                return (
+                    f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as "
+                    "its config.json has it for all"
+                )
     return None
 
 

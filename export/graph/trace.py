@@ -1,4 +1,5 @@
-"""From a checkpoint in a run to `model.onnx` and `model.fp32.onnx` beside it: the FP8 one, or one that FP8 is compared with.
+"""From a checkpoint in a run to `model.onnx` and `model.fp32.onnx` beside it: the FP8 one, or one that FP8 is compared
+with.
 
 Both are traced from the checkpoint's config.json on the meta device, once for each type: no weight is read, so memory
 does not grow with the model, and the run is all that is needed.
@@ -35,13 +36,21 @@ Dtype = Literal["bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_model(run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, fp8_attention: bool = False) -> list[Path]:
+def export_model(
+    run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, fp8_attention: bool = False
+) -> list[Path]:
     """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32; returns their paths."""
-    return export_graphs(run.model, GraphPlan(promised_groups(record.groups, scales), scales.cache_parts, DTYPES[dtype], attention=fp8_attention), report)
+    return export_graphs(
+        run.model,
+        GraphPlan(promised_groups(record.groups, scales), scales.cache_parts, DTYPES[dtype], attention=fp8_attention),
+        report,
+    )
 
 
 def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
-    """Write both graphs of the weights in `directory` that FP8 is compared with: INT8 products of `groups`, BF16 where there are none."""
+    """Write both graphs of the weights in `directory` that FP8 is compared with: INT8 products of `groups`, BF16 where
+    there are none.
+    """
     return export_graphs(directory, GraphPlan(groups, "", torch.bfloat16, torch.int8), report)
 
 
@@ -76,11 +85,23 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
         try:
             program = torch.export.export(graph, inputs, dynamic_shapes=shapes, strict=False)
             exported = torch.onnx.export(
-                program, (), custom_translation_table=operators.translations(), opset_version=OPSET, optimize=False, dynamo=True, verbose=False
+                program,
+                (),
+                custom_translation_table=operators.translations(),
+                opset_version=OPSET,
+                optimize=False,
+                dynamo=True,
+                verbose=False,
             )
-        except (torch.onnx.errors.OnnxExporterError, torch._dynamo.exc.TorchDynamoException, RuntimeError, TypeError) as error:
+        except (
+            torch.onnx.errors.OnnxExporterError,
+            torch._dynamo.exc.TorchDynamoException,
+            RuntimeError,
+            TypeError,
+        ) as error:
             raise BackendError(
-                f"{config.model_type}: torch {torch.__version__} cannot export this architecture to ONNX ({_first_line(error)}); `model/` is complete, serve it with vLLM or transformers"
+                f"{config.model_type}: torch {torch.__version__} cannot export this architecture to ONNX "
+                f"({_first_line(error)}); `model/` is complete, serve it with vLLM or transformers"
             ) from error
     assert exported is not None, "torch.onnx.export without a file returns its program"
     onnx_model: ir.Model = exported.model
@@ -120,7 +141,10 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Inputs to trace with, on the meta device, and which of their dimensions are dynamic. The sizes differ, so that none are taken for equal."""
+    """Inputs to trace with, on the meta device, and which of their dimensions are dynamic.
+
+    The sizes differ, so that none are taken for equal.
+    """
     batch, seq, capacity = 2, 3, 5
     heads, size = cache_shape(config.get_text_config())
     stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}

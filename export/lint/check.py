@@ -1,7 +1,9 @@
-"""Check a written ONNX file against everything that is known to go wrong between a graph and its engine; no GPU needed, no torch, no weight read.
+"""Check a written ONNX file against everything that is known to go wrong between a graph and its engine; no GPU needed,
+no torch, no weight read.
 
-Any FP8 graph can be checked, others' too. With a promise (which modules run on FP8, and their scales) the graph is also held against `scales.json` and
-against the interface that serving relies on. The rules are in `rules_codes` (F1xx), `rules_products` (F2xx), `rules_graph` (F3xx) and `rules_storage` (F4xx).
+Any FP8 graph can be checked, others' too. With a promise (which modules run on FP8, and their scales) the graph is also
+held against `scales.json` and against the interface that serving relies on. The rules are in `rules_codes` (F1xx),
+`rules_products` (F2xx), `rules_graph` (F3xx) and `rules_storage` (F4xx).
 """
 
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from ...files import read_document
 from ...quantize.scales import AttentionScales
 from ...run import Run
 from .. import names
-from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # they enter their rules
+from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # enter their rules
 from .indexed import Array, Indexed, load_graph
 from .rules import RULES, Finding, Promise, Rule
 
@@ -29,14 +31,19 @@ def lint(
 ) -> list[Finding]:
     """The rules that an ONNX file breaks, in the order of their numbers; an empty list for a good one.
 
-    `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be promised; `weight_scales`:
-    module -> the scales of its weight, float32 [output channels], for as many as are to be compared; `attention`: as `promised_attention` gives it. Raises InputError when there is no such file, or it is no ONNX model.
+    `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be
+    promised; `weight_scales`: module -> the scales of its weight, float32 [output channels], for as many as are to be
+    compared; `attention`: as `promised_attention` gives it. Raises InputError when there is no such file, or it is no
+    ONNX model.
     """
-    return lint_graph(load_graph(onnx_file), None if promised is None else Promise(promised, weight_scales or {}, attention or {}))
+    return lint_graph(
+        load_graph(onnx_file), None if promised is None else Promise(promised, weight_scales or {}, attention or {})
+    )
 
 
 def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
-    """Product of attention -> the scales of its two sides, where `attention.json` says that the run attends on FP8 codes; none where there is no such file.
+    """Product of attention -> the scales of its two sides, where `attention.json` says that the run attends on FP8
+    codes; none where there is no such file.
 
     Raises InputError for a file that does not read, or lacks a scale.
     """
@@ -47,14 +54,20 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
     try:
         for module in (name.removesuffix(".q") for name in stored.tensors if name.endswith(".q")):
             q, k, v = (stored.tensors[f"{module}.{part}"].scale for part in "qkv")
-            promised |= {names.attention_product(module, "scores"): (q, k), names.attention_product(module, "values"): (stored.probabilities, v)}
+            promised |= {
+                names.attention_product(module, "scores"): (q, k),
+                names.attention_product(module, "values"): (stored.probabilities, v),
+            }
     except KeyError as error:
-        raise InputError(f"{run.attention}: has no scale of {error.args[0]}; run `fp8q export --attention fp8` again") from None
+        raise InputError(
+            f"{run.attention}: has no scale of {error.args[0]}; run `fp8q export --attention fp8` again"
+        ) from None
     return promised
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
-    """The rules that a graph breaks, in the order of their numbers; without a promise those for others' graphs, with one those for `fp8q export`'s.
+    """The rules that a graph breaks, in the order of their numbers; without a promise those for others' graphs, with
+    one those for `fp8q export`'s.
 
     Where nodes or tensors are not of their form, that alone is said: no other rule could be held against them.
     """

@@ -1,6 +1,8 @@
-"""An ONNX graph as the rules ask for it: who makes a value, who reads it, which values are FP8 codes, what each matrix product multiplies.
+"""An ONNX graph as the rules ask for it: who makes a value, who reads it, which values are FP8 codes, what each matrix
+product multiplies.
 
-No weight is read. Constants are looked up one at a time, and only scales and zero points are: those may lie in files, at an offset.
+No weight is read. Constants are looked up one at a time, and only scales and zero points are: those may lie in files,
+at an offset.
 """
 
 import math
@@ -25,10 +27,36 @@ Array = npt.NDArray[np.generic]
 #: The FP8 element types of ONNX.
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
 PRODUCTS = ("MatMul", "Gemm", "Conv")
-#: Looked through on the way from a product back to what it multiplies: operators that only move values or change their type, and arithmetic with a constant.
-_MOVING = ("Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "Expand")
+#: Looked through on the way from a product back to what it multiplies: operators that only move values or change their
+#: type, and arithmetic with a constant.
+_MOVING = (
+    "Transpose",
+    "Cast",
+    "Reshape",
+    "Identity",
+    "Squeeze",
+    "Unsqueeze",
+    "Flatten",
+    "Slice",
+    "Split",
+    "Gather",
+    "Expand",
+)
 #: Operators whose result holds the values they are given first, and so FP8 codes where those are.
-_CARRYING = {"Transpose", "Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Slice", "Split", "Gather", "Expand", "TensorScatter"}
+_CARRYING = {
+    "Transpose",
+    "Reshape",
+    "Identity",
+    "Squeeze",
+    "Unsqueeze",
+    "Flatten",
+    "Concat",
+    "Slice",
+    "Split",
+    "Gather",
+    "Expand",
+    "TensorScatter",
+}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 #: Element types narrower than a byte, and their bits.
 _PACKED: dict[int, int] = {
@@ -42,7 +70,8 @@ READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Co
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product: the DequantizeLinear of FP8 codes it comes from (None: it does not), and the operators `between`, from the product back.
+    """One side of a product: the DequantizeLinear of FP8 codes it comes from (None: it does not), and the operators
+    `between`, from the product back.
 
     `other`: a DequantizeLinear of codes that are not FP8 (INT8, say), where it comes from one.
     """
@@ -121,7 +150,11 @@ class Indexed:
     def codes(self) -> Mapping[str, int]:
         """Every value that holds FP8 codes, and their element type; operators that only move data pass them on."""
         found = {name: tensor.data_type for name, tensor in self.initializers.items() if tensor.data_type in FP8_TYPES}
-        found |= {name: value.type.tensor_type.elem_type for name, value in self.inputs.items() if value.type.tensor_type.elem_type in FP8_TYPES}
+        found |= {
+            name: value.type.tensor_type.elem_type
+            for name, value in self.inputs.items()
+            if value.type.tensor_type.elem_type in FP8_TYPES
+        }
         for node in self.nodes:
             kind = self.quantized_type(node) if node.op_type in ("QuantizeLinear", "Cast") else 0
             if node.op_type in _CARRYING and node.input:
@@ -131,7 +164,9 @@ class Indexed:
         return found
 
     def code_type(self, value: str) -> int:
-        """The element type of what a DequantizeLinear reads: stored, an input's, or what a QuantizeLinear makes (UINT8 where it does not say)."""
+        """The element type of what a DequantizeLinear reads: stored, an input's, or what a QuantizeLinear makes (UINT8
+        where it does not say).
+        """
         if value in self.initializers:
             return self.initializers[value].data_type
         if value in self.inputs:
@@ -151,13 +186,18 @@ class Indexed:
         return [
             node
             for node in self.nodes
-            if (node.op_type == "QuantizeLinear" and node.output[0] in self.codes) or (node.op_type == "DequantizeLinear" and node.input[0] in self.codes)
+            if (node.op_type == "QuantizeLinear" and node.output[0] in self.codes)
+            or (node.op_type == "DequantizeLinear" and node.input[0] in self.codes)
         ]
 
     @cached_property
     def products(self) -> list[Product]:
         """Every matrix product of the graph, quantized or not."""
-        return [Product(node, (self.operand(node.input[0]), self.operand(node.input[1]))) for node in self.nodes if node.op_type in PRODUCTS]
+        return [
+            Product(node, (self.operand(node.input[0]), self.operand(node.input[1])))
+            for node in self.nodes
+            if node.op_type in PRODUCTS
+        ]
 
     def operand(self, value: str) -> Operand:
         """Follow one input of a product back to the DequantizeLinear it comes from, if it does."""
@@ -166,7 +206,11 @@ class Indexed:
         while value not in passed and (node := self.producers.get(value)) is not None:
             passed.add(value)
             if node.op_type == "DequantizeLinear":
-                return Operand(node, tuple(between)) if node.input[0] in self.codes else Operand(None, tuple(between), node)
+                return (
+                    Operand(node, tuple(between))
+                    if node.input[0] in self.codes
+                    else Operand(None, tuple(between), node)
+                )
             computed = [name for name in node.input if name and name not in self.initializers]
             if not computed or (node.op_type not in _MOVING and (node.op_type not in _ARITHMETIC or len(computed) > 1)):
                 break
@@ -184,7 +228,9 @@ class Indexed:
         return found
 
     def behind(self, value: str) -> NodeProto | None:
-        """The DequantizeLinear of FP8 codes that alone, or with constants alone, a value is computed from, by any operators but products; None where there is none."""
+        """The DequantizeLinear of FP8 codes that alone, or with constants alone, a value is computed from, by any
+        operators but products; None where there is none.
+        """
         waiting, passed = [value], set[str]()
         while waiting:
             value = waiting.pop()
@@ -200,7 +246,9 @@ class Indexed:
         return None
 
     def module_near(self, name: str) -> str | None:
-        """The module of the named node that is the fewest steps from the node `name`, up or down the graph; None where there is none."""
+        """The module of the named node that is the fewest steps from the node `name`, up or down the graph; None where
+        there is none.
+        """
         waiting = [node for node in self.nodes if node.name == name]
         seen = {node.name for node in waiting}
         while waiting:
@@ -218,7 +266,9 @@ class Indexed:
         return value in self.initializers
 
     def constant(self, value: str) -> Array | None:
-        """The numbers of a small constant (a scale, a zero point), through Cast and Identity; None where it is computed, or its data cannot be read."""
+        """The numbers of a small constant (a scale, a zero point), through Cast and Identity; None where it is
+        computed, or its data cannot be read.
+        """
         if value not in self._constants:
             self._constants[value] = self._read(value)
         return self._constants[value]
@@ -235,7 +285,11 @@ class Indexed:
             value = node.input[0]
         numbers = read_tensor(self.initializers[value], self.directory)
         for kind in reversed(types):
-            numbers = None if numbers is None or kind == TensorProto.STRING else numbers.astype(helper.tensor_dtype_to_np_dtype(kind))
+            numbers = (
+                None
+                if numbers is None or kind == TensorProto.STRING
+                else numbers.astype(helper.tensor_dtype_to_np_dtype(kind))
+            )
         return numbers
 
 
@@ -246,9 +300,18 @@ def constant_of(node: NodeProto) -> TensorProto:
             held: TensorProto = entry.t
             return held
         if entry.name in ("value_float", "value_int"):
-            return helper.make_tensor("", *((TensorProto.FLOAT, [], [entry.f]) if entry.name == "value_float" else (TensorProto.INT64, [], [entry.i])))
+            return helper.make_tensor(
+                "",
+                *(
+                    (TensorProto.FLOAT, [], [entry.f])
+                    if entry.name == "value_float"
+                    else (TensorProto.INT64, [], [entry.i])
+                ),
+            )
         if entry.name in ("value_floats", "value_ints"):
-            kind, values = (TensorProto.FLOAT, entry.floats) if entry.name == "value_floats" else (TensorProto.INT64, entry.ints)
+            kind, values = (
+                (TensorProto.FLOAT, entry.floats) if entry.name == "value_floats" else (TensorProto.INT64, entry.ints)
+            )
             return helper.make_tensor("", kind, [len(values)], values)
     return TensorProto()
 
@@ -267,7 +330,9 @@ def bytes_of(tensor: TensorProto) -> int:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's data lie outside the ONNX file: `location` relative to it, `offset` and `length` in bytes (length None: to the end of the file)."""
+    """Where a tensor's data lie outside the ONNX file: `location` relative to it, `offset` and `length` in bytes
+    (length None: to the end of the file).
+    """
 
     location: str
     offset: int
@@ -275,11 +340,18 @@ class Stored:
 
 
 def stored_at(tensor: TensorProto) -> Stored | None:
-    """Where a tensor's external data lie; None for a tensor inside the ONNX file. Raises ValueError for numbers that are none."""
+    """Where a tensor's external data lie; None for a tensor inside the ONNX file.
+
+    Raises ValueError for numbers that are none.
+    """
     if not uses_external_data(tensor):
         return None
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    return Stored(entries.get("location", ""), int(entries.get("offset", 0)), int(entries["length"]) if "length" in entries else None)
+    return Stored(
+        entries.get("location", ""),
+        int(entries.get("offset", 0)),
+        int(entries["length"]) if "length" in entries else None,
+    )
 
 
 def read_tensor(tensor: TensorProto, directory: Path) -> Array | None:
@@ -300,7 +372,9 @@ def read_tensor(tensor: TensorProto, directory: Path) -> Array | None:
 
 
 def load_graph(path: Path) -> Indexed:
-    """Read an ONNX file, leaving its external data where they are; raises InputError when there is none or it does not read."""
+    """Read an ONNX file, leaving its external data where they are; raises InputError when there is none or it does not
+    read.
+    """
     if path.is_dir():
         raise InputError(f"{path}: is a directory; name the ONNX file in it, such as {path / 'model.onnx'}")
     try:
@@ -319,7 +393,9 @@ def load_graph(path: Path) -> Indexed:
 
 
 def damaged_text(message: Message) -> str | None:
-    """The first field of text, as `graph.node.name`, that holds no UTF-8: protobuf gives out its bytes, which no rule and no operator's schema takes."""
+    """The first field of text, as `graph.node.name`, that holds no UTF-8: protobuf gives out its bytes, which no rule
+    and no operator's schema takes.
+    """
     for name, repeated, kind in _fields(message.DESCRIPTOR):
         held = getattr(message, name) if repeated else [getattr(message, name)] if message.HasField(name) else ()
         for value in held:
@@ -333,6 +409,8 @@ def damaged_text(message: Message) -> str | None:
 
 @cache
 def _fields(descriptor: Descriptor) -> list[tuple[str, bool, int]]:
-    """Name, whether repeated, and type of the fields that are text or hold some; data are left alone, as they may be gigabytes."""
+    """Name, whether repeated, and type of the fields that are text or hold some; data are left alone, as they may be
+    gigabytes.
+    """
     kinds = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
     return [(field.name, field.is_repeated, field.type) for field in descriptor.fields if field.type in kinds]

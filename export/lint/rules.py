@@ -1,6 +1,7 @@
 """The rules of `lint`: what a finding is, and the register that every rule enters under its number.
 
-A rule is a function from the graph, and what is promised of it, to the places where it is broken. Its docstring says why the rule is there.
+A rule is a function from the graph, and what is promised of it, to the places where it is broken. Its docstring says
+why the rule is there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,8 @@ Scope = Literal["any", "promised", "foreign"]
 
 @dataclass(frozen=True)
 class Promise:
-    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output channels] of weights.
+    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output
+    channels] of weights.
 
     `attention`: the products of attention on FP8, by node, with the scales of both sides.
     """
@@ -50,7 +52,10 @@ PromiseCheck = Callable[[Indexed, Promise], Broken]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule under its number. `scope`: for any graph, one of which something is `promised` (its check is given that too), or others' (`foreign`)."""
+    """A rule under its number.
+
+    `scope`: for any graph, one of which something is `promised` (its check is given that too), or others' (`foreign`).
+    """
 
     number: str
     name: str
@@ -68,7 +73,14 @@ class Rule:
         if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
             return
         for node, message in self.check(graph, promise) if self.scope == "promised" else self.check(graph):
-            yield Finding(self.number, self.name, self.severity, node, names.module_of(node) or _owner(node, graph) or names.scope_of(node), message)
+            yield Finding(
+                self.number,
+                self.name,
+                self.severity,
+                node,
+                names.module_of(node) or _owner(node, graph) or names.scope_of(node),
+                message,
+            )
 
 
 def _owner(tensor: str, graph: Indexed) -> str | None:
@@ -80,7 +92,9 @@ def _owner(tensor: str, graph: Indexed) -> str | None:
 RULES: dict[str, Rule] = {}
 
 
-def rule(number: str, name: str, severity: Severity = "error", scope: Literal["any", "foreign"] = "any") -> Callable[[Check], Check]:
+def rule(
+    number: str, name: str, severity: Severity = "error", scope: Literal["any", "foreign"] = "any"
+) -> Callable[[Check], Check]:
     """Enter a rule that needs only the graph."""
 
     def enter(check: Check) -> Check:

@@ -23,14 +23,18 @@ def type_name(kind: int) -> str:
 def constant_feeds_dequantize(graph: Indexed) -> Broken:
     """A quantized constant must feed a DequantizeLinear, and nothing else.
 
-    TensorRT takes FP8 weights from the pair constant -> DequantizeLinear; through anything between the two they are widened first.
+    TensorRT takes FP8 weights from the pair constant -> DequantizeLinear; through anything between the two they are
+    widened first.
     """
     for name in graph.initializers:
         if name in graph.codes:
             for node, index in graph.readers.get(name, []):
                 is_zero_point = index == 2 and node.op_type in ("QuantizeLinear", "DequantizeLinear")  # F106's business
                 if (node.op_type, index) != ("DequantizeLinear", 0) and not is_zero_point:
-                    yield name, f"FP8 constant is read by {node.op_type} {node.name}; let a DequantizeLinear alone read it"
+                    yield (
+                        name,
+                        f"FP8 constant is read by {node.op_type} {node.name}; let a DequantizeLinear alone read it",
+                    )
 
 
 @rule("F102", "code-format")
@@ -46,13 +50,16 @@ def code_format(graph: Indexed) -> Broken:
 def scale_type(graph: Indexed) -> Broken:
     """Scales are FP32, also where the graph computes in BF16 or FP16.
 
-    With scales in BF16 or FP16 the engine multiplies activations by a reciprocal rounded to that type, and writes the unscaled product in it: 448² a term
-    overflows FP16.
+    With scales in BF16 or FP16 the engine multiplies activations by a reciprocal rounded to that type, and writes the
+    unscaled product in it: 448² a term overflows FP16.
     """
     for scale, node in scales(graph).items():
         kind = _element_type(graph, scale)
         if kind not in (0, TensorProto.FLOAT):
-            yield node.name, f"scale {scale} is {type_name(kind)}; store it as FLOAT and state output_dtype{_stateable(graph)}"
+            yield (
+                node.name,
+                f"scale {scale} is {type_name(kind)}; store it as FLOAT and state output_dtype{_stateable(graph)}",
+            )
 
 
 def _stateable(graph: Indexed) -> str:
@@ -75,7 +82,9 @@ def _element_type(graph: Indexed, value: str) -> int:
 
 @rule("F104", "scale-value")
 def scale_value(graph: Indexed) -> Broken:
-    """Scales are constants, positive and finite: a zero, NaN or infinite scale makes every value it touches NaN or zero."""
+    """Scales are constants, positive and finite: a zero, NaN or infinite scale makes every value it touches NaN or
+    zero.
+    """
     for name, node in scales(graph).items():
         scale = graph.constant(name)
         if scale is None:
@@ -87,7 +96,11 @@ def scale_value(graph: Indexed) -> Broken:
         if bad.size:
             yield (
                 node.name,
-                f"scale {name} holds {bad[0]:g} ({bad.size} of {values.size} are not positive and finite); leave the module in BF16 (`fp8q calibrate --skip`)",
+                (
+                    f"scale {name} holds {bad[0]:g} ({bad.size} of {values.size} are not positive and finite); leave "
+                    "the "
+                    "module in BF16 (`fp8q calibrate --skip`)"
+                ),
             )
 
 
@@ -95,11 +108,15 @@ def scale_value(graph: Indexed) -> Broken:
 def output_type_stated(graph: Indexed) -> Broken:
     """DequantizeLinear states its output type, with output_dtype.
 
-    Where it does not, the result has the scale's type: FP32 scales would make an FP32 product, and leaving it to the scale is what brings narrow scales about.
-    Below opset 23 it cannot be stated, and is not asked for.
+    Where it does not, the result has the scale's type: FP32 scales would make an FP32 product, and leaving it to the
+    scale is what brings narrow scales about. Below opset 23 it cannot be stated, and is not asked for.
     """
     for node in graph.quantizers:
-        if graph.opset >= FIRST_STATED and node.op_type == "DequantizeLinear" and not attribute(node, "output_dtype", 0):
+        if (
+            graph.opset >= FIRST_STATED
+            and node.op_type == "DequantizeLinear"
+            and not attribute(node, "output_dtype", 0)
+        ):
             yield node.name, "states no output_dtype; set it to the type the graph computes in"
 
 
@@ -113,7 +130,10 @@ def zero_point(graph: Indexed) -> Broken:
         stored = _element_type(graph, node.input[2])
         values = graph.constant(node.input[2])
         if stored not in (0, kind):
-            yield node.name, f"zero point {node.input[2]} is {type_name(stored)} but the codes are {type_name(kind)}; leave it out"
+            yield (
+                node.name,
+                f"zero point {node.input[2]} is {type_name(stored)} but the codes are {type_name(kind)}; leave it out",
+            )
         elif values is None or np.any(values.astype(np.float32)):
             yield node.name, f"zero point {node.input[2]} is not zero; leave it out"
 
@@ -127,28 +147,46 @@ def scale_shape(graph: Indexed) -> Broken:
             continue
         tensor = _scaled(graph, node)
         if tensor is None:
-            yield node.name, f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations and caches take"
+            yield (
+                node.name,
+                (
+                    f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations and "
+                    "caches "
+                    "take"
+                ),
+            )
             continue
         axis = attribute(node, "axis", 1)
         size = tensor.dims[axis] if -len(tensor.dims) <= axis < len(tensor.dims) else 0
         if scale.shape != (size,):
             yield (
                 node.name,
-                f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {tensor.name} {list(tensor.dims)} has {size}; store one scale for each",
+                (
+                    f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {tensor.name} "
+                    f"{list(tensor.dims)} has {size}; store one scale for each"
+                ),
             )
 
 
 def _scaled(graph: Indexed, node: NodeProto) -> TensorProto | None:
-    """The constant that a QuantizeLinear or DequantizeLinear scales, stored as codes or quantized when the graph is built (F111); None for another value."""
+    """The constant that a QuantizeLinear or DequantizeLinear scales, stored as codes or quantized when the graph is
+    built (F111); None for another value.
+    """
     value = node.input[0]
-    if node.op_type == "DequantizeLinear" and value in graph.producers and graph.producers[value].op_type == "QuantizeLinear":
+    if (
+        node.op_type == "DequantizeLinear"
+        and value in graph.producers
+        and graph.producers[value].op_type == "QuantizeLinear"
+    ):
         value = graph.producers[value].input[0]
     return graph.initializers.get(value)
 
 
 @rule("F108", "quantized-twice")
 def quantized_twice(graph: Indexed) -> Broken:
-    """One tensor is quantized once with one scale: a second time is the same work again, and keeps products of one input apart."""
+    """One tensor is quantized once with one scale: a second time is the same work again, and keeps products of one
+    input apart.
+    """
     seen: dict[tuple[str, bytes], NodeProto] = {}
     for node in graph.quantizers:
         scale = graph.constant(node.input[1])
@@ -159,14 +197,26 @@ def quantized_twice(graph: Indexed) -> Broken:
         else:
             first = seen.setdefault((node.input[0], scale.astype(np.float32).tobytes()), node)
             if first.op_type == "DequantizeLinear":
-                yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has dequantized it with; use its codes"
+                yield (
+                    node.name,
+                    (
+                        f"quantizes {node.input[0]} with the scale that {first.name} has dequantized it with; use its "
+                        "codes"
+                    ),
+                )
             elif first is not node:
-                yield node.name, f"quantizes {node.input[0]} with the scale that {first.name} has quantized it with; use its codes"
+                yield (
+                    node.name,
+                    f"quantizes {node.input[0]} with the scale that {first.name} has quantized it with; use its codes",
+                )
 
 
 @rule("F109", "operator-takes-fp8")
 def operator_takes_fp8(graph: Indexed) -> Broken:
-    """FP8 codes go only through operators that take them: Concat and TensorScatter, among others, do not. Dequantize first."""
+    """FP8 codes go only through operators that take them: Concat and TensorScatter, among others, do not.
+
+    Dequantize first.
+    """
     for node in graph.nodes:
         for index, name in enumerate(node.input):
             if name in graph.codes and node.domain in ("", "ai.onnx") and (reason := _refusal(graph, node, index)):
@@ -180,39 +230,66 @@ def _refusal(graph: Indexed, node: NodeProto, index: int) -> str | None:
         return None
     parameters = defs.get_schema(node.op_type, graph.opset, "").inputs
     allowed = parameters[min(index, len(parameters) - 1)].types if parameters else set()
-    return None if any(f"tensor({type_name(kind).lower()})" in allowed for kind in FP8_TYPES) else f"opset {graph.opset} allows no FP8 there"
+    return (
+        None
+        if any(f"tensor({type_name(kind).lower()})" in allowed for kind in FP8_TYPES)
+        else f"opset {graph.opset} allows no FP8 there"
+    )
 
 
 @rule("F110", "attention-inputs", "warning")
 def attention_inputs(graph: Indexed) -> Broken:
-    """Q/DQ on the inputs of Attention does not give FP8 attention: TensorRT dequantizes them and runs the BF16 kernel, so precision is lost for nothing."""
+    """Q/DQ on the inputs of Attention does not give FP8 attention: TensorRT dequantizes them and runs the BF16 kernel,
+    so precision is lost for nothing.
+    """
     for node in graph.nodes:
         if node.op_type == "Attention":
             for name in _dequantized(graph, list(node.input[:3])):
-                yield node.name, f"its input {name} comes from Q/DQ, which does not make it FP8 attention; leave it out, or use plain products"
+                yield (
+                    node.name,
+                    (
+                        f"its input {name} comes from Q/DQ, which does not make it FP8 attention; leave it out, or use "
+                        "plain products"
+                    ),
+                )
 
 
 @rule("F111", "constant-quantized", "warning")
 def constant_quantized(graph: Indexed) -> Broken:
-    """A constant is stored as codes: one that a QuantizeLinear reads is stored in full, twice or four times the size, and each runtime rounds it anew."""
+    """A constant is stored as codes: one that a QuantizeLinear reads is stored in full, twice or four times the size,
+    and each runtime rounds it anew.
+    """
     for node in graph.quantizers:
         if node.op_type == "QuantizeLinear" and graph.is_constant(node.input[0]):
-            yield node.name, f"quantizes the constant {node.input[0]} when the graph is built; store its codes, behind a DequantizeLinear"
+            yield (
+                node.name,
+                (
+                    f"quantizes the constant {node.input[0]} when the graph is built; store its codes, behind a "
+                    "DequantizeLinear"
+                ),
+            )
 
 
 @rule("F112", "pair-scales")
 def pair_scales(graph: Indexed) -> Broken:
-    """A DequantizeLinear multiplies by the number that its QuantizeLinear divided by: another one makes every value wrong by the same factor, in silence."""
+    """A DequantizeLinear multiplies by the number that its QuantizeLinear divided by: another one makes every value
+    wrong by the same factor, in silence.
+    """
     for node in graph.quantizers:
         quantize = graph.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         if quantize is None or quantize.op_type != "QuantizeLinear":
             continue
         divided, multiplied = graph.constant(quantize.input[1]), graph.constant(node.input[1])
-        if divided is None or multiplied is None or divided.size != 1 or multiplied.size != 1:  # F104 and F107 have those
+        if (
+            divided is None or multiplied is None or divided.size != 1 or multiplied.size != 1
+        ):  # F104 and F107 have those
             continue
         ours, theirs = (np.float32(scale.astype(np.float32).ravel()[0]) for scale in (multiplied, divided))
         if ours != theirs and np.isfinite([ours, theirs]).all():
-            yield node.name, f"multiplies by {ours:.9g}, and {quantize.name} has divided by {theirs:.9g}; use one scale for both"
+            yield (
+                node.name,
+                f"multiplies by {ours:.9g}, and {quantize.name} has divided by {theirs:.9g}; use one scale for both",
+            )
 
 
 def _dequantized(graph: Indexed, values: list[str]) -> Iterator[str]:

@@ -16,12 +16,22 @@ ALIGNMENT = 16
 
 def weight_of(graph: Indexed, product: Product) -> Operand | None:
     """The operand that is a quantized constant."""
-    return next((side for side in product.operands if side.dequantize is not None and graph.is_constant(side.dequantize.input[0])), None)
+    return next(
+        (
+            side
+            for side in product.operands
+            if side.dequantize is not None and graph.is_constant(side.dequantize.input[0])
+        ),
+        None,
+    )
 
 
 def activation_of(graph: Indexed, product: Product) -> Operand | None:
     """The operand that is quantized when the graph runs."""
-    return next((side for side in product.operands if side.dequantize is not None and quantize_of(graph, side) is not None), None)
+    return next(
+        (side for side in product.operands if side.dequantize is not None and quantize_of(graph, side) is not None),
+        None,
+    )
 
 
 def quantize_of(graph: Indexed, side: Operand) -> NodeProto | None:
@@ -42,13 +52,17 @@ def why_wide(graph: Indexed, product: Product) -> str | None:
         return "neither its weight nor its input comes from FP8 codes"
     if weight is None:
         return "its weight is no FP8 constant behind a DequantizeLinear"
-    return "its weight is FP8 but its input is not, so it multiplies in the compute type" if activation is None else None
+    return (
+        "its weight is FP8 but its input is not, so it multiplies in the compute type" if activation is None else None
+    )
 
 
 def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Where another operator than a Transpose lies between a product and the DequantizeLinear that it would take codes from: both.
+    """Where another operator than a Transpose lies between a product and the DequantizeLinear that it would take codes
+    from: both.
 
-    An operator that computes, or joins, leaves no codes to multiply; it is told only of a product whose other side has some: a wide one may stay wide.
+    An operator that computes, or joins, leaves no codes to multiply; it is told only of a product whose other side has
+    some: a wide one may stay wide.
     """
     for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
         dequantize = side.dequantize or (graph.behind(value) if other.dequantize is not None else None)
@@ -63,24 +77,36 @@ def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeP
 def transpose_alone_between(graph: Indexed) -> Broken:
     """Nothing but a Transpose lies between a DequantizeLinear and the product.
 
-    Through what computes, the scale cannot be moved behind the product, which is then of no codes; through the rest one compiler moves it and another does not.
+    Through what computes, the scale cannot be moved behind the product, which is then of no codes; through the rest one
+    compiler moves it and another does not.
     """
     for product in graph.products:
         for operator, dequantize in blocked(graph, product):
-            yield product.node.name, f"{operator.op_type} {operator.name} lies between {dequantize.name} and the product; move it elsewhere"
+            yield (
+                product.node.name,
+                f"{operator.op_type} {operator.name} lies between {dequantize.name} and the product; move it elsewhere",
+            )
 
 
 @rule("F202", "weight-only", "warning", "foreign")
 def weight_only(graph: Indexed) -> Broken:
-    """A product with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no time."""
+    """A product with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no
+    time.
+    """
     for product in graph.products:
         if weight_of(graph, product) is not None and not is_fp8(product) and not any(blocked(graph, product)):
-            yield product.node.name, "its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too"
+            yield (
+                product.node.name,
+                "its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too",
+            )
 
 
 @promise_rule("F203", "promised-product")
 def promised_product(graph: Indexed, promise: Promise) -> Broken:
-    """Every product that `scales.json` promises is in the graph and FP8 on both sides. Nothing promised is a failure."""
+    """Every product that `scales.json` promises is in the graph and FP8 on both sides.
+
+    Nothing promised is a failure.
+    """
     products = {product.node.name: product for product in graph.products}
     if not promise.input_scales:
         yield "", "nothing is promised on FP8; calibrate with fewer --skip"
@@ -109,18 +135,26 @@ def nothing_quantized(graph: Indexed) -> Broken:
 
 @promise_rule("F206", "input-scale")
 def input_scale(graph: Indexed, promise: Promise) -> Broken:
-    """The scales of activations are the numbers in `scales.json` and `attention.json`, to the last bit: what is serialized is what was used."""
+    """The scales of activations are the numbers in `scales.json` and `attention.json`, to the last bit: what is
+    serialized is what was used.
+    """
     for side, expected, file in _sides(graph, promise):
         for node in filter(None, (quantize_of(graph, side), side.dequantize)):
             scale = graph.constant(node.input[1])
             if scale is not None and (scale.size != 1 or np.float32(expected) != scale.astype(np.float32).ravel()[0]):
-                yield node.name, f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; run `fp8q export` again"
+                yield (
+                    node.name,
+                    f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; run `fp8q export` again",
+                )
 
 
 def _sides(graph: Indexed, promise: Promise) -> Iterator[tuple[Operand, float, str]]:
     """The operands whose scale is promised, the scale, and the file that has it."""
     for product in graph.products:
-        side, expected = activation_of(graph, product), promise.input_scales.get(names.module_of(product.node.name) or "")
+        side, expected = (
+            activation_of(graph, product),
+            promise.input_scales.get(names.module_of(product.node.name) or ""),
+        )
         if side is not None and expected is not None:
             yield side, expected, "scales.json"
         for side, expected in zip(product.operands, promise.attention.get(product.node.name, ()), strict=False):
@@ -137,15 +171,27 @@ def weight_scale(graph: Indexed, promise: Promise) -> Broken:
             continue
         found, wanted = scale.astype(np.float32).ravel(), np.asarray(expected, np.float32).ravel()
         if found.shape != wanted.shape:
-            yield side.dequantize.name, f"has {found.size} scales, and the checkpoint {wanted.size}; run `fp8q export` again"
+            yield (
+                side.dequantize.name,
+                f"has {found.size} scales, and the checkpoint {wanted.size}; run `fp8q export` again",
+            )
         elif (different := np.flatnonzero(found != wanted)).size:
             first = different[0]
-            yield side.dequantize.name, f"scale {first} is {found[first]:.9g}, and the checkpoint has {wanted[first]:.9g}; run `fp8q export` again"
+            yield (
+                side.dequantize.name,
+                (
+                    f"scale {first} is {found[first]:.9g}, and the checkpoint has {wanted[first]:.9g}; run `fp8q "
+                    "export` "
+                    "again"
+                ),
+            )
 
 
 @rule("F208", "scale-axis")
 def scale_axis(graph: Indexed) -> Broken:
-    """The scales of a weight run along its output channels: only then can they be applied to the product, and the product be of codes."""
+    """The scales of a weight run along its output channels: only then can they be applied to the product, and the
+    product be of codes.
+    """
     for product in graph.products:
         side = weight_of(graph, product)
         if side is None or side.dequantize is None:
@@ -154,21 +200,34 @@ def scale_axis(graph: Indexed) -> Broken:
         axis, rank = attribute(side.dequantize, "axis", 1), len(weight.dims)
         wanted = output_axis(product, side, rank)
         if scale is not None and scale.size > 1 and rank >= 2 and axis % rank != wanted:
-            yield side.dequantize.name, f"scales run along axis {axis} of {weight.name} {list(weight.dims)}, which the product sums over; take axis {wanted}"
+            yield (
+                side.dequantize.name,
+                (
+                    f"scales run along axis {axis} of {weight.name} {list(weight.dims)}, which the product sums over; "
+                    f"take axis {wanted}"
+                ),
+            )
 
 
 def output_axis(product: Product, side: Operand, rank: int) -> int:
-    """The axis of a weight of `rank` dimensions that becomes the product's columns (its rows, for one on the left; its channels, for a convolution)."""
+    """The axis of a weight of `rank` dimensions that becomes the product's columns (its rows, for one on the left; its
+    channels, for a convolution).
+    """
     if product.node.op_type == "Conv":
         return 0
     left = side is product.operands[0]
-    turns = sum(node.op_type == "Transpose" for node in side.between) + attribute(product.node, "transA" if left else "transB", 0)
+    turns = sum(node.op_type == "Transpose" for node in side.between) + attribute(
+        product.node, "transA" if left else "transB", 0
+    )
     return rank - 2 if left != bool(turns % 2) else rank - 1
 
 
 @rule("F209", "alignment", "warning")
 def alignment(graph: Indexed) -> Broken:
-    """Both dimensions of an FP8 weight are multiples of 16, the width of an FP8 tensor core instruction. Others build, and are padded: 65 gave a much larger engine."""
+    """Both dimensions of an FP8 weight are multiples of 16, the width of an FP8 tensor core instruction.
+
+    Others build, and are padded: 65 gave a much larger engine.
+    """
     for product in graph.products:
         side = weight_of(graph, product)
         if side is not None and side.dequantize is not None and is_fp8(product):
@@ -176,13 +235,19 @@ def alignment(graph: Indexed) -> Broken:
             if any(size % ALIGNMENT for size in (dims[:2] if product.node.op_type == "Conv" else dims[-2:])):
                 yield (
                     product.node.name,
-                    f"its weight is {dims}, not in multiples of {ALIGNMENT}, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives",
+                    (
+                        f"its weight is {dims}, not in multiples of {ALIGNMENT}, so the engine pads it; leave the "
+                        "module "
+                        "in BF16 where the padding costs more than FP8 gives"
+                    ),
                 )
 
 
 @rule("F210", "other-codes", "warning")
 def other_codes(graph: Indexed) -> Broken:
-    """What a product multiplies comes from FP8 codes or from none: "FP8" models that were quantized to INT8 are met with, and are another trade."""
+    """What a product multiplies comes from FP8 codes or from none: "FP8" models that were quantized to INT8 are met
+    with, and are another trade.
+    """
     for product in graph.products:
         for dequantize in filter(None, (side.other for side in product.operands)):
             kind = type_name(graph.code_type(dequantize.input[0]))
@@ -191,14 +256,19 @@ def other_codes(graph: Indexed) -> Broken:
 
 @rule("F211", "input-only", "warning", "foreign")
 def input_only(graph: Indexed) -> Broken:
-    """A product with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for nothing."""
+    """A product with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for
+    nothing.
+    """
     for product in graph.products:
         for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
             wide = value in graph.folded and side.dequantize is None and side.other is None
             if wide and quantize_of(graph, other) is not None and not any(blocked(graph, product)):
                 yield (
                     product.node.name,
-                    "its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",
+                    (
+                        "its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its "
+                        "weight too, or leave its input as it is"
+                    ),
                 )
 
 
@@ -210,5 +280,9 @@ def promised_attention(graph: Indexed, promise: Promise) -> Broken:
         if name not in products:
             yield name, "is promised on FP8, and there is no such product; run `fp8q export` again"
         elif not is_fp8(products[name]):
-            side = next(place for place, operand in zip(("first", "second"), products[name].operands, strict=True) if operand.dequantize is None)
+            side = next(
+                place
+                for place, operand in zip(("first", "second"), products[name].operands, strict=True)
+                if operand.dequantize is None
+            )
             yield name, f"is promised on FP8: its {side} input does not come from FP8 codes; run `fp8q export` again"

@@ -1,6 +1,9 @@
-"""Rules F4xx: external data. The weights lie in files beside the graph, at an offset; here is checked that they are there, and are the right ones.
+"""Rules F4xx: external data.
 
-Only sizes and the headers of safetensors files are read (8 bytes of length, JSON, data: the format's whole specification).
+The weights lie in files beside the graph, at an offset; here is checked that they are there, and are the right ones.
+
+Only sizes and the headers of safetensors files are read (8 bytes of length, JSON, data: the format's whole
+specification).
 """
 
 import json
@@ -19,7 +22,15 @@ from .rules_codes import type_name
 
 AGAIN = "export the graph again"
 #: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.
-ONE_EACH = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.INT32, *FP8_TYPES)
+ONE_EACH = (
+    TensorProto.FLOAT,
+    TensorProto.DOUBLE,
+    TensorProto.FLOAT16,
+    TensorProto.BFLOAT16,
+    TensorProto.INT64,
+    TensorProto.INT32,
+    *FP8_TYPES,
+)
 COPY = "copy the graph's whole directory again"
 
 
@@ -48,15 +59,28 @@ def _inside(path: Path, directory: Path) -> bool:
 
 @rule("F401", "external-location")
 def external_location(graph: Indexed) -> Broken:
-    """External data lie in the graph's directory or below, symbolic links followed: a graph must not make its reader open other files."""
+    """External data lie in the graph's directory or below, symbolic links followed: a graph must not make its reader
+    open other files.
+    """
     for tensor in graph.initializers.values():
         try:
             where = stored_at(tensor)
         except ValueError as error:
             yield tensor.name, f"its place in the file is no number ({error}); {AGAIN}"
             continue
-        if where is not None and (not where.location or Path(where.location).is_absolute() or not _inside(graph.directory / where.location, graph.directory)):
-            yield tensor.name, f"its data lie in {where.location or 'no file'}, outside the graph's directory; put the file beside the graph"
+        if where is not None and (
+            not where.location
+            or Path(where.location).is_absolute()
+            or not _inside(graph.directory / where.location, graph.directory)
+        ):
+            yield (
+                tensor.name,
+                (
+                    f"its data lie in {where.location or 'no file'}, outside the graph's directory; put the file "
+                    "beside "
+                    "the graph"
+                ),
+            )
 
 
 @rule("F402", "external-missing")
@@ -73,7 +97,7 @@ def external_missing(graph: Indexed) -> Broken:
 
 @rule("F403", "external-bounds")
 def external_bounds(graph: Indexed) -> Broken:
-    """External data lie within their file: one that was cut short is found here, not when a kernel reads past its end."""
+    """External data lie within their file: one that was cut short is found here, not when a kernel reads on."""
     for tensor, where, path in present(graph):
         end, size = where.offset + (where.length if where.length is not None else bytes_of(tensor)), path.stat().st_size
         if where.offset < 0:
@@ -88,12 +112,17 @@ def external_size(graph: Indexed) -> Broken:
     for tensor, where in external(graph):
         if where.length is not None and where.length != bytes_of(tensor):
             kind = type_name(tensor.data_type)
-            yield tensor.name, f"its data are {where.length} bytes, and {kind} {list(tensor.dims)} takes {bytes_of(tensor)}; {AGAIN}"
+            yield (
+                tensor.name,
+                f"its data are {where.length} bytes, and {kind} {list(tensor.dims)} takes {bytes_of(tensor)}; {AGAIN}",
+            )
 
 
 @rule("F405", "external-tensor")
 def external_tensor(graph: Indexed) -> Broken:
-    """Data in a safetensors file are one of its tensors, of the type, and the one of that name if there is one: two of one shape are easily taken for each other."""
+    """Data in a safetensors file are one of its tensors, of the type, and the one of that name if there is one: two of
+    one shape are easily taken for each other.
+    """
     header = cache(safetensors_header)
     for tensor, where, path in present(graph):
         if path.suffix != ".safetensors":
@@ -108,7 +137,13 @@ def external_tensor(graph: Indexed) -> Broken:
         elif tensor.name in stored and stored[tensor.name][0] != where.offset:
             yield tensor.name, f"its data are those of {here[0]} in {where.location}; {AGAIN}"
         elif stored[here[0]][1] != _SAFETENSORS.get(type_name(tensor.data_type), stored[here[0]][1]):
-            yield tensor.name, f"its data are {stored[here[0]][1]} in {where.location}, and {type_name(tensor.data_type)} in the graph; {AGAIN}"
+            yield (
+                tensor.name,
+                (
+                    f"its data are {stored[here[0]][1]} in {where.location}, and {type_name(tensor.data_type)} in the "
+                    f"graph; {AGAIN}"
+                ),
+            )
 
 
 #: ONNX's names of element types -> safetensors'; of those that are not here nothing is said.
@@ -119,12 +154,18 @@ _SAFETENSORS = {
 
 
 def safetensors_header(path: Path) -> dict[str, tuple[int, str]] | None:
-    """Name -> where in the file a tensor of a safetensors file begins, and its type; None when the header does not read."""
+    """Name -> where in the file a tensor of a safetensors file begins, and its type; None when the header does not
+    read.
+    """
     try:
         with open(path, "rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             header = json.loads(handle.read(length)) if length < path.stat().st_size else {}
-        return {name: (8 + length + entry["data_offsets"][0], entry["dtype"]) for name, entry in header.items() if name != "__metadata__"} or None
+        return {
+            name: (8 + length + entry["data_offsets"][0], entry["dtype"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        } or None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
@@ -132,7 +173,10 @@ def safetensors_header(path: Path) -> dict[str, tuple[int, str]] | None:
 @rule("F406", "external-overlap")
 def external_overlap(graph: Indexed) -> Broken:
     """Two tensors share all of their data (a tied weight) or none: a part in common is a wrong offset."""
-    places = sorted((where.location, where.offset, where.offset + bytes_of(tensor), tensor.name) for tensor, where in external(graph))
+    places = sorted(
+        (where.location, where.offset, where.offset + bytes_of(tensor), tensor.name)
+        for tensor, where in external(graph)
+    )
     for (file, start, end, name), (other_file, other_start, other_end, other) in pairwise(places):
         if file == other_file and other_start < end and (start, end) != (other_start, other_end):
             yield other, f"its data begin at byte {other_start} of {file}, inside those of {name} (to {end}); {AGAIN}"

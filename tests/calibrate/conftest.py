@@ -1,4 +1,6 @@
-"""A reporter that keeps its notes, and a hub on this machine: the part of the Hugging Face hub's HTTP interface that downloads use."""
+"""A reporter that keeps its notes, and a hub on this machine: the part of the Hugging Face hub's HTTP interface that
+downloads use.
+"""
 
 import hashlib
 import json
@@ -38,7 +40,9 @@ def report() -> Notebook:
 
 @dataclass
 class Hub:
-    """`add` a repository, and the clients of this process find it; those in `gated` want a login; `asked` holds the requests it had."""
+    """`add` a repository, and the clients of this process find it; those in `gated` want a login; `asked` holds the
+    requests it had.
+    """
 
     address: str
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -65,7 +69,10 @@ class Hub:
         return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
     def _api(self, files: dict[str, bytes], name: str, what: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        entries = [{"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()} for path, content in files.items()]
+        entries = [
+            {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for path, content in files.items()
+        ]
         if what.startswith("/revision/") and what not in ("/revision/main", f"/revision/{COMMIT}"):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         if what.startswith("/tree/"):
@@ -91,7 +98,11 @@ class Hub:
     def _file(self, files: dict[str, bytes], path: str) -> tuple[int, dict[str, str], bytes]:
         if path not in files:
             return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b""
-        return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(files[path]).hexdigest()}"', "Accept-Ranges": "bytes"}, files[path]
+        return (
+            200,
+            {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(files[path]).hexdigest()}"', "Accept-Ranges": "bytes"},
+            files[path],
+        )
 
 
 @pytest.fixture
@@ -112,7 +123,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
                 status, headers = 206, headers | {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
                 content = content[int(first) : end]
             self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}.items():
+            for key, value in {
+                **headers,
+                "Content-Length": str(len(content)),
+                "Content-Type": "application/json",
+            }.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -126,7 +141,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         served = Hub(f"http://127.0.0.1:{server.server_address[1]}")
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.address)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", served.address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            served.address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr("datasets.config.HF_ENDPOINT", served.address)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

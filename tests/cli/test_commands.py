@@ -1,4 +1,6 @@
-"""The command line as its users meet it: one line for every wrong input, exit codes, JSON alone on standard output, nothing left behind."""
+"""The command line as its users meet it: one line for every wrong input, exit codes, JSON alone on standard output,
+nothing left behind.
+"""
 
 import json
 import shutil
@@ -32,9 +34,16 @@ def test_a_model_that_is_not_there(fp8q: Fp8q, demo_texts: Any, tmp_path: Path) 
     assert not out.exists()
 
 
-def test_a_mixture_of_experts_is_refused_by_name(fp8q: Fp8q, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path) -> None:
-    line = fp8q("calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run").complaint()
-    assert "MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do for now; give a dense model" in line
+def test_a_mixture_of_experts_is_refused_by_name(
+    fp8q: Fp8q, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
+) -> None:
+    line = fp8q(
+        "calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run"
+    ).complaint()
+    assert (
+        "MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do for now; "
+        "give a dense model"
+    ) in line
 
 
 def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
@@ -56,7 +65,10 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seq-len", 4096], "--seq-len 4,096: is more than 512, the model's positions; ask for at most that, or leave it out"),
+        (
+            ["--seq-len", 4096],
+            "--seq-len 4,096: is more than 512, the model's positions; ask for at most that, or leave it out",
+        ),
         (["--samples", 0], "--samples 0: must be at least 1"),
         (["--seed", -1], "--seed -1: must be at least 0"),
         (["--data", "more.txt=0"], "--data more.txt=0: its weight is 0; give one above 0, or leave the text out"),
@@ -66,20 +78,40 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
         ),
         (["--percentile", 0], "--percentile 0.0: must lie in (0, 100]"),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
-        (["--skip", "*"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"),
+        (
+            ["--skip", "*"],
+            (
+                "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name "
+                "more with --only"
+            ),
+        ),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
-        (["--only", "lm_head"], "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"),
+        (
+            ["--only", "lm_head"],
+            (
+                "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name "
+                "more with --only"
+            ),
+        ),
     ],
 )
-def test_options_that_do_not_fit(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, options: list[object], message: str) -> None:
-    line = fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path / "run", *options).complaint()
+def test_options_that_do_not_fit(
+    fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, options: list[object], message: str
+) -> None:
+    line = fp8q(
+        "calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path / "run", *options
+    ).complaint()
     assert line.startswith(message)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_calibration_text_is_no_evaluation_text(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+def test_the_calibration_text_is_no_evaluation_text(
+    fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
     data = demo_texts.calibration
-    line = fp8q("calibrate", demo_checkpoint, "--data", data, "--eval-data", data, "--out", tmp_path / "run").complaint()
+    line = fp8q(
+        "calibrate", demo_checkpoint, "--data", data, "--eval-data", data, "--out", tmp_path / "run"
+    ).complaint()
     assert "is not apart from the calibration text: 100%" in line
 
 
@@ -93,28 +125,46 @@ def test_text_shorter_than_a_window(fp8q: Fp8q, demo_checkpoint: Path, tmp_path:
     assert not out.exists()
 
 
-def test_a_directory_of_other_things_is_left_alone(fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+def test_a_directory_of_other_things_is_left_alone(
+    fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
     (tmp_path / "holiday.jpg").write_text("beach")
     line = fp8q("calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--out", tmp_path).complaint()
-    assert line == f"{tmp_path}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"
+    assert (
+        line == f"{tmp_path}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
 @pytest.mark.parametrize("command", ["export", "build-engine", "validate", "triton", "report", "inspect"])
 def test_a_run_that_is_not_there(fp8q: Fp8q, tmp_path: Path, command: str) -> None:
     line = fp8q(command, tmp_path / "run").complaint()
-    assert line == f"{tmp_path}/run: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {tmp_path}/run`"
+    assert line == (
+        f"{tmp_path}/run: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out "
+        f"{tmp_path}/run`"
+    )
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is 0 of 2, and MASTER_ADDR is not set; start the ranks with torchrun, or unset RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "x"} | MASTER, "WORLD_SIZE is 'x', which is no number; start the ranks with torchrun, or unset RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "2"} | MASTER, "RANK is 2 of 2, and the last is 1; start the ranks with torchrun, or unset RANK"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK is 0 of 2, and MASTER_ADDR is not set; start the ranks with torchrun, or unset RANK",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "x"} | MASTER,
+            "WORLD_SIZE is 'x', which is no number; start the ranks with torchrun, or unset RANK",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"} | MASTER,
+            "RANK is 2 of 2, and the last is 1; start the ranks with torchrun, or unset RANK",
+        ),
     ],
-)  # fmt: skip
-def test_rank_variables_that_make_no_sense_are_one_line(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str) -> None:
+)
+def test_rank_variables_that_make_no_sense_are_one_line(
+    fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert fp8q("doctor").complaint() == message
@@ -149,9 +199,15 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
         (["calibrate"], "Missing argument 'MODEL'."),
         (
             ["validate", "run", "--runtimes", "abacus"],
-            "--runtimes abacus: abacus is no runtime; choose from bf16, reference, onnxruntime, onnxruntime-bf16, onnxruntime-int8, tensorrt",
+            (
+                "--runtimes abacus: abacus is no runtime; choose from bf16, reference, onnxruntime, onnxruntime-bf16, "
+                "onnxruntime-int8, tensorrt"
+            ),
         ),
-        (["validate", "run", "--max-ppl-increase", "much"], "--max-ppl-increase much: is no share; give one such as 1% or 0.01"),
+        (
+            ["validate", "run", "--max-ppl-increase", "much"],
+            "--max-ppl-increase much: is no share; give one such as 1% or 0.01",
+        ),
         (["build-engine", "run", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
         (
             ["build-engine", "run", "--min-fp8-share", "2"],
@@ -159,15 +215,27 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
         ),
         (
             ["engine", "run", "--min-fp8-share", "101%"],
-            "--min-fp8-share 101%: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+            (
+                "--min-fp8-share 101%: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
+                "or "
+                "0.96"
+            ),
         ),
         (
             ["run", "model", "--data", "text", "--out", "run", "--min-fp8-share", "most"],
-            "--min-fp8-share most: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+            (
+                "--min-fp8-share most: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
+                "or "
+                "0.96"
+            ),
         ),
         (
             ["build-engine", "run", "--precision", "int8", "--min-fp8-share", "1"],
-            "--min-fp8-share 1: is for the FP8 engine, and --precision int8 promises no product in FP8; leave one of them out",
+            (
+                "--min-fp8-share 1: is for the FP8 engine, and --precision int8 promises no product in FP8; leave one "
+                "of "
+                "them out"
+            ),
         ),
     ],
 )
@@ -190,7 +258,9 @@ def test_a_fault_of_fp8q_is_one_line_too(fp8q: Fp8q, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("fp8q.cli.doctor.examine", fail)
     line = fp8q("doctor").complaint(code=1)
-    assert line == "ZeroDivisionError: division by zero (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
+    assert line == (
+        "ZeroDivisionError: division by zero (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
+    )
 
 
 def test_an_interrupt_says_that_the_same_command_goes_on(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,4 +268,7 @@ def test_an_interrupt_says_that_the_same_command_goes_on(fp8q: Fp8q, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fp8q.cli.doctor.examine", interrupt)
-    assert fp8q("doctor").complaint(code=1) == "interrupted; what is finished is kept, and the same command goes on from there"
+    assert (
+        fp8q("doctor").complaint(code=1)
+        == "interrupted; what is finished is kept, and the same command goes on from there"
+    )

@@ -1,4 +1,6 @@
-"""`fp8q scales` and `fp8q inspect` as their users meet them: a finished run, other choices, one line for every wrong input."""
+"""`fp8q scales` and `fp8q inspect` as their users meet them: a finished run, other choices, one line for every wrong
+input.
+"""
 
 import json
 import shutil
@@ -21,7 +23,9 @@ def edit_config(checkpoint: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_scales_are_chosen_again_from_the_statistics_and_what_is_not_asked_for_stays(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+def test_scales_are_chosen_again_from_the_statistics_and_what_is_not_asked_for_stays(
+    fp8q: Fp8q, demo_run: Run, tmp_path: Path
+) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     before, graph, measured = load_scales(run), run.onnx.read_bytes(), run.record().stages["measure"]
     result = fp8q("scales", run.root, "--method", "percentile", "--percentile", "99.9", "--margin", "-1", "--json")
@@ -33,7 +37,11 @@ def test_scales_are_chosen_again_from_the_statistics_and_what_is_not_asked_for_s
     assert all(after.activations[name].scale < before.activations[name].scale / 2 for name in before.activations)
     assert run.record().stages["measure"] == measured
     assert run.onnx.read_bytes() == graph  # it holds no scale: only what it points at has changed
-    stored = {name: float(tensor) for name, tensor in load_file(next(run.model.glob("*.safetensors"))).items() if name.endswith("input_scale")}
+    stored = {
+        name: float(tensor)
+        for name, tensor in load_file(next(run.model.glob("*.safetensors"))).items()
+        if name.endswith("input_scale")
+    }
     assert stored == {f"{name}.input_scale": scale.scale for name, scale in after.activations.items()}
 
 
@@ -69,7 +77,8 @@ def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_
     assert severities == sorted(severities, reverse=True)
     shares = [row["saturated"] for row in found["delayed"]]
     assert shares == sorted(shares, reverse=True)
-    assert {row["batches"] for row in found["delayed"]} == {2}  # three batches of eight windows, the first without a history
+    # three batches of eight windows, the first without a history
+    assert {row["batches"] for row in found["delayed"]} == {2}
     assert all(row["sqnr_best_db"] >= row["sqnr_db"] for row in found["modules"] if "scale" in row)
 
 
@@ -77,14 +86,22 @@ def test_inspect_shows_what_fp8_would_do_to_a_cache_in_bf16(fp8q: Fp8q, demo_run
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     assert fp8q("scales", run.root, "--kv-cache", "v").code == 0
     rows = json.loads(fp8q("inspect", run.root, "--json").out)["bf16_cache"]
-    assert {row["tensor"]: row["scale"] for row in rows} == {name: scale.scale for name, scale in load_scales(demo_run).kv_cache.items() if name.endswith(".k")}
+    assert {row["tensor"]: row["scale"] for row in rows} == {
+        name: scale.scale for name, scale in load_scales(demo_run).kv_cache.items() if name.endswith(".k")
+    }
     assert "Cache in BF16, as it would be in FP8" in fp8q("inspect", run.root).out
 
 
-def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_run: Run, demo_texts: Any, tmp_path: Path) -> None:
+def test_inspect_measures_other_text_against_the_chosen_scales(
+    fp8q: Fp8q, demo_run: Run, demo_texts: Any, tmp_path: Path
+) -> None:
     short = tmp_path / "short.txt"
     short.write_text("x = 1")
-    assert fp8q("inspect", demo_run.root, "--against", short).complaint(after_notes=True).startswith(f"--against {short}: has ")
+    assert (
+        fp8q("inspect", demo_run.root, "--against", short)
+        .complaint(after_notes=True)
+        .startswith(f"--against {short}: has ")
+    )
     result = fp8q("inspect", demo_run.root, "--against", demo_texts.calibration, "--json")
     rows = json.loads(result.out)["against"]
     assert len(rows) == 4 * 4 + 2 * 4
@@ -92,7 +109,9 @@ def test_inspect_measures_other_text_against_the_chosen_scales(fp8q: Fp8q, demo_
     assert all((row["saturation"] > 0) == (row["amax_over_clip"] > 1) for row in rows)
 
 
-@pytest.mark.parametrize("option", [["--margin", 3], ["--interval", 3], ["--amax-history-len", 2], ["--amax-compute-algo", "most_recent"]])
+@pytest.mark.parametrize(
+    "option", [["--margin", 3], ["--interval", 3], ["--amax-history-len", 2], ["--amax-compute-algo", "most_recent"]]
+)
 def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path: Path, option: list[object]) -> None:
     line = fp8q("inspect", tmp_path, *option).complaint()
     assert line == f"{option[0]} {option[1]}: is for --delayed, which is not given; add it, or leave this out"
@@ -103,8 +122,14 @@ def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path
     [
         (["--margin", 99], "--margin 99: must lie between -16 and 16; the scale is multiplied by 2 to this power"),
         (["--method", "delayed", "--interval", 0], "--interval 0: must be at least 1"),
-        (["--method", "delayed", "--interval", 900], "--interval 900: no scale is computed in 3 batches; give a smaller one, or more --samples"),
-        (["--percentile", 50], "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out"),
+        (
+            ["--method", "delayed", "--interval", 900],
+            "--interval 900: no scale is computed in 3 batches; give a smaller one, or more --samples",
+        ),
+        (
+            ["--percentile", 50],
+            "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out",
+        ),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
     ],

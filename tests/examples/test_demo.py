@@ -25,7 +25,12 @@ def test_the_architecture_has_grouped_queries_and_heads_of_64(demo_checkpoint: P
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(demo_checkpoint)
-    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == ("llama", 4, 2, 64)
+    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
+        "llama",
+        4,
+        2,
+        64,
+    )
     assert (config.max_position_embeddings, config.vocab_size, config.tie_word_embeddings) == (512, 2048, True)
 
 

@@ -1,7 +1,8 @@
-"""Decoders written by hand, node by node, as `fp8q export` writes them: what the lint, the builder and the plan reader are tried on.
+"""Decoders written by hand, node by node, as `fp8q export` writes them: what the lint, the builder and the plan reader
+are tried on.
 
-They are real graphs (ONNX's checker takes them) with random weights in a safetensors file beside them, small enough that an engine is
-built in half a second. Each option spoils or changes one thing.
+They are real graphs (ONNX's checker takes them) with random weights in a safetensors file beside them, small enough
+that an engine is built in half a second. Each option spoils or changes one thing.
 """
 
 import json
@@ -24,9 +25,17 @@ from fp8q.reporter import SILENT
 
 Array = npt.NDArray[np.generic]
 NUMPY: dict[int, Any] = {
-    TensorProto.BFLOAT16: ml_dtypes.bfloat16, TensorProto.FLOAT16: np.float16, TensorProto.FLOAT: np.float32, TensorProto.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn,
-}  # fmt: skip
-SAFETENSORS: dict[int, str] = {TensorProto.BFLOAT16: "BF16", TensorProto.FLOAT16: "F16", TensorProto.FLOAT: "F32", TensorProto.FLOAT8E4M3FN: "F8_E4M3"}
+    TensorProto.BFLOAT16: ml_dtypes.bfloat16,
+    TensorProto.FLOAT16: np.float16,
+    TensorProto.FLOAT: np.float32,
+    TensorProto.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn,
+}
+SAFETENSORS: dict[int, str] = {
+    TensorProto.BFLOAT16: "BF16",
+    TensorProto.FLOAT16: "F16",
+    TensorProto.FLOAT: "F32",
+    TensorProto.FLOAT8E4M3FN: "F8_E4M3",
+}
 #: Every activation's scale and every cache's: a number on the BF16 grid.
 SCALE = 0.01953125
 
@@ -118,9 +127,15 @@ class Writer:
         if options.fp8 and module not in options.wide:
             self.modules.append(module)
             scale = (np.abs(weight).max(1, keepdims=True) if options.per_channel else np.abs(weight).max()) / 448
-            stored = self.tensor(f"{module}.weight", (weight / scale) if options.transposed else (weight / scale).T, TensorProto.FLOAT8E4M3FN)
+            stored = self.tensor(
+                f"{module}.weight",
+                (weight / scale) if options.transposed else (weight / scale).T,
+                TensorProto.FLOAT8E4M3FN,
+            )
             axis = {"axis": 0 if options.transposed else 1} if options.per_channel else {}
-            weight_name = self.dequantize(stored, self.scale(f"{module}.weight_scale", np.squeeze(scale)), f"{module}.weight.dequantize", **axis)
+            weight_name = self.dequantize(
+                stored, self.scale(f"{module}.weight_scale", np.squeeze(scale)), f"{module}.weight.dequantize", **axis
+            )
             value = quantized if module not in options.wide_inputs else value
         else:
             weight_name = self.tensor(f"{module}.weight", weight if options.transposed else weight.T, options.compute)
@@ -129,7 +144,11 @@ class Writer:
         product = self.node("MatMul", [value, weight_name], f"{module}.matmul")
         if not options.bias:
             return product
-        return self.node("Add", [product, self.tensor(f"{module}.bias", self.random.normal(size=outputs), options.compute)], f"{module}.bias_add")
+        return self.node(
+            "Add",
+            [product, self.tensor(f"{module}.bias", self.random.normal(size=outputs), options.compute)],
+            f"{module}.bias_add",
+        )
 
     def group(self, value: str, inputs: int, outputs: dict[str, int]) -> list[str]:
         """Linear layers that read the same tensor, which is quantized once, under the name of the first."""
@@ -145,7 +164,10 @@ class Writer:
         if self.options.fp8_cache:
             scale = self.scale(f"{attention}.{part}_scale", SCALE)
             self.quantize(new, scale, f"{attention}.{part}.quantize", output)
-            parts = [self.dequantize(past, scale, f"{attention}.{part}.dequantize_past"), self.dequantize(output, scale, f"{attention}.{part}.dequantize")]
+            parts = [
+                self.dequantize(past, scale, f"{attention}.{part}.dequantize_past"),
+                self.dequantize(output, scale, f"{attention}.{part}.dequantize"),
+            ]
         else:
             parts = [past, self.node("Identity", [new], output=output)]
         return self.node("Concat", parts, axis=-2)
@@ -158,7 +180,11 @@ class Writer:
         for projected, count in zip(self.group(value, options.width, sizes), self.head_counts.values(), strict=True):
             split = self.node("Reshape", [projected, self.ints(0, 0, count, options.head_size)])
             heads.append(self.node("Transpose", [split], perm=[0, 2, 1, 3]))
-        query, key, values = heads[0], self.cache(module, layer, "k", heads[1]), self.cache(module, layer, "v", heads[2])
+        query, key, values = (
+            heads[0],
+            self.cache(module, layer, "k", heads[1]),
+            self.cache(module, layer, "v", heads[2]),
+        )
         if options.plain_attention:
             scores = self.node("MatMul", [query, self.node("Transpose", [key], perm=[0, 1, 3, 2])], f"{module}.scores")
             lowest = f"{module}.lowest"
@@ -166,7 +192,9 @@ class Writer:
             weights = self.node("Softmax", [self.node("Where", [allowed, scores, lowest])], axis=-1)
             mixed = self.node("MatMul", [weights, values], f"{module}.mixed")
         else:
-            mixed = self.node("Attention", [query, key, values, allowed], f"{module}.attention", scale=options.head_size**-0.5)
+            mixed = self.node(
+                "Attention", [query, key, values, allowed], f"{module}.attention", scale=options.head_size**-0.5
+            )
         joined = self.node("Reshape", [self.node("Transpose", [mixed], perm=[0, 2, 1, 3]), self.ints(0, 0, -1)])
         return self.group(joined, options.heads * options.head_size, {f"{module}.o_proj": options.width})[0]
 
@@ -186,24 +214,42 @@ class Writer:
         slots = self.node("Range", [self.ints(0, scalar=True), capacity, self.ints(1, scalar=True)])
         rows = self.node("Concat", [self.node("Shape", ["input_ids"], start=0, end=1), self.ints(1)], axis=0)
         positions = self.node("Concat", [self.node("Expand", [slots, rows]), "position_ids"], axis=1)
-        keys, queries = (self.node("Unsqueeze", [name, self.ints(*axes)]) for name, axes in ((positions, (1, 2)), ("position_ids", (1, 3))))
-        empty = self.node("Equal", [self.node("Unsqueeze", ["attention_mask", self.ints(1, 2)]), self.ints(0, scalar=True)])
+        keys, queries = (
+            self.node("Unsqueeze", [name, self.ints(*axes)])
+            for name, axes in ((positions, (1, 2)), ("position_ids", (1, 3)))
+        )
+        empty = self.node(
+            "Equal", [self.node("Unsqueeze", ["attention_mask", self.ints(1, 2)]), self.ints(0, scalar=True)]
+        )
         return self.node("And", [self.node("LessOrEqual", [keys, queries]), self.node("Not", [empty])])
 
     def body(self) -> None:
         """From token ids to logits."""
         options, allowed = self.options, self.mask()
-        table = self.tensor("model.embed_tokens.weight", self.random.normal(size=(options.vocabulary, options.width)), options.compute)
+        table = self.tensor(
+            "model.embed_tokens.weight", self.random.normal(size=(options.vocabulary, options.width)), options.compute
+        )
         value = self.node("Gather", [table, "input_ids"])
         for layer in range(options.layers):
             name = f"model.layers.{layer}"
-            value = self.node("Add", [value, self.attention(layer, self.norm(value, f"{name}.input_layernorm"), allowed)])
+            value = self.node(
+                "Add", [value, self.attention(layer, self.norm(value, f"{name}.input_layernorm"), allowed)]
+            )
             up = {f"{name}.mlp.gate_proj": options.hidden, f"{name}.mlp.up_proj": options.hidden}
             gate, lifted = self.group(self.norm(value, f"{name}.post_attention_layernorm"), options.width, up)
             gated = self.node("Mul", [self.node("Mul", [gate, self.node("Sigmoid", [gate])]), lifted])
-            value = self.node("Add", [value, self.group(gated, options.hidden, {f"{name}.mlp.down_proj": options.width})[0]])
-        head = self.tensor("lm_head.weight", self.random.normal(size=(options.vocabulary, options.width)), options.compute)
-        self.node("MatMul", [self.norm(value, "model.norm"), self.node("Transpose", [head], perm=[1, 0])], "lm_head.matmul", "logits")
+            value = self.node(
+                "Add", [value, self.group(gated, options.hidden, {f"{name}.mlp.down_proj": options.width})[0]]
+            )
+        head = self.tensor(
+            "lm_head.weight", self.random.normal(size=(options.vocabulary, options.width)), options.compute
+        )
+        self.node(
+            "MatMul",
+            [self.norm(value, "model.norm"), self.node("Transpose", [head], perm=[1, 0])],
+            "lm_head.matmul",
+            "logits",
+        )
 
     def interface(self) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
         """Inputs and outputs of DESIGN's section 7."""
@@ -215,8 +261,14 @@ class Writer:
         outputs = [describe("logits", options.compute, ["batch", "seq", options.vocabulary])]
         kind = TensorProto.FLOAT8E4M3FN if options.fp8_cache else options.compute
         for name in (f"{layer}.{part}" for layer in range(options.layers) for part in ("key", "value")):
-            inputs.append(describe(f"past_key_values.{name}", kind, ["batch", options.key_value_heads, "capacity", options.head_size]))
-            outputs.append(describe(f"new_key_values.{name}", kind, ["batch", options.key_value_heads, "seq", options.head_size]))
+            inputs.append(
+                describe(
+                    f"past_key_values.{name}", kind, ["batch", options.key_value_heads, "capacity", options.head_size]
+                )
+            )
+            outputs.append(
+                describe(f"new_key_values.{name}", kind, ["batch", options.key_value_heads, "seq", options.head_size])
+            )
         return inputs, outputs
 
     def write(self, directory: Path) -> Written:
@@ -234,7 +286,11 @@ class Writer:
         external = []
         for index, (name, (values, kind)) in enumerate(self.stored.items()):
             tensor = TensorProto(name=name, data_type=kind, dims=values.shape, data_location=TensorProto.EXTERNAL)
-            for key, value in (("location", "model.safetensors"), ("offset", 8 + len(header) + offsets[index]), ("length", values.nbytes)):
+            for key, value in (
+                ("location", "model.safetensors"),
+                ("offset", 8 + len(header) + offsets[index]),
+                ("length", values.nbytes),
+            ):
                 tensor.external_data.add(key=key, value=str(value))
             external.append(tensor)
         graph = helper.make_graph(self.nodes, "decoder", *self.interface(), [*self.constants.values(), *external])
@@ -246,7 +302,9 @@ class Writer:
 
 @pytest.fixture
 def decoder(tmp_path: Path) -> Callable[..., Written]:
-    """`decoder(bias=True, …)`: write a decoder with these options (those of `Decoder`), by default into the test's own directory."""
+    """`decoder(bias=True, …)`: write a decoder with these options (those of `Decoder`), by default into the test's own
+    directory.
+    """
     return lambda directory=tmp_path / "model", **options: Writer(Decoder(**options)).write(directory)
 
 
@@ -264,7 +322,9 @@ def edited() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Written, bytes]]:
-    """`engine_of("sm89", bias=True, …)`: a decoder and its TensorRT-RTX engine, with the profiles of `fp8q build-engine`; each is built once."""
+    """`engine_of("sm89", bias=True, …)`: a decoder and its TensorRT-RTX engine, with the profiles of `fp8q
+    build-engine`; each is built once.
+    """
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
     built: dict[str, tuple[Written, bytes]] = {}
 

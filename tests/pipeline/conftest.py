@@ -1,4 +1,6 @@
-"""Architectures through the whole way, each once: those trained beside the repository, and tiny random ones for what differs in others."""
+"""Architectures through the whole way, each once: those trained beside the repository, and tiny random ones for what
+differs in others.
+"""
 
 import importlib.util
 import shutil
@@ -27,7 +29,9 @@ TINY = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One case: a trained checkpoint beside the repository, or where `fields` are given a tiny random one of transformers' class `config`."""
+    """One case: a trained checkpoint beside the repository, or where `fields` are given a tiny random one of
+    transformers' class `config`.
+    """
 
     name: str
     what: str
@@ -50,11 +54,34 @@ ARCHITECTURES = [
     Architecture("gemma", "scaled embeddings, wide heads", "off"),
     Architecture("gpt2", "Conv1D, fused q/k/v without rotary embedding, learned positions", "fp8"),
     Architecture("stories260k", "heads too small for a fused attention kernel", "fp8", text="tinystories"),
-    Architecture("mistral", "a window shorter than the text", "fp8", config="MistralConfig", fields={"num_key_value_heads": 2, "sliding_window": 4}),
-    Architecture("qwen3", "q/k norms, heads wider than the model", "off", config="Qwen3Config", fields={"num_key_value_heads": 2, "head_dim": 48}),
-    Architecture("gpt_neox", "fused q/k/v, partial rotary embedding, a head stored under another name", "fp8", config="GPTNeoXConfig"),
-    Architecture("phi3", "fused q/k/v and gate/up", "fp8", config="Phi3Config", fields={"num_key_value_heads": 2, "pad_token_id": 0}),
-]  # fmt: skip
+    Architecture(
+        "mistral",
+        "a window shorter than the text",
+        "fp8",
+        config="MistralConfig",
+        fields={"num_key_value_heads": 2, "sliding_window": 4},
+    ),
+    Architecture(
+        "qwen3",
+        "q/k norms, heads wider than the model",
+        "off",
+        config="Qwen3Config",
+        fields={"num_key_value_heads": 2, "head_dim": 48},
+    ),
+    Architecture(
+        "gpt_neox",
+        "fused q/k/v, partial rotary embedding, a head stored under another name",
+        "fp8",
+        config="GPTNeoXConfig",
+    ),
+    Architecture(
+        "phi3",
+        "fused q/k/v and gate/up",
+        "fp8",
+        config="Phi3Config",
+        fields={"num_key_value_heads": 2, "pad_token_id": 0},
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -67,7 +94,9 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def random_checkpoint(demo_checkpoint: Path) -> Callable[..., Path]:
-    """`random_checkpoint(path, "Phi3Config", {…})`: write a tiny one in BF16, its values spread as trained ones are (norms around 1), with the demo's tokenizer."""
+    """`random_checkpoint(path, "Phi3Config", {…})`: write a tiny one in BF16, its values spread as trained ones are
+    (norms around 1), with the demo's tokenizer.
+    """
 
     def write(path: Path, config: str, fields: dict[str, Any]) -> Path:
         torch.manual_seed(0)
@@ -82,10 +111,15 @@ def random_checkpoint(demo_checkpoint: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def texts(tmp_path_factory: pytest.TempPathFactory, shared_data: Callable[[str], Path]) -> Callable[[str], tuple[Path, Path]]:
+def texts(
+    tmp_path_factory: pytest.TempPathFactory, shared_data: Callable[[str], Path]
+) -> Callable[[str], tuple[Path, Path]]:
     """`texts("python")`: a calibration and an evaluation text of a few thousand tokens."""
     folder = tmp_path_factory.mktemp("texts")
-    sources = {"python": ("python-calibration.txt", "python-evaluation.txt"), "tinystories": ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt")}
+    sources = {
+        "python": ("python-calibration.txt", "python-evaluation.txt"),
+        "tinystories": ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt"),
+    }
 
     def cut(kind: str) -> tuple[Path, Path]:
         paths = folder / f"{kind}-calibration.txt", folder / f"{kind}-evaluation.txt"
@@ -104,10 +138,14 @@ def finished(
     """Each architecture in turn, calibrated and exported once for all tests; they change nothing in it."""
     case: Architecture = request.param
     folder = tmp_path_factory.mktemp(case.name)
-    model = shared_checkpoint(case.name) if case.trained else random_checkpoint(folder / "model", case.config, case.fields)
+    model = (
+        shared_checkpoint(case.name) if case.trained else random_checkpoint(folder / "model", case.config, case.fields)
+    )
     calibration, evaluation = texts(case.text)
     options = api.CalibrateOptions(kv_cache=case.kv_cache, samples=16, seq_len=64)
-    run = api.calibrate(str(model), str(calibration), folder / "run", str(evaluation), options, api.ExportOptions(case.dtype))
+    run = api.calibrate(
+        str(model), str(calibration), folder / "run", str(evaluation), options, api.ExportOptions(case.dtype)
+    )
     return Finished(case, run)
 
 

@@ -1,7 +1,9 @@
-"""Every architecture of docs/architectures.md, all the way: statistics to engine, and each file read by others than the code that wrote it.
+"""Every architecture of docs/architectures.md, all the way: statistics to engine, and each file read by others than the
+code that wrote it.
 
-Three implementations run the same codes: the exact reference in torch, ONNX Runtime, and ONNX's own reference evaluator in NumPy. They agree to rounding
-until a value lies so near to a midpoint that it takes another code in one of them; so logits are compared before that (DESIGN section 4).
+Three implementations run the same codes: the exact reference in torch, ONNX Runtime, and ONNX's own reference evaluator
+in NumPy. They agree to rounding until a value lies so near to a midpoint that it takes another code in one of them; so
+logits are compared before that (DESIGN section 4).
 """
 
 import json
@@ -44,37 +46,49 @@ def sequences(run: Run) -> list[np.ndarray]:
     return [ids[64 * row : 64 * row + length + STEPS] for row, length in enumerate(PROMPTS)]
 
 
-def prompt_inputs(rows: Sequence[np.ndarray], lengths: Sequence[int], capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def prompt_inputs(
+    rows: Sequence[np.ndarray], lengths: Sequence[int], capacity: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token ids, mask and positions of prompts of different lengths in one batch, padded on the right."""
     width = max(lengths)
     ids = np.stack([np.pad(row[:length], (0, width - length)) for row, length in zip(rows, lengths, strict=True)])
     positions = np.ascontiguousarray(np.broadcast_to(np.arange(width), ids.shape))
-    mask = np.concatenate([np.zeros((len(rows), capacity), np.int64), (positions < np.array(lengths)[:, None]).astype(np.int64)], axis=1)
+    mask = np.concatenate(
+        [np.zeros((len(rows), capacity), np.int64), (positions < np.array(lengths)[:, None]).astype(np.int64)], axis=1
+    )
     return ids, mask, positions
 
 
 @dataclass
 class Decoded:
-    """What the graph made of each row: logits float32 [positions, vocabulary], and codes uint8 [positions, …] by tensor."""
+    """What the graph made of each row: logits float32 [positions, vocabulary], and codes uint8 [positions, …] by
+    tensor.
+    """
 
     logits: list[np.ndarray]
     codes: list[dict[str, np.ndarray]]
 
 
 def decode(graph: Any, rows: Sequence[np.ndarray], lengths: Sequence[int], capacity: int) -> Decoded:
-    """Prefill `rows` together up to `lengths`, then feed the rest token by token, each row at its own position, from buffers of `capacity`."""
+    """Prefill `rows` together up to `lengths`, then feed the rest token by token, each row at its own position, from
+    buffers of `capacity`.
+    """
     past = graph.buffers(len(rows), capacity)
     ids, mask, positions = prompt_inputs(rows, lengths, capacity)
     outcome, new = graph.step(ids, mask, positions, past)
     parts = [[outcome.logits[row, :length]] for row, length in enumerate(lengths)]
-    codes = [{name: [values[row, :length]] for name, values in outcome.codes.items()} for row, length in enumerate(lengths)]
+    codes = [
+        {name: [values[row, :length]] for name, values in outcome.codes.items()} for row, length in enumerate(lengths)
+    ]
     filled = np.array(lengths)
     for row, length in enumerate(lengths):
         for buffer, values in zip(past, new, strict=True):
             buffer[row, :, :length] = values[row, :, :length]
     for _ in range(STEPS):
         ids = np.array([[row[at]] for row, at in zip(rows, filled, strict=True)])
-        mask = np.concatenate([np.arange(capacity) < filled[:, None], np.ones((len(rows), 1), bool)], axis=1).astype(np.int64)
+        mask = np.concatenate([np.arange(capacity) < filled[:, None], np.ones((len(rows), 1), bool)], axis=1).astype(
+            np.int64
+        )
         outcome, new = graph.step(ids, mask, filled[:, None].copy(), past)
         for row, at in enumerate(filled):
             parts[row].append(outcome.logits[row])
@@ -83,14 +97,21 @@ def decode(graph: Any, rows: Sequence[np.ndarray], lengths: Sequence[int], capac
             for buffer, values in zip(past, new, strict=True):
                 buffer[row, :, at] = values[row, :, 0]
         filled = filled + 1
-    return Decoded([np.concatenate(part) for part in parts], [{name: np.concatenate(part) for name, part in row.items()} for row in codes])
+    return Decoded(
+        [np.concatenate(part) for part in parts],
+        [{name: np.concatenate(part) for name, part in row.items()} for row in codes],
+    )
 
 
 def assert_same_before_a_code_differs(two: ModuleType, decoded: Decoded, expected: Sequence[Any]) -> int:
-    """Hold each row against the same row run alone at once; returns the number of positions before the first differing code."""
+    """Hold each row against the same row run alone at once; returns the number of positions before the first differing
+    code.
+    """
     compared = 0
     for logits, codes, alone in zip(decoded.logits, decoded.codes, expected, strict=True):
-        first, _, _ = two.first_difference({name: part[None] for name, part in codes.items()}, alone.codes, (1, len(logits)))
+        first, _, _ = two.first_difference(
+            {name: part[None] for name, part in codes.items()}, alone.codes, (1, len(logits))
+        )
         compared += int(first[0])
         assert np.abs(logits[: first[0]] - alone.logits[0, : first[0]]).max(initial=0) < LIMIT
     return compared
@@ -127,23 +148,36 @@ def test_every_product_is_promised_or_skipped_with_a_reason(finished: Any) -> No
     assert set(scales.weights) == set(scales.activations) == products.keys() - {head}
     for name, weight in scales.weights.items():
         assert (weight.axis, weight.channels) == (
-            (1, products[name].weight.shape[1]) if isinstance(products[name], Conv1D) else (0, products[name].weight.shape[0])
+            (1, products[name].weight.shape[1])
+            if isinstance(products[name], Conv1D)
+            else (0, products[name].weight.shape[0])
         )
     assert len(scales.kv_cache) == (2 * config.num_hidden_layers if finished.architecture.kv_cache == "fp8" else 0)
 
 
-def test_a_prompt_says_on_onnx_runtime_what_the_reference_says(finished: Any, graph: Any, alone: list[Any], two_implementations: ModuleType) -> None:
+def test_a_prompt_says_on_onnx_runtime_what_the_reference_says(
+    finished: Any, graph: Any, alone: list[Any], two_implementations: ModuleType
+) -> None:
     rows = sequences(finished.run)
     shortest = min(map(len, rows))
     outcome = graph(np.stack([row[:shortest] for row in rows]))
-    decoded = Decoded([*outcome.logits], [{name: codes[row] for name, codes in outcome.codes.items()} for row in range(len(rows))])
-    cut = [two_implementations.Outcome(each.logits[:, :shortest], {name: codes[:, :shortest] for name, codes in each.codes.items()}) for each in alone]
+    decoded = Decoded(
+        [*outcome.logits], [{name: codes[row] for name, codes in outcome.codes.items()} for row in range(len(rows))]
+    )
+    cut = [
+        two_implementations.Outcome(
+            each.logits[:, :shortest], {name: codes[:, :shortest] for name, codes in each.codes.items()}
+        )
+        for each in alone
+    ]
     assert assert_same_before_a_code_differs(two_implementations, decoded, cut) > 0
     assert mean_kl([each.logits[0] for each in cut], [*outcome.logits]) < KL_LIMIT
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_ten_decode_steps_say_what_prefilling_at_once_says(batch: int, finished: Any, graph: Any, alone: list[Any], two_implementations: ModuleType) -> None:
+def test_ten_decode_steps_say_what_prefilling_at_once_says(
+    batch: int, finished: Any, graph: Any, alone: list[Any], two_implementations: ModuleType
+) -> None:
     rows = sequences(finished.run)[:batch]
     decoded = decode(graph, rows, PROMPTS[:batch], capacity=24)
     assert [len(logits) for logits in decoded.logits] == [length + STEPS for length in PROMPTS[:batch]]
@@ -152,11 +186,17 @@ def test_ten_decode_steps_say_what_prefilling_at_once_says(batch: int, finished:
     assert mean_kl(steps, [logits[length:] for logits, length in zip(decoded.logits, PROMPTS, strict=False)]) < KL_LIMIT
 
 
-def test_onnxs_own_evaluator_says_what_onnx_runtime_says(finished: Any, graph: Any, two_implementations: ModuleType) -> None:
-    """A prompt of three rows with an empty buffer of 4, then a step behind it: NumPy, written by ONNX's authors, knows nothing of fp8q."""
+def test_onnxs_own_evaluator_says_what_onnx_runtime_says(
+    finished: Any, graph: Any, two_implementations: ModuleType
+) -> None:
+    """A prompt of three rows with an empty buffer of 4, then a step behind it: NumPy, written by ONNX's authors, knows
+    nothing of fp8q.
+    """
     model = onnx.load(finished.run.onnx_fp32)
     model.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT8E4M3FN, None) for name in graph.codes.values() if not name.startswith("new_")
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT8E4M3FN, None)
+        for name in graph.codes.values()
+        if not name.startswith("new_")
     )
     evaluator, rows, lengths, capacity = ReferenceEvaluator(model), sequences(finished.run), (3, 3, 2), 4
     past = graph.buffers(len(rows), capacity)
@@ -165,11 +205,21 @@ def test_onnxs_own_evaluator_says_what_onnx_runtime_says(finished: Any, graph: A
         (np.stack([row[3:4] for row in rows]), np.array([[1, 1, 1, 0, 1]] * 3), np.full((3, 1), 3)),
     ):
         outcome, new = graph.step(ids, mask, positions, past)
-        typed = {value.name: array.view(ml_dtypes.float8_e4m3fn) if array.dtype == np.uint8 else array for value, array in zip(graph.past, past, strict=True)}
+        typed = {
+            value.name: array.view(ml_dtypes.float8_e4m3fn) if array.dtype == np.uint8 else array
+            for value, array in zip(graph.past, past, strict=True)
+        }
         results = dict(
-            zip(evaluator.output_names, evaluator.run(None, {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | typed), strict=True)
+            zip(
+                evaluator.output_names,
+                evaluator.run(None, {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | typed),
+                strict=True,
+            )
         )
-        codes = {name: two_implementations.by_position(results[output].view(np.uint8), ids.shape) for name, output in graph.codes.items()}
+        codes = {
+            name: two_implementations.by_position(results[output].view(np.uint8), ids.shape)
+            for name, output in graph.codes.items()
+        }
         first, _, _ = two_implementations.first_difference(outcome.codes, codes, ids.shape)
         assert first.sum() > 0
         for row, until in enumerate(first):
@@ -180,7 +230,9 @@ def test_onnxs_own_evaluator_says_what_onnx_runtime_says(finished: Any, graph: A
 
 
 def test_tensorrt_rtx_builds_it_with_every_promised_product_in_fp8(finished: Any) -> None:
-    api.build_engine(finished.run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_batch=4, max_seq_len=64))
+    api.build_engine(
+        finished.run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_batch=4, max_seq_len=64)
+    )
     (engine,) = load_engines(finished.run)
     assert (engine.promised_products, engine.fp8_products, engine.wide_products, engine.evidence) == (
         len(load_scales(finished.run).weights), len(load_scales(finished.run).weights), [], "plan"
@@ -203,7 +255,10 @@ def tensors(run: Run) -> dict[str, tuple[str, tuple[int, ...]]]:
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for shard in set(index.values()):
         with safe_open(run.model / shard, "np") as opened:
-            found |= {name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118
+            found |= {
+                name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape()))
+                for name in opened.keys()  # noqa: SIM118  # safetensors opens no dict
+            }
     assert found.keys() == index.keys()
     return found
 
@@ -212,7 +267,9 @@ TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "
 
 
 def test_the_checkpoint_is_laid_out_as_compressed_tensors_says(finished: Any) -> None:
-    """compressed-tensors makes an empty model of config.json; its parameters are our tensors, name for name, in shape and type."""
+    """compressed-tensors makes an empty model of config.json; its parameters are our tensors, name for name, in shape
+    and type.
+    """
     config = AutoConfig.from_pretrained(finished.run.model)
     document = config.quantization_config
     del config.quantization_config
@@ -225,26 +282,39 @@ def test_the_checkpoint_is_laid_out_as_compressed_tensors_says(finished: Any) ->
     apply_quantization_config(model, schema)
     ModelCompressor.from_pretrained_model(model).compress_model(model)
     expected = {name: (TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-    found = {{"embed_out.weight": "lm_head.weight"}.get(name, name): kind for name, kind in tensors(finished.run).items()}
+    found = {
+        {"embed_out.weight": "lm_head.weight"}.get(name, name): kind for name, kind in tensors(finished.run).items()
+    }
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     assert expected.keys() - tied == found.keys()
     assert {name: shape for name, (_, shape) in found.items()} == {name: expected[name][1] for name in found}
-    assert {name for name, (kind, _) in expected.items() if kind == "F8_E4M3"} == {name for name, (kind, _) in found.items() if kind == "F8_E4M3"}
+    assert {name for name, (kind, _) in expected.items() if kind == "F8_E4M3"} == {
+        name for name, (kind, _) in found.items() if kind == "F8_E4M3"
+    }
 
 
 def test_transformers_loads_it_with_no_key_too_many_or_too_few(finished: Any, alone: list[Any]) -> None:
-    """GPT-2's Conv1D has no form there, and must not load without its scales; of GPT-NeoX it reads no scales of a cache."""
+    """GPT-2's Conv1D has no form there, and must not load without its scales; of GPT-NeoX it reads no scales of a
+    cache.
+    """
     if finished.architecture.name == "gpt2":
         with pytest.raises(ValueError, match=r"has no `quant_method` attribute"):
             AutoModelForCausalLM.from_pretrained(finished.run.model)
         return
-    neox = finished.architecture.name == "gpt_neox"  # transformers 5.14 leaves a renamed tensor (its head) in BF16, whatever type is asked for
-    loaded: Any = AutoModelForCausalLM.from_pretrained(finished.run.model, dtype=torch.bfloat16 if neox else torch.float32, output_loading_info=True)
+    # transformers 5.14 leaves a renamed tensor (its head) in BF16, whatever type is asked for
+    neox = finished.architecture.name == "gpt_neox"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        finished.run.model, dtype=torch.bfloat16 if neox else torch.float32, output_loading_info=True
+    )
     model: PreTrainedModel = loaded[0]
-    assert [kind for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs") if loaded[1][kind]] == []
+    assert [
+        kind for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs") if loaded[1][kind]
+    ] == []
     rows = sequences(finished.run)
     with torch.inference_mode():
-        logits = [model(input_ids=torch.from_numpy(row[None]), use_cache=True).logits.float().numpy()[0] for row in rows]
+        logits = [
+            model(input_ids=torch.from_numpy(row[None]), use_cache=True).logits.float().numpy()[0] for row in rows
+        ]
     differences = [np.abs(ours.logits[0] - theirs).max(-1) for ours, theirs in zip(alone, logits, strict=True)]
     if neox:  # its attention reads the cache in the compute type there
         return

@@ -42,7 +42,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..
     for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
         path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
-    return api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8"))
+    return api.calibrate(
+        str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8")
+    )
 
 
 @pytest.fixture
@@ -99,7 +101,9 @@ def test_scales_follow_from_the_statistics_and_a_cache_in_fp8_keeps_its_own(run:
     assert 1 / 448 <= scales.probabilities < 1 / 448 * 1.008
     stored = load_file(run.model / "attention.safetensors")
     expected = {part: scales.tensors[f"{ATTENTION}.{part}"].scale for part in "qkv"} | {"p": scales.probabilities}
-    assert {name: float(scale[0]) for name, scale in stored.items()} == {f"{ATTENTION}.attention.{part}_scale": scale for part, scale in expected.items()}
+    assert {name: float(scale[0]) for name, scale in stored.items()} == {
+        f"{ATTENTION}.attention.{part}_scale": scale for part, scale in expected.items()
+    }
 
 
 def test_transformers_still_finds_every_key_it_knows(run: Run) -> None:
@@ -107,21 +111,31 @@ def test_transformers_still_finds_every_key_it_knows(run: Run) -> None:
     assert not any(loaded[1][kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]) -> None:
+def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
+    run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
+) -> None:
     ids = load_tokens(run, run.evaluation)[:24].reshape(2, 12)
     expected = exact_logits(run, ids)
     session = OnnxRuntimeSession(run.onnx_fp32)
     positions = np.ascontiguousarray(np.broadcast_to(np.arange(12), ids.shape))
     at_once, _ = session.forward(ids, np.ones_like(ids), positions)
     past = {
-        f"past_key_values.0.{part}": np.zeros((2, 2, 0, 32), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN)) for part in ("key", "value")
+        f"past_key_values.0.{part}": np.zeros(
+            (2, 2, 0, 32), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN)
+        )
+        for part in ("key", "value")
     }
     inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions, **past}
     (by_onnx,) = ReferenceEvaluator(onnx.load(run.onnx_fp32)).run(["logits"], inputs)
     cache, steps = session.new_cache(2, 16), []
     for at in range(12):
         filled = (np.arange(17) < at) | (np.arange(17) == 16)
-        logits, new = session.forward(ids[:, at : at + 1], np.tile(filled, (2, 1)).astype(np.int64), positions[:, at : at + 1].copy(), cache.past(0, 2))
+        logits, new = session.forward(
+            ids[:, at : at + 1],
+            np.tile(filled, (2, 1)).astype(np.int64),
+            positions[:, at : at + 1].copy(),
+            cache.past(0, 2),
+        )
         cache.write(0, positions[:, at : at + 1], new)
         steps.append(logits[:, 0])
     for logits in (at_once, np.asarray(by_onnx), np.stack(steps, 1)):
@@ -142,7 +156,14 @@ def test_the_engine_multiplies_codes_in_two_products(copied: Run, fp8q: Callable
                 assert found.fp8
     shown = fp8q("engine", copied.root).out
     for product in ("scores", "values"):
-        assert len(re.findall(rf"^{ATTENTION}\.attention_{product} +(?:prefill|decode) +fp8 × fp8 -> ", shown, re.MULTILINE)) == 4
+        assert (
+            len(
+                re.findall(
+                    rf"^{ATTENTION}\.attention_{product} +(?:prefill|decode) +fp8 × fp8 -> ", shown, re.MULTILINE
+                )
+            )
+            == 4
+        )
 
 
 def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:
@@ -153,12 +174,20 @@ def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:
     nodes[f"{ATTENTION}.attention_values"].name = "values"
     copied.onnx.write_bytes(model.SerializeToString())
     expected = [
-        f"F212 promised-attention: {ATTENTION}.attention_scores: is promised on FP8: its first input does not come from FP8 codes; run `fp8q export` again",
-        f"F212 promised-attention: {ATTENTION}.attention_values: is promised on FP8, and there is no such product; run `fp8q export` again",
+        (
+            f"F212 promised-attention: {ATTENTION}.attention_scores: is promised on FP8: its first input does not come "
+            "from FP8 codes; run `fp8q export` again"
+        ),
+        (
+            f"F212 promised-attention: {ATTENTION}.attention_values: is promised on FP8, and there is no such product; "
+            "run `fp8q export` again"
+        ),
     ]
     assert [str(finding) for finding in api.lint(copied.onnx).findings] == expected
     with pytest.raises(InputError) as error:
-        build_engines(copied, load_scales(copied).promised, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), SILENT)
+        build_engines(
+            copied, load_scales(copied).promised, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), SILENT
+        )
     assert str(error.value) == f"{copied.onnx}: {expected[0]} (1 more)"
 
 
@@ -167,14 +196,20 @@ def test_the_lint_holds_the_scales_of_attention_to_attention_json(copied: Run) -
     before = stored["probabilities"]
     copied.attention.write_text(json.dumps(stored | {"probabilities": 0.25}))
     assert [str(finding) for finding in api.lint(copied.onnx).findings] == [
-        f"F206 input-scale: {ATTENTION}.p.{node}: scale is {before:.9g}, and attention.json has 0.25; run `fp8q export` again"
+        (
+            f"F206 input-scale: {ATTENTION}.p.{node}: scale is {before:.9g}, and attention.json has 0.25; run `fp8q "
+            "export` again"
+        )
         for node in ("attention_quantize", "attention_dequantize")
     ]
     del stored["tensors"][f"{ATTENTION}.k"]
     copied.attention.write_text(json.dumps(stored))
     with pytest.raises(InputError) as error:
         api.lint(copied.onnx)
-    assert str(error.value) == f"{copied.attention}: has no scale of {ATTENTION}.k; run `fp8q export --attention fp8` again"
+    assert (
+        str(error.value)
+        == f"{copied.attention}: has no scale of {ATTENTION}.k; run `fp8q export --attention fp8` again"
+    )
 
 
 def test_a_triton_repository_takes_the_scales_along(copied: Run) -> None:
@@ -185,7 +220,9 @@ def test_a_triton_repository_takes_the_scales_along(copied: Run) -> None:
 def test_scales_chosen_again_keep_it_and_a_wide_export_takes_it_away(copied: Run) -> None:
     before = copied.queries.stat().st_mtime_ns
     api.scales(copied.root, api.Clipping("percentile", 99.0))
-    assert {scale.method for scale in read_document(copied.attention, AttentionScales).tensors.values()} == {"percentile"}
+    assert {scale.method for scale in read_document(copied.attention, AttentionScales).tensors.values()} == {
+        "percentile"
+    }
     assert copied.queries.stat().st_mtime_ns == before
     api.export(copied.root)
     assert not copied.attention.exists()
@@ -193,7 +230,9 @@ def test_scales_chosen_again_keep_it_and_a_wide_export_takes_it_away(copied: Run
     assert "Attention" in {node.op_type for node in onnx.load(copied.onnx, load_external_data=False).graph.node}
 
 
-def test_what_cannot_be_is_said_before_any_work(copied: Run, tmp_path: Path, move_source: Callable[[Run, Path], None]) -> None:
+def test_what_cannot_be_is_said_before_any_work(
+    copied: Run, tmp_path: Path, move_source: Callable[[Run, Path], None]
+) -> None:
     with pytest.raises(InputError) as error:
         api.ExportOptions(precision="int8", attention="fp8")
     assert str(error.value) == "--attention fp8: is for the FP8 graph, not for --precision int8; leave one of them out"
@@ -201,5 +240,7 @@ def test_what_cannot_be_is_said_before_any_work(copied: Run, tmp_path: Path, mov
     move_source(copied, tmp_path / "gone")
     with pytest.raises(InputError) as error:
         api.export(copied.root, api.ExportOptions(attention="fp8"))
-    assert str(error.value) == f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
+    assert str(error.value) == (
+        f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
+    )
     assert copied.onnx.is_file()

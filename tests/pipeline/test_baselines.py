@@ -1,4 +1,6 @@
-"""BF16 and INT8 beside FP8: the same graph in three precisions, run by others than the code that wrote it, built, and validated in one table."""
+"""BF16 and INT8 beside FP8: the same graph in three precisions, run by others than the code that wrote it, built, and
+validated in one table.
+"""
 
 import os
 import shutil
@@ -35,7 +37,9 @@ RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime
 def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
     """A Llama of one layer, calibrated and exported in all three precisions."""
     folder = tmp_path_factory.mktemp("baselines")
-    model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2, "tie_word_embeddings": True})
+    model = random_checkpoint(
+        folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    )
     texts = [folder / "calibration.txt", folder / "evaluation.txt"]
     for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
         path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
@@ -60,7 +64,13 @@ def ids(run: Run) -> np.ndarray:
 def feeds(ids: np.ndarray) -> dict[str, np.ndarray]:
     positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
     past = np.zeros((len(ids), 2, 0, 32), np.float32)
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions, "past_key_values.0.key": past, "past_key_values.0.value": past}
+    return {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": positions,
+        "past_key_values.0.key": past,
+        "past_key_values.0.value": past,
+    }
 
 
 def on_onnxruntime(graph: Path, ids: np.ndarray, fusions: bool = False) -> np.ndarray:
@@ -79,7 +89,10 @@ class Int8Linear(torch.nn.Module):
 
     def __init__(self, weights: dict[str, np.ndarray], module: str):
         super().__init__()
-        self.weight, self.scale = weights[f"{module}.weight"].astype(np.int64), weights[f"{module}.weight_scale"][:, 0].astype(np.float64)
+        self.weight, self.scale = (
+            weights[f"{module}.weight"].astype(np.int64),
+            weights[f"{module}.weight_scale"][:, 0].astype(np.float64),
+        )
         self.input_scale = weights[f"{module}.input_scale"][0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,10 +124,17 @@ def test_the_graph_is_standard_onnx_beside_its_weights(run: Run, precision: Base
         onnx.checker.check_model(path)
         graph = onnx.load(path, load_external_data=False).graph
         kinds = [node.op_type for node in graph.node]
-        assert {"bf16": (0, 0), "int8": (4, 11)}[precision] == (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear"))
+        assert {"bf16": (0, 0), "int8": (4, 11)}[precision] == (
+            kinds.count("QuantizeLinear"),
+            kinds.count("DequantizeLinear"),
+        )
         modules = {node.name.removesuffix(".matmul") for node in graph.node if node.name.endswith(".matmul")}
         assert modules == {*load_scales(run).promised, "lm_head"}
-        types = {tensor.name.rpartition(".")[0]: tensor.data_type for tensor in graph.initializer if tensor.name.endswith(".weight")}
+        types = {
+            tensor.name.rpartition(".")[0]: tensor.data_type
+            for tensor in graph.initializer
+            if tensor.name.endswith(".weight")
+        }
         wanted = onnx.TensorProto.INT8 if precision == "int8" else onnx.TensorProto.BFLOAT16
         assert {types.pop(module) for module in load_scales(run).promised} == {wanted}
         assert set(types.values()) == {onnx.TensorProto.BFLOAT16}
@@ -153,7 +173,11 @@ def test_int8_scales_follow_from_the_same_statistics(run: Run) -> None:
 
 
 def test_engines_of_all_precisions_say_what_they_run(copied: Run) -> None:
-    graphs: dict[Precision, str] = {"int8": "../../baselines/int8/model.onnx", "bf16": "../../baselines/bf16/model.onnx", "fp8": "../model/model.onnx"}
+    graphs: dict[Precision, str] = {
+        "int8": "../../baselines/int8/model.onnx",
+        "bf16": "../../baselines/bf16/model.onnx",
+        "fp8": "../model/model.onnx",
+    }
     for precision, graph in graphs.items():
         options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64, precision=precision)
         (engine,) = api.build_engine(copied.root, options)
@@ -166,9 +190,15 @@ def test_engines_of_all_precisions_say_what_they_run(copied: Run) -> None:
         {"int8 × int8 -> fp32": MODULES, "bf16 × bf16 -> bf16": 1},
     ]
     rows = engine_rows(copied)
-    assert [(row.precision, row.promised_products, row.fp8_products) for row in rows] == [("fp8", 7, 7), ("bf16", None, None), ("int8", None, None)]
+    assert [(row.precision, row.promised_products, row.fp8_products) for row in rows] == [
+        ("fp8", 7, 7),
+        ("bf16", None, None),
+        ("int8", None, None),
+    ]
     assert rows[2].ran == "7 int8 × int8 -> fp32, 1 bf16 × bf16 -> bf16"
-    assert [row.path for row in size_rows(copied) if row.what.endswith("engine for sm89")] == [f"engines/{kind}sm89.plan" for kind in ("", "bf16/", "int8/")]
+    assert [row.path for row in size_rows(copied) if row.what.endswith("engine for sm89")] == [
+        f"engines/{kind}sm89.plan" for kind in ("", "bf16/", "int8/")
+    ]
 
 
 def test_all_precisions_stand_in_one_table_and_the_gate_is_for_fp8_alone(copied: Run) -> None:
@@ -193,7 +223,8 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
     with pytest.raises(InputError) as error:
         api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-int8")))
     assert str(error.value) == (
-        f"{copied.root}/baselines/int8: was made of other statistics or scales than the run has now; run `fp8q export {copied.root} --precision int8` again"
+        f"{copied.root}/baselines/int8: was made of other statistics or scales than the run has now; run `fp8q export "
+        f"{copied.root} --precision int8` again"
     )
     api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-bf16")))
     api.export(copied.root, api.ExportOptions(precision="int8"))
@@ -202,7 +233,9 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
     assert all(0 < scale.saturation <= 0.01 for scale in int8.activations.values())
 
 
-def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path, move_source: Callable[[Run, Path], None]) -> None:
+def test_what_is_missing_is_said_before_any_work(
+    copied: Run, tmp_path: Path, move_source: Callable[[Run, Path], None]
+) -> None:
     shutil.rmtree(copied.baselines)
     for call in (
         lambda: api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-int8"))),
@@ -210,11 +243,16 @@ def test_what_is_missing_is_said_before_any_work(copied: Run, tmp_path: Path, mo
     ):
         with pytest.raises(InputError) as error:
             call()
-        assert str(error.value) == f"{copied.root}/baselines/int8: is missing; `fp8q export {copied.root} --precision int8` writes it, run that first"
+        assert str(error.value) == (
+            f"{copied.root}/baselines/int8: is missing; `fp8q export {copied.root} --precision int8` writes it, "
+            "run that first"
+        )
     move_source(copied, tmp_path / "gone")
     with pytest.raises(InputError) as error:
         api.export(copied.root, api.ExportOptions(precision="bf16"))
-    assert str(error.value) == f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
+    assert str(error.value) == (
+        f"{tmp_path}/gone: the model that {copied.root} was made of is no longer there; put it back, or calibrate again"
+    )
     assert not copied.baselines.exists()
 
 
@@ -242,7 +280,8 @@ def test_an_export_that_is_done_looks_at_its_checkpoint_all_the_same(copied: Run
     with pytest.raises(InputError) as error:
         api.export(copied.root)
     assert str(error.value) == (
-        f"{file}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q calibrate` again"
+        f"{file}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or "
+        "delete it and run `fp8q calibrate` again"
     )
     file.unlink()
     with pytest.raises(InputError) as error:
@@ -253,4 +292,7 @@ def test_an_export_that_is_done_looks_at_its_checkpoint_all_the_same(copied: Run
 def test_the_compute_type_is_for_the_fp8_graph() -> None:
     with pytest.raises(InputError) as error:
         api.ExportOptions("fp16", "int8")
-    assert str(error.value) == "--dtype fp16: is for the FP8 graph, and --precision int8 computes in BF16; leave one of them out"
+    assert (
+        str(error.value)
+        == "--dtype fp16: is for the FP8 graph, and --precision int8 computes in BF16; leave one of them out"
+    )

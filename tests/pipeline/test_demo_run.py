@@ -30,7 +30,15 @@ from fp8q.validate.accuracy import load_accuracy
 from fp8q.validate.accuracy import load_tokens as load_nll
 
 PRODUCTS = 4 * 7
-KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+KINDS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 def perplexity(forward: Callable[[torch.Tensor], torch.Tensor], ids: np.ndarray) -> float:
@@ -54,8 +62,14 @@ def copied(demo_run: Run, tmp_path: Path) -> Run:
 
 def test_every_product_is_quantized_or_has_a_reason(demo_run: Run) -> None:
     scales = load_scales(demo_run)
-    assert set(scales.weights) == set(scales.activations) == {f"model.layers.{layer}.{kind}" for layer in range(4) for kind in KINDS}
-    assert {name: kept.reason for name, kept in scales.skipped.items()} == {"lm_head": "output head: its error would go straight into the logits"}
+    assert (
+        set(scales.weights)
+        == set(scales.activations)
+        == {f"model.layers.{layer}.{kind}" for layer in range(4) for kind in KINDS}
+    )
+    assert {name: kept.reason for name, kept in scales.skipped.items()} == {
+        "lm_head": "output head: its error would go straight into the logits"
+    }
     assert set(scales.kv_cache) == {f"model.layers.{layer}.self_attn.{part}" for layer in range(4) for part in "kv"}
 
 
@@ -92,7 +106,10 @@ def test_transformers_loads_the_checkpoint_as_it_is_with_the_references_perplexi
     model, info = loaded
     assert [kind for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]] == []
     reference = load_reference(demo_run.model, "exact" if dtype == torch.float32 else "fast", dtype)
-    ours = perplexity(lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits, windows)
+    ours = perplexity(
+        lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits,
+        windows,
+    )
     theirs = perplexity(lambda ids: model(input_ids=ids).logits, windows)
     assert abs(theirs / ours - 1) <= limit
 
@@ -104,7 +121,9 @@ def test_both_graphs_are_standard_onnx_and_point_into_the_safetensors(demo_run: 
         model = onnx.load(path, load_external_data=False)
         assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 23)]
         external = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
-        assert {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"} == {"model-00001-of-00001.safetensors"}
+        assert {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"} == {
+            "model-00001-of-00001.safetensors"
+        }
         assert sum(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in external) == PRODUCTS
         assert [finding for finding in lint(path, promised) if finding.severity == "error"] == []
         assert path.stat().st_size < 500_000
@@ -119,7 +138,12 @@ def test_the_graph_says_nothing_of_the_machine_that_exported_it(demo_run: Run) -
 def test_every_promised_product_is_fp8_in_every_engine(demo_run: Run) -> None:
     for target in ("sm89", "sm120"):
         info = json.loads((demo_run.engines / f"{target}.json").read_text())
-        assert (info["promised_products"], info["fp8_products"], info["wide_products"], info["evidence"]) == (PRODUCTS, PRODUCTS, [], "plan")
+        assert (info["promised_products"], info["fp8_products"], info["wide_products"], info["evidence"]) == (
+            PRODUCTS,
+            PRODUCTS,
+            [],
+            "plan",
+        )
         assert (demo_run.engines / f"{target}.plan").stat().st_size == info["bytes"]
 
 
@@ -130,7 +154,14 @@ def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Ru
     assert set(document["runtimes"]) == {"bf16", "reference", "onnxruntime"}
     for name in ("reference", "onnxruntime"):
         runtime = document["runtimes"][name]
-        assert set(runtime) == {"perplexity", "nll_nats", "perplexity_increase", "kl_mean_nats", "kl_p99_nats", "top1_agreement"}
+        assert set(runtime) == {
+            "perplexity",
+            "nll_nats",
+            "perplexity_increase",
+            "kl_mean_nats",
+            "kl_p99_nats",
+            "top1_agreement",
+        }
         assert abs(runtime["perplexity_increase"]) < 0.02
         assert 0 < runtime["kl_mean_nats"] < runtime["kl_p99_nats"]
     nll = load_nll(demo_run)
@@ -156,7 +187,11 @@ def test_onnx_itself_takes_every_graph_though_a_repository_was_written(demo_run:
 
 def test_the_models_card_says_how_onnx_runtime_runs_it(demo_run: Run) -> None:
     card = (demo_run.model / "README.md").read_text(encoding="utf-8")
-    code = "\n".join(line.strip() for line in card.splitlines() if line.startswith("    ") and "transformers" not in line and "AutoModel" not in line)
+    code = "\n".join(
+        line.strip()
+        for line in card.splitlines()
+        if line.startswith("    ") and "transformers" not in line and "AutoModel" not in line
+    )
     made = subprocess.run(
         [sys.executable, "-c", f"import onnxruntime\n{code}\nprint(session.get_outputs()[0].name)"],
         cwd=demo_run.model,
@@ -176,7 +211,9 @@ def test_the_report_and_its_notebook_are_there(demo_run: Run) -> None:
 
 
 def test_a_finished_run_does_nothing_again(copied: Run, demo_checkpoint: Path, demo_texts: Any) -> None:
-    before = {path: path.stat().st_mtime_ns for path in copied.root.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {
+        path: path.stat().st_mtime_ns for path in copied.root.rglob("*") if path.is_file() and path.name != ".lock"
+    }
     api.validate(copied.root, options=api.ValidateOptions())
     api.build_engine(copied.root, api.EngineOptions(runtime="tensorrt-rtx", max_seq_len=256))
     api.triton(copied.root)
@@ -184,21 +221,35 @@ def test_a_finished_run_does_nothing_again(copied: Run, demo_checkpoint: Path, d
 
 
 def test_a_gate_that_is_not_met_names_the_runtime_and_the_numbers(copied: Run) -> None:
-    with pytest.raises(api.GateError, match=r"^(reference|onnxruntime): perplexity \d+\.\d+ is \d+\.\d+% above BF16's, more than --max-ppl-increase 0\.00%; "):
+    with pytest.raises(
+        api.GateError,
+        match=(
+            r"^(reference|onnxruntime): perplexity \d+\.\d+ is \d+\.\d+% above BF16's, more than --max-ppl-increase "
+            r"0\.00%; "
+        ),
+    ):
         api.validate(copied.root, options=api.ValidateOptions(max_ppl_increase=0.0))
 
 
 def test_a_damaged_file_is_refused_by_name(copied: Run) -> None:
     copied.onnx.write_bytes(copied.onnx.read_bytes()[:1000])
     with pytest.raises(
-        api.InputError, match=rf"^{copied.onnx}: is not the file that `fp8q export {copied.root}` wrote \(its SHA-256 differs from run.json\); "
+        api.InputError,
+        match=(
+            rf"^{copied.onnx}: is not the file that `fp8q export {copied.root}` wrote \(its SHA-256 differs from "
+            r"run.json\); "
+        ),
     ):
         api.build_engine(copied.root)
 
 
-def test_a_run_of_another_model_is_refused(copied: Run, shared_checkpoint: Callable[[str], Path], demo_texts: Any) -> None:
+def test_a_run_of_another_model_is_refused(
+    copied: Run, shared_checkpoint: Callable[[str], Path], demo_texts: Any
+) -> None:
     with pytest.raises(api.InputError, match=rf"^{copied.root}: is a run of another model \(demo, fingerprint "):
-        api.calibrate(str(shared_checkpoint("llama")), str(demo_texts.calibration), copied.root, str(demo_texts.evaluation))
+        api.calibrate(
+            str(shared_checkpoint("llama")), str(demo_texts.calibration), copied.root, str(demo_texts.evaluation)
+        )
 
 
 @pytest.mark.parametrize("command", ["inspect", "triton", "build-engine"])
@@ -212,24 +263,49 @@ def test_the_serving_hosts_commands_need_no_torch(copied: Run, base_install: Any
 def test_a_missing_runtime_names_its_extra(demo_run: Run, base_install: Any) -> None:
     done = base_install("build-engine", demo_run.root)
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "fp8q: TensorRT-RTX is not installed and this command needs it; install it with `pip install 'fp8q[tensorrt-rtx]'`\n"
+    assert done.stderr == (
+        "fp8q: TensorRT-RTX is not installed and this command needs it; install it with `pip install "
+        "'fp8q[tensorrt-rtx]'`\n"
+    )
 
 
 def test_inspect_lists_every_module_with_its_scale(demo_run: Run) -> None:
     rows = {row.module: row for row in api.inspect(demo_run.root).modules}
     assert len(rows) == PRODUCTS + 1 + 8
     assert rows["lm_head"].reason == "output head: its error would go straight into the logits"
-    assert rows["model.layers.0.mlp.down_proj"].scale == load_scales(demo_run).activations["model.layers.0.mlp.down_proj"].scale
+    assert (
+        rows["model.layers.0.mlp.down_proj"].scale
+        == load_scales(demo_run).activations["model.layers.0.mlp.down_proj"].scale
+    )
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
-    """SIGKILL while it measures, then again while it writes; the third attempt finishes with the bytes of an undisturbed run."""
+def test_a_killed_run_goes_on_and_ends_the_same(
+    demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    """SIGKILL while it measures, then again while it writes; the third attempt finishes with the bytes of an
+    undisturbed run.
+    """
     evaluation = demo_run.root.parent / "evaluation.txt"
     out = tmp_path / "run"
     command = [
-        sys.executable, "-m", "fp8q", "calibrate", str(demo_checkpoint), "--data", str(demo_texts.calibration), "--eval-data", str(evaluation),
-        "--out", str(out), "--kv-cache", "fp8", "--samples", "24", "--seq-len", "256",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "fp8q",
+        "calibrate",
+        str(demo_checkpoint),
+        "--data",
+        str(demo_texts.calibration),
+        "--eval-data",
+        str(evaluation),
+        "--out",
+        str(out),
+        "--kv-cache",
+        "fp8",
+        "--samples",
+        "24",
+        "--seq-len",
+        "256",
+    ]
     for sign in (out / "calibration.npz", out / "statistics.json"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
@@ -240,6 +316,12 @@ def test_a_killed_run_goes_on_and_ends_the_same(demo_run: Run, demo_checkpoint: 
         process.wait()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("calibration.npz", "statistics.safetensors", "scales.json", "model/model-00001-of-00001.safetensors", "model/model.onnx"):
+    for name in (
+        "calibration.npz",
+        "statistics.safetensors",
+        "scales.json",
+        "model/model-00001-of-00001.safetensors",
+        "model/model.onnx",
+    ):
         assert (out / name).read_bytes() == (demo_run.root / name).read_bytes(), name
     assert not list(out.rglob(".*.partial"))

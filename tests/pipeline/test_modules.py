@@ -1,4 +1,6 @@
-"""Modules that are no plain linear layers: those nobody knows stay in BF16 by declaration, Conv1D takes every option that a linear layer does."""
+"""Modules that are no plain linear layers: those nobody knows stay in BF16 by declaration, Conv1D takes every option
+that a linear layer does.
+"""
 
 import json
 from collections.abc import Callable
@@ -61,7 +63,12 @@ def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
 ) -> None:
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", OddMLP)
     model = random_checkpoint(tmp_path / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
-    run = api.calibrate(str(model), str(demo_text), tmp_path / "run", options=api.CalibrateOptions(samples=4, seq_len=64, skip=("*.v_proj",)))
+    run = api.calibrate(
+        str(model),
+        str(demo_text),
+        tmp_path / "run",
+        options=api.CalibrateOptions(samples=4, seq_len=64, skip=("*.v_proj",)),
+    )
     scales, attention, mlp = load_scales(run), "model.layers.0.self_attn", "model.layers.0.mlp"
     assert set(scales.weights) == {*(f"{attention}.{part}_proj" for part in "qko"), f"{mlp}.up_proj"}
     assert {name: skipped.reason for name, skipped in scales.skipped.items()} == {
@@ -72,7 +79,8 @@ def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
     }
     (note,) = run.record().stages["quantize"].notes
     assert note == (
-        f"{attention}.v_proj in BF16 beside {attention}.q_proj, {attention}.k_proj in FP8: vLLM makes one product of them and refuses such a checkpoint; "
+        f"{attention}.v_proj in BF16 beside {attention}.q_proj, {attention}.k_proj in FP8: vLLM makes one product of "
+        "them and refuses such a checkpoint; "
         "keep all of a group in BF16, or none, if vLLM is to serve it"
     )
     ids = load_tokens(run, run.evaluation)[None, :32]
@@ -96,12 +104,20 @@ def test_norms_and_embeddings_are_no_products_whatever_their_shape() -> None:
 
     Positions.__name__ = "LearnedPositionalEmbedding"
     model: Any = nn.ModuleDict(
-        {"norm": HeadNorm(), "embed": nn.Embedding(4, 4), "positions": Positions(), "linear": nn.Linear(4, 4), "conv": nn.Conv2d(4, 4, 1)}
+        {
+            "norm": HeadNorm(),
+            "embed": nn.Embedding(4, 4),
+            "positions": Positions(),
+            "linear": nn.Linear(4, 4),
+            "conv": nn.Conv2d(4, 4, 1),
+        }
     )
     assert list(other_products(model)) == ["conv"]
 
 
-@pytest.mark.parametrize("name", ["NormedProjection", "LayerNormMLP", "AbnormalMixer", "EmbeddingProjection", "PatchEmbedder"])
+@pytest.mark.parametrize(
+    "name", ["NormedProjection", "LayerNormMLP", "AbnormalMixer", "EmbeddingProjection", "PatchEmbedder"]
+)
 def test_a_module_with_a_matrix_is_not_hidden_by_a_norm_or_an_embedding_within_its_name(name: str) -> None:
     class Mixer(nn.Module):
         def __init__(self) -> None:
@@ -120,13 +136,19 @@ def stored(run: Run, name: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def conv1d(random_checkpoint: Callable[..., Path], demo_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+def conv1d(
+    random_checkpoint: Callable[..., Path], demo_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Run]:
     """A GPT-2 stored under the names of 2019, calibrated layer by layer, with scales and rounding of least error."""
     folder = tmp_path_factory.mktemp("gpt2")
     model = random_checkpoint(folder / "model", "GPT2Config", {"n_inner": 192})
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(model / "model.safetensors").items()
+    }
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    options = api.CalibrateOptions(samples=4, seq_len=64, stream=True, weight_method="mse", weight_rounding="gptq", kv_cache="fp8", only=("*.0.*",))
+    options = api.CalibrateOptions(
+        samples=4, seq_len=64, stream=True, weight_method="mse", weight_rounding="gptq", kv_cache="fp8", only=("*.0.*",)
+    )
     return model, api.calibrate(str(model), str(demo_text), folder / "run", options=options)
 
 
@@ -134,7 +156,9 @@ def test_a_conv1d_is_quantized_by_its_output_channels_along_axis_1(conv1d: tuple
     model, run = conv1d
     scales = load_scales(run)
     layer = "transformer.h.0"
-    assert set(scales.weights) == {f"{layer}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert set(scales.weights) == {
+        f"{layer}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
     weights = load_file(model / "model.safetensors")
     for name, summary in scales.weights.items():
         weight = weights[f"{name.removeprefix('transformer.')}.weight"]  # [in, out]
@@ -154,7 +178,9 @@ def test_graph_and_reference_read_both_kinds_of_names(conv1d: tuple[Path, Run]) 
     ids = load_tokens(run, run.evaluation)[None, :32]
     reference = load_reference(run.model, "exact", torch.float32)
     with torch.inference_mode():
-        expected = reference.model(input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True).logits.numpy()
+        expected = reference.model(
+            input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True
+        ).logits.numpy()
     logits, _ = OnnxRuntimeSession(run.onnx_fp32).forward(ids, np.ones_like(ids), np.arange(32)[None])
     assert np.abs(logits - expected)[0, 0].max() < 1e-4
 
@@ -170,7 +196,10 @@ def test_the_checkpoint_says_who_can_load_it(conv1d: tuple[Path, Run]) -> None:
     document = json.loads((run.model / "config.json").read_text())["quantization_config"]
     assert document == {
         "format": "fp8q",
-        "reason": "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this checkpoint, transformers and vLLM cannot",
+        "reason": (
+            "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve "
+            "this checkpoint, transformers and vLLM cannot"
+        ),
     }
     card = (run.model / "README.md").read_text(encoding="utf-8")
     assert "**transformers and vLLM cannot load it**: GPT2LMHeadModel keeps its weights in Conv1D modules" in card
@@ -178,5 +207,9 @@ def test_the_checkpoint_says_who_can_load_it(conv1d: tuple[Path, Run]) -> None:
     assert "vllm serve" not in card
     assert card.startswith("---\ntags: [fp8]\n---\n")
     assert run.record().stages["quantize"].notes == [
-        "GPT2LMHeadModel keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q and ONNX run `model/`, transformers and vLLM cannot load it"
+        (
+            "GPT2LMHeadModel keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q and "
+            "ONNX "
+            "run `model/`, transformers and vLLM cannot load it"
+        )
     ]

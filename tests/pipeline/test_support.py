@@ -1,4 +1,6 @@
-"""What the graph cannot do of an architecture is said by name, before any work: each of these was once exported wrong in silence, or failed late."""
+"""What the graph cannot do of an architecture is said by name, before any work: each of these was once exported wrong
+in silence, or failed late.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,28 +17,64 @@ from fp8q.export.graph.support import seen_in_a_pass
 from fp8q.stages.sources import products_of
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}
-LATENT = {"num_key_value_heads": 4, "pad_token_id": 0, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+LATENT = {
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
 GEMMA = GROUPED | {"head_dim": 32, "sliding_window": 8}
 DECODER = {
-    "d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 192,
-    "decoder_ffn_dim": 192, "is_decoder": True, "is_encoder_decoder": False, "pad_token_id": 0,
-}  # fmt: skip
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 192,
+    "decoder_ffn_dim": 192,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "pad_token_id": 0,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "fields", "reason"),
     [
         ("DogeConfig", GROUPED, "computes an attention mask of its own (DogeAttention)"),
-        ("Gemma3TextConfig", GEMMA | {"use_bidirectional_attention": True}, "attends to later tokens too (Gemma3Attention.is_causal is False)"),
-        ("YoutuConfig", LATENT, "writes keys of 4 heads of 32 in model.layers.0.self_attn, and not 4 of 16 as its config.json has it for all"),
+        (
+            "Gemma3TextConfig",
+            GEMMA | {"use_bidirectional_attention": True},
+            "attends to later tokens too (Gemma3Attention.is_causal is False)",
+        ),
+        (
+            "YoutuConfig",
+            LATENT,
+            (
+                "writes keys of 4 heads of 32 in model.layers.0.self_attn, and not 4 of 16 as its config.json has it "
+                "for "
+                "all"
+            ),
+        ),
         (
             "Gemma4TextConfig",
             GEMMA | {"global_head_dim": 64, "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 16},
-            "writes keys of 2 heads of 64 in model.layers.1.self_attn, and not 2 of 32 as its config.json has it for all",
+            (
+                "writes keys of 2 heads of 64 in model.layers.1.self_attn, and not 2 of 32 as its config.json has it "
+                "for "
+                "all"
+            ),
         ),
         ("BartConfig", DECODER, "counts positions from its cache (its forward takes no position_ids)"),
         ("RobertaConfig", {"is_decoder": True, "pad_token_id": 1}, "counts positions from its padding token on"),
-        ("DiffLlamaConfig", GROUPED, "has a differential attention (TensorRT-RTX 1.7.1's builder ends in a segmentation fault on it)"),
+        (
+            "DiffLlamaConfig",
+            GROUPED,
+            "has a differential attention (TensorRT-RTX 1.7.1's builder ends in a segmentation fault on it)",
+        ),
         (
             "LlamaConfig",
             GROUPED | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -52,15 +90,23 @@ def test_what_the_graph_cannot_do_is_refused_before_any_work(
     source = open_source(str(path))
     with pytest.raises(api.InputError) as refused:
         products_of(source, ())
-    assert str(refused.value) == f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model"
+    assert (
+        str(refused.value)
+        == f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model"
+    )
 
 
 def test_a_keyword_that_the_graphs_attention_does_not_know_is_named() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16))
+        model = AutoModelForCausalLM.from_config(
+            Gemma2Config(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16)
+        )
     model.eval()
     before = model.config._attn_implementation
-    assert seen_in_a_pass(model, attention_modules(model), (4, 16)) == "hands its attention softcap (Gemma2Attention; the graph's would ignore it)"
+    assert (
+        seen_in_a_pass(model, attention_modules(model), (4, 16))
+        == "hands its attention softcap (Gemma2Attention; the graph's would ignore it)"
+    )
     assert model.config._attn_implementation == before
 
 
@@ -80,8 +126,12 @@ def test_a_keyword_that_the_graphs_attention_does_not_know_is_named() -> None:
         ("BertGenerationConfig", {"is_decoder": True, "pad_token_id": 0}),
     ],
 )
-def test_what_it_can_do_is_not(config: str, fields: dict[str, Any], random_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """The verified architectures, each with the window, the head size or the number of KV heads that marks it, and two others."""
+def test_what_it_can_do_is_not(
+    config: str, fields: dict[str, Any], random_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The verified architectures, each with the window, the head size or the number of KV heads that marks it, and two
+    others.
+    """
     products = products_of(open_source(str(random_checkpoint(tmp_path / "model", config, fields))), ())
     assert products.head in ("lm_head", "lm_head.decoder")
     assert len(products.names) > 8

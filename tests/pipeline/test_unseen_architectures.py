@@ -1,4 +1,4 @@
-"""`benchmarks/unseen_architectures.py` sees a wrong attention: a window ignored, a scale, a cache that is a slot off."""
+"""`benchmarks/unseen_architectures.py` sees a wrong attention: a window ignored, a scale, a cache one slot off."""
 
 import importlib.util
 from collections.abc import Callable
@@ -46,7 +46,9 @@ def test_the_graph_says_what_eager_attention_says(unseen: ModuleType, windowed: 
     ],
     ids=["window", "scale", "slots"],
 )
-def test_a_wrong_attention_is_seen(broken: Callable[[Any, Any], Any], unseen: ModuleType, windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_attention_is_seen(
+    broken: Callable[[Any, Any], Any], unseen: ModuleType, windowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = graph.attention
 
     def wrong(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:

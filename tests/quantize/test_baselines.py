@@ -16,7 +16,13 @@ from fp8q.quantize.linear import encode_int8
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
 from fp8q.reporter import SILENT
 
-TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 def tiny(path: Path, demo_checkpoint: Path, dtype: torch.dtype, **save: Any) -> Source:
@@ -42,7 +48,9 @@ def test_an_int8_weight_has_a_scale_of_amax_over_127_per_output_channel() -> Non
 
 
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "4KB"}], ids=["one file", "shards and an index"])
-def test_bf16_weights_are_the_sources_own_bytes_in_files_of_their_own(tmp_path: Path, demo_checkpoint: Path, shards: dict[str, str]) -> None:
+def test_bf16_weights_are_the_sources_own_bytes_in_files_of_their_own(
+    tmp_path: Path, demo_checkpoint: Path, shards: dict[str, str]
+) -> None:
     source = tiny(tmp_path / "source", demo_checkpoint, torch.bfloat16, **shards)
     assert (len(source.weight_files) > 1) == bool(shards)
     write_bf16(source, tmp_path / "bf16", SILENT)

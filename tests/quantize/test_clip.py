@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram
 from fp8q.options import Clipping
-from fp8q.quantize.clip import bf16_ceil, clip_mse, clip_percentile, saturation, scale_of, sqnr_db, squared_error, underflow
+from fp8q.quantize.clip import (
+    bf16_ceil,
+    clip_mse,
+    clip_percentile,
+    saturation,
+    scale_of,
+    sqnr_db,
+    squared_error,
+    underflow,
+)
 from fp8q.quantize.formats import E4M3, E5M2, INT8, Format
 
 

@@ -1,4 +1,6 @@
-"""Delayed scaling against a plain-Python simulation written from Transformer Engine's user guide: a buffer, position 0 staging, rotated at every step."""
+"""Delayed scaling against a plain-Python simulation written from Transformer Engine's user guide: a buffer, position 0
+staging, rotated at every step.
+"""
 
 import math
 
@@ -35,7 +37,9 @@ def simulation(amax_batches: list[float], length: int, algorithm: str, interval:
     interval=st.integers(1, 7),
 )
 @settings(max_examples=300)
-def test_the_amax_in_use_is_transformer_engine_s(amax: list[float], length: int, algorithm: AmaxAlgorithm, interval: int) -> None:
+def test_the_amax_in_use_is_transformer_engine_s(
+    amax: list[float], length: int, algorithm: AmaxAlgorithm, interval: int
+) -> None:
     clipping = Clipping("delayed", amax_history_len=length, amax_compute_algo=algorithm, interval=interval)
     found = amax_in_use(np.array(amax, np.float32), clipping)
     np.testing.assert_array_equal(found, np.array(simulation(amax, length, algorithm, interval), np.float32))
@@ -56,15 +60,30 @@ def test_batches_that_were_not_measured_here_are_left_out() -> None:
 
 
 def test_an_interval_longer_than_the_batches_has_no_scale() -> None:
-    with pytest.raises(InputError, match=r"^--interval 5: no scale is computed in 2 batches; give a smaller one, or more --samples$"):
+    with pytest.raises(
+        InputError, match=r"^--interval 5: no scale is computed in 2 batches; give a smaller one, or more --samples$"
+    ):
         clip_delayed(np.ones(2, np.float32), Clipping("delayed", interval=5))
 
 
 def test_a_batch_saturates_where_it_exceeds_the_scale_of_those_before_it() -> None:
     amax = np.array([1, 2, 1.99, 5, 5, 40], np.float32)
     assert saturated_batches(amax, E4M3, Clipping("delayed")).tolist() == [True, False, True, False, True]
-    assert saturated_batches(amax, E4M3, Clipping("delayed", margin=2)).tolist() == [False, False, False, False, True]  # four times the headroom
-    assert saturated_batches(amax, E4M3, Clipping("delayed", amax_history_len=1)).tolist() == [True, False, True, False, True]
+    # four times the headroom
+    assert saturated_batches(amax, E4M3, Clipping("delayed", margin=2)).tolist() == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert saturated_batches(amax, E4M3, Clipping("delayed", amax_history_len=1)).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_headroom_of_the_scale_s_rounding_counts() -> None:

@@ -43,16 +43,23 @@ def definition(values: npt.NDArray[np.float32], scale: float, format: Format) ->
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @given(seed=st.integers(0, 1000), octave=st.integers(-9, 1), outlier=st.sampled_from([1, 50]))
 @settings(max_examples=40)
-def test_entropy_equals_its_definition_on_every_kind_of_scale(format: Format, seed: int, octave: int, outlier: int) -> None:
+def test_entropy_equals_its_definition_on_every_kind_of_scale(
+    format: Format, seed: int, octave: int, outlier: int
+) -> None:
     values = bf16(np.random.default_rng(seed).standard_t(4, 300))
     values[0] *= outlier
     scale = float(scale_of(values.max() * 2.0**octave, format))
-    assert entropy(histogram_of(values), format, [scale])[0] == pytest.approx(definition(values, scale, format), rel=1e-9, abs=1e-12)
+    assert entropy(histogram_of(values), format, [scale])[0] == pytest.approx(
+        definition(values, scale, format), rel=1e-9, abs=1e-12
+    )
 
 
 def test_a_value_on_a_midpoint_counts_in_the_cell_of_the_even_code() -> None:
-    values = np.array([1, 1.0625, 1.0625, 1.125, 1.1875, 1.25, 448], np.float32)  # 1.0625 goes down to 1, 1.1875 up to 1.25
-    expected = (log((1 / 7) / (1.5 / 7)) + 2 * log((2 / 7) / (1.5 / 7))) / 7  # 1.1875 and 1.25 are as many as their cell's mean says
+    # 1.0625 goes down to 1, 1.1875 up to 1.25
+    values = np.array([1, 1.0625, 1.0625, 1.125, 1.1875, 1.25, 448], np.float32)
+    expected = (
+        log((1 / 7) / (1.5 / 7)) + 2 * log((2 / 7) / (1.5 / 7))
+    ) / 7  # 1.1875 and 1.25 are as many as their cell's mean says
     assert entropy(histogram_of(values), E4M3, [1.0])[0] == pytest.approx(expected)
 
 
@@ -68,7 +75,9 @@ def test_a_scale_that_every_value_lies_beyond_is_infinitely_bad() -> None:
 
 @given(seed=st.integers(0, 1000), outlier=st.sampled_from([1, 1000]))
 @settings(max_examples=15)
-def test_the_entropy_clip_is_the_best_of_the_bf16_scales_up_to_an_octave_above_the_amaxs(seed: int, outlier: int) -> None:
+def test_the_entropy_clip_is_the_best_of_the_bf16_scales_up_to_an_octave_above_the_amaxs(
+    seed: int, outlier: int
+) -> None:
     values = bf16(np.random.default_rng(seed).normal(size=2000))
     values[0] *= outlier
     histogram = histogram_of(values)
@@ -79,4 +88,7 @@ def test_the_entropy_clip_is_the_best_of_the_bf16_scales_up_to_an_octave_above_t
 
 
 def test_one_value_alone_keeps_the_amax() -> None:
-    assert clip_entropy(histogram_of(np.array([3.0, 3.0], np.float32)), E4M3, Clipping("entropy")) == float(scale_of(3.0, E4M3)) * 448
+    assert (
+        clip_entropy(histogram_of(np.array([3.0, 3.0], np.float32)), E4M3, Clipping("entropy"))
+        == float(scale_of(3.0, E4M3)) * 448
+    )

@@ -21,7 +21,9 @@ def edges(format: Format) -> np.ndarray:
     inf = np.float32(np.inf)
     middle = format.midpoints
     beyond = np.array([format.max * 1.01, format.max * 2, 1e30], np.float32)
-    positive = np.concatenate([format.grid, middle, np.nextafter(middle, inf), np.nextafter(middle, np.float32(0)), beyond])
+    positive = np.concatenate(
+        [format.grid, middle, np.nextafter(middle, inf), np.nextafter(middle, np.float32(0)), beyond]
+    )
     return np.concatenate([positive, -positive]).astype(np.float32)
 
 
@@ -38,7 +40,9 @@ def test_every_midpoint_and_its_neighbours_round_as_in_ml_dtypes(format: Format)
     np.testing.assert_array_equal(format.encode(x), expected)
 
 
-@pytest.mark.parametrize(("format", "maximum", "smallest"), [(E4M3, 448.0, 2.0**-9), (E5M2, 57344.0, 2.0**-16), (E4M3FNUZ, 240.0, 2.0**-10)])
+@pytest.mark.parametrize(
+    ("format", "maximum", "smallest"), [(E4M3, 448.0, 2.0**-9), (E5M2, 57344.0, 2.0**-16), (E4M3FNUZ, 240.0, 2.0**-10)]
+)
 def test_extremes_are_those_of_the_papers(format: Format, maximum: float, smallest: float) -> None:
     assert (format.max, format.smallest_subnormal) == (maximum, smallest)
 

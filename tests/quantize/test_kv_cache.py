@@ -40,7 +40,9 @@ def test_a_layer_rounds_the_part_that_has_a_scale() -> None:
 
 def test_only_values_have_scales_and_they_are_those_of_the_whole_fp8_cache(run: Run, demo_run: Run) -> None:
     both = load_scales(demo_run).kv_cache
-    assert load_scales(run).kv_cache == {f"model.layers.{layer}.self_attn.v": both[f"model.layers.{layer}.self_attn.v"] for layer in LAYERS}
+    assert load_scales(run).kv_cache == {
+        f"model.layers.{layer}.self_attn.v": both[f"model.layers.{layer}.self_attn.v"] for layer in LAYERS
+    }
 
 
 def test_the_checkpoint_names_no_cache_scheme_and_transformers_finds_every_key_it_knows(run: Run) -> None:
@@ -49,12 +51,16 @@ def test_the_checkpoint_names_no_cache_scheme_and_transformers_finds_every_key_i
     index = json.loads((run.model / "model.safetensors.index.json").read_text())["weight_map"]
     assert not [name for name in index if name.endswith(("k_scale", "v_scale"))]
     stored = load_file(run.model / "kv_cache.safetensors")
-    assert {name: float(scale[0]) for name, scale in stored.items()} == {f"{name}_scale": scale.scale for name, scale in load_scales(run).kv_cache.items()}
+    assert {name: float(scale[0]) for name, scale in stored.items()} == {
+        f"{name}_scale": scale.scale for name, scale in load_scales(run).kv_cache.items()
+    }
     loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
     report = loaded[1]
     assert (set(report["missing_keys"]), set(report["unexpected_keys"])) == (set(), set())
     card = (run.model / "README.md").read_text()
-    assert "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type" in " ".join(card.split())
+    assert "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type" in " ".join(
+        card.split()
+    )
     assert "compressed-tensors has no form for such a cache" in " ".join(card.split())
 
 
@@ -68,7 +74,9 @@ def test_the_graph_takes_and_gives_codes_for_values_alone(run: Run) -> None:
                 assert types[f"{side}.{layer}.value"] == TensorProto.FLOAT8E4M3FN
 
 
-def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]) -> None:
+def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(
+    run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
+) -> None:
     ids = load_tokens(run, run.evaluation)[:24].reshape(2, 12)
     expected = exact_logits(run, ids)
     session = OnnxRuntimeSession(run.onnx_fp32)
@@ -77,7 +85,12 @@ def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(run: Run, ex
     steps = []
     for at in range(12):
         filled = (np.arange(17) < at) | (np.arange(17) == 16)
-        logits, new = session.forward(ids[:, at : at + 1], np.tile(filled, (2, 1)).astype(np.int64), positions[:, at : at + 1].copy(), cache.past(0, 2))
+        logits, new = session.forward(
+            ids[:, at : at + 1],
+            np.tile(filled, (2, 1)).astype(np.int64),
+            positions[:, at : at + 1].copy(),
+            cache.past(0, 2),
+        )
         cache.write(0, positions[:, at : at + 1], new)
         steps.append(logits[:, 0])
     difference = np.abs(np.stack(steps, 1) - expected).max(-1)
@@ -89,7 +102,9 @@ def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(run: Run, ex
 
 def test_every_promised_product_stays_fp8_in_the_engine(run: Run) -> None:
     pytest.importorskip("tensorrt_rtx")
-    (engine,) = api.build_engine(run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=256))
+    (engine,) = api.build_engine(
+        run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=256)
+    )
     assert (engine.promised_products, engine.fp8_products, engine.evidence) == (28, 28, "plan")
 
 

@@ -27,7 +27,12 @@ def test_all_linear_layers_but_the_head_run_in_fp8_unless_asked_otherwise() -> N
 def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
     assert select(PRODUCTS, (), ("*.mlp.*",))[0] == ["l.0.mlp.up_proj"]
     left_out = "asked for: not in --only *.mlp.*"
-    assert reasons(only=("*.mlp.*",)) == {"l.0.attn.q_proj": left_out, "l.0.attn.k_proj": left_out, "l.0.mlp.conv": CONV, "lm_head": HEAD}
+    assert reasons(only=("*.mlp.*",)) == {
+        "l.0.attn.q_proj": left_out,
+        "l.0.attn.k_proj": left_out,
+        "l.0.mlp.conv": CONV,
+        "lm_head": HEAD,
+    }
 
 
 def test_skip_takes_out_of_what_only_names() -> None:
@@ -39,14 +44,20 @@ def test_skip_takes_out_of_what_only_names() -> None:
 def test_a_pattern_that_matches_nothing(option: str) -> None:
     with pytest.raises(InputError) as refused:
         select(PRODUCTS, **{"skip": (), option: ("*.qproj",)})
-    assert str(refused.value) == f"--{option} *.qproj: matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, l.0.mlp.up_proj, l.0.mlp.conv"
+    assert str(refused.value) == (
+        f"--{option} *.qproj: matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, "
+        "l.0.mlp.up_proj, l.0.mlp.conv"
+    )
 
 
 @pytest.mark.parametrize("only", ["lm_head", "*.conv"])
 def test_nothing_left_is_a_failure(only: str) -> None:
     with pytest.raises(InputError) as refused:
         select(PRODUCTS, (), (only,))
-    assert str(refused.value) == ("all 5 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only")
+    assert str(refused.value) == (
+        "all 5 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more "
+        "with --only"
+    )
 
 
 @given(st.lists(st.sampled_from(["*.attn.*", "*.q_proj", "*.up_proj", "*"]), min_size=1, max_size=3))
@@ -66,14 +77,17 @@ def scales(*skipped: str) -> Scales:
     return Scales(weights={}, activations=fp8, skipped=dict.fromkeys(skipped, Skipped(reason="asked for")))
 
 
-@pytest.mark.parametrize("skipped", [(), ("l.0.mlp.fc",), ("l.0.attn.o_proj",), ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj")])
+@pytest.mark.parametrize(
+    "skipped", [(), ("l.0.mlp.fc",), ("l.0.attn.o_proj",), ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj")]
+)
 def test_whole_families_in_one_type_are_nothing_to_warn_of(skipped: tuple[str, ...]) -> None:
     assert parted(GROUPS, scales(*skipped)) is None
 
 
 def test_a_family_in_two_types_is_what_vllm_refuses() -> None:
     assert parted(GROUPS, scales("l.0.attn.q_proj")) == (
-        "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one product of them and refuses such a checkpoint; "
+        "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one product of them and "
+        "refuses such a checkpoint; "
         "keep all of a group in BF16, or none, if vLLM is to serve it"
     )
     more = [*GROUPS, ["l.1.mlp.gate_proj", "l.1.mlp.up_proj"]]

@@ -1,4 +1,4 @@
-"""From a clip to a scale: margins are exact, powers of two are powers of two, and what has no scale is never given one."""
+"""From a clip to a scale: margins are exact, powers of two are such, and what has no scale is never given one."""
 
 from typing import get_args
 
@@ -38,7 +38,10 @@ def test_a_margin_multiplies_scale_and_clip_by_a_power_of_two_exactly(method: Me
 @pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("margin", [-1, 0, 2])
 def test_the_power_of_two_grid_rounds_up_to_a_power_of_two(method: Method, margin: int) -> None:
-    plain, rounded = choose(Clipping(method, margin=margin)), choose(Clipping(method, margin=margin, scale_grid="power-of-two"))
+    plain, rounded = (
+        choose(Clipping(method, margin=margin)),
+        choose(Clipping(method, margin=margin, scale_grid="power-of-two")),
+    )
     assert np.frexp(rounded.scale)[0] == 0.5
     assert plain.scale <= rounded.scale < 2 * plain.scale
     assert rounded.clip == rounded.scale * 448
@@ -86,7 +89,9 @@ def test_a_margin_goes_no_further_than_scales_do() -> None:
 
 
 def test_delayed_needs_the_batches() -> None:
-    message = "^--method delayed: needs the amax of every batch, which a histogram does not hold; choose another method$"
+    message = (
+        "^--method delayed: needs the amax of every batch, which a histogram does not hold; choose another method$"
+    )
     with pytest.raises(InputError, match=message):
         tensor_scale(histogram(), Clipping("delayed"))
 
@@ -98,12 +103,28 @@ def test_delayed_needs_the_batches() -> None:
         ({"amax_history_len": 0}, "--amax-history-len 0: must be at least 1"),
         ({"interval": 0}, "--interval 0: must be at least 1"),
         ({"percentile": 101.0}, "--percentile 101.0: must lie in (0, 100]"),
-        ({"percentile": 50.0}, "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out"),
-        ({"method": "percentile", "interval": 5}, "--interval 5: is for --method delayed, and the method is percentile; choose that one, or leave this out"),
-        ({"amax_history_len": 16}, "--amax-history-len 16: is for --method delayed, and the method is amax; choose that one, or leave this out"),
+        (
+            {"percentile": 50.0},
+            "--percentile 50.0: is for --method percentile, and the method is amax; choose that one, or leave this out",
+        ),
+        (
+            {"method": "percentile", "interval": 5},
+            "--interval 5: is for --method delayed, and the method is percentile; choose that one, or leave this out",
+        ),
+        (
+            {"amax_history_len": 16},
+            (
+                "--amax-history-len 16: is for --method delayed, and the method is amax; choose that one, or leave "
+                "this "
+                "out"
+            ),
+        ),
         (
             {"method": "mse", "amax_compute_algo": "most_recent"},
-            "--amax-compute-algo most_recent: is for --method delayed, and the method is mse; choose that one, or leave this out",
+            (
+                "--amax-compute-algo most_recent: is for --method delayed, and the method is mse; choose that one, or "
+                "leave this out"
+            ),
         ),
     ],
 )

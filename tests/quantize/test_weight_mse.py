@@ -1,4 +1,6 @@
-"""The scale search for weights against brute force: every BF16 scale of six octaves, by another method (`clip.squared_error`)."""
+"""The scale search for weights against brute force: every BF16 scale of six octaves, by another method
+(`clip.squared_error`).
+"""
 
 import numpy as np
 import pytest

@@ -21,14 +21,18 @@ def problem(width: int, seed: int, outputs: int = 40) -> tuple[torch.Tensor, tor
     generator = torch.Generator().manual_seed(seed)
     weight = (0.02 * torch.randn(outputs, width, generator=generator)).to(torch.bfloat16)
     few = torch.randn(4 * width, max(width // 4, 1), generator=generator)
-    x = few @ torch.randn(few.shape[1], width, generator=generator) + 0.3 * torch.randn(4 * width, width, generator=generator)
+    x = few @ torch.randn(few.shape[1], width, generator=generator) + 0.3 * torch.randn(
+        4 * width, width, generator=generator
+    )
     x *= torch.exp2(2 * torch.randn(width, generator=generator))
     scale = channel_scales(weight, "amax")
     assert scale is not None
     return weight, scale, x.T @ x
 
 
-def product_error(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+def product_error(
+    weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, moments: torch.Tensor
+) -> torch.Tensor:
     """(w - s c) H (w - s c)ᵀ of each channel, float64 [out]."""
     lost = weight.double() - codes.double() * scale.double()[:, None]
     return ((lost @ moments.double()) * lost).sum(1)
@@ -48,7 +52,9 @@ def test_uncorrelated_inputs_give_the_codes_of_nearest_rounding(width: int) -> N
     weight, scale, moments = problem(width, 3)
     for uncorrelated in (torch.eye(width), torch.diag(moments.diagonal()), torch.zeros(width, width)):
         codes = compensated_codes(weight, scale, compensation(uncorrelated))
-        np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), encode(weight, scale[:, None]).view(torch.uint8).numpy())
+        np.testing.assert_array_equal(
+            codes.view(torch.uint8).numpy(), encode(weight, scale[:, None]).view(torch.uint8).numpy()
+        )
 
 
 def test_the_factor_is_the_upper_cholesky_factor_of_the_inverse() -> None:
@@ -66,7 +72,9 @@ def test_one_direction_that_holds_all_the_energy_leaves_the_factor_finite() -> N
 
 
 def test_each_rounding_is_followed_by_the_best_move_of_what_is_left() -> None:
-    """One input at a time, the optimum solved anew by least squares in float64 (the paper's equation 2), where the code uses one factor."""
+    """One input at a time, the optimum solved anew by least squares in float64 (the paper's equation 2), where the code
+    uses one factor.
+    """
     weight, scale, moments = problem(12, 5, outputs=6)
     damped = moments.double() + DAMPING * moments.double().diagonal().mean() * torch.eye(12)
     left, expected = weight.double().clone(), torch.empty(6, 12)
@@ -74,12 +82,19 @@ def test_each_rounding_is_followed_by_the_best_move_of_what_is_left() -> None:
         expected[:, j] = encode(left[:, j].float(), scale).float()
         error = left[:, j] - expected[:, j].double() * scale.double()
         if j + 1 < 12:
-            left[:, j + 1 :] += error[:, None] * torch.linalg.solve(damped[j + 1 :, j + 1 :], damped[j + 1 :, j])[None, :]
-    np.testing.assert_array_equal(compensated_codes(weight, scale, compensation(moments)).float().numpy(), expected.numpy())
+            left[:, j + 1 :] += (
+                error[:, None] * torch.linalg.solve(damped[j + 1 :, j + 1 :], damped[j + 1 :, j])[None, :]
+            )
+    np.testing.assert_array_equal(
+        compensated_codes(weight, scale, compensation(moments)).float().numpy(), expected.numpy()
+    )
 
 
 def test_two_equal_inputs_cancel_each_other_s_errors_worked_by_hand() -> None:
-    """Scale 1, weights 17 and 17: both round to 16 (a tie goes to the even code), 2 off together. Told of the first's error, the second is rounded from almost 18."""
+    """Scale 1, weights 17 and 17: both round to 16 (a tie goes to the even code), 2 off together.
+
+    Told of the first's error, the second is rounded from almost 18.
+    """
     weight, scale = torch.tensor([[17.0, 17.0]]), torch.ones(1)
     assert encode(weight, scale[:, None]).float().tolist() == [[16.0, 16.0]]
     assert compensated_codes(weight, scale, compensation(torch.ones(2, 2))).float().tolist() == [[16.0, 18.0]]
@@ -95,7 +110,10 @@ def test_an_input_that_is_always_zero_is_rounded_to_nearest_and_disturbs_no_othe
     assert torch.isfinite(codes).all()
     nearest = encode(weight, scale[:, None])
     kept = moments[alive][:, alive]
-    assert product_error(weight[:, alive], codes[:, alive], scale, kept).sum() < 0.6 * product_error(weight[:, alive], nearest[:, alive], scale, kept).sum()
+    assert (
+        product_error(weight[:, alive], codes[:, alive], scale, kept).sum()
+        < 0.6 * product_error(weight[:, alive], nearest[:, alive], scale, kept).sum()
+    )
 
 
 def test_codes_stay_on_the_grid_where_compensation_leaves_it() -> None:
@@ -109,7 +127,9 @@ def test_codes_stay_on_the_grid_where_compensation_leaves_it() -> None:
 
 def test_the_same_moments_give_the_same_bytes() -> None:
     weight, scale, moments = problem(150, 8)
-    first, second = (compensated_codes(weight, scale, compensation(moments.clone())).view(torch.uint8) for _ in range(2))
+    first, second = (
+        compensated_codes(weight, scale, compensation(moments.clone())).view(torch.uint8) for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
@@ -120,7 +140,9 @@ def test_members_of_a_group_share_their_moments(tmp_path: Path) -> None:
     moments.close()
     factors = Compensations(tmp_path, {"layer.k": "layer.q", "layer.q": "layer.q"})
     assert factors.of("layer.k") is factors.of("layer.q")
-    np.testing.assert_array_equal(factors.of("layer.k").numpy(), compensation(load_moments(tmp_path, "layer.q")).numpy())
+    np.testing.assert_array_equal(
+        factors.of("layer.k").numpy(), compensation(load_moments(tmp_path, "layer.q")).numpy()
+    )
 
 
 def test_moments_that_overflow_are_refused(tmp_path: Path) -> None:
@@ -129,4 +151,7 @@ def test_moments_that_overflow_are_refused(tmp_path: Path) -> None:
     moments.close()
     with pytest.raises(InputError) as caught:
         Compensations(tmp_path, {}).of("layer.q")
-    assert str(caught.value) == "layer.q: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in BF16 with --skip layer.q"
+    assert str(caught.value) == (
+        "layer.q: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in BF16 "
+        "with --skip layer.q"
+    )

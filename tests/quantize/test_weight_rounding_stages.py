@@ -86,10 +86,14 @@ def test_moments_are_kept_for_each_group_and_agree_with_the_histograms(compensat
     for first in statistics.record.groups:
         values, counts = statistics.tensors[f"{first}.input"].histogram.finite
         energy = float((values.astype(np.float64) ** 2 * counts).sum())
-        assert float(load_moments(compensated.moments, first).diagonal().double().sum()) == pytest.approx(energy, rel=1e-4)
+        assert float(load_moments(compensated.moments, first).diagonal().double().sum()) == pytest.approx(
+            energy, rel=1e-4
+        )
 
 
-def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measurement(compensated: Run, source: Source, data: Path, tmp_path: Path) -> None:
+def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measurement(
+    compensated: Run, source: Source, data: Path, tmp_path: Path
+) -> None:
     again = Run(tmp_path / "run")
     calibrate(again, source, data, GPTQ)
     first, second = (run.record().stages["quantize"] for run in (compensated, again))
@@ -101,7 +105,9 @@ def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measur
     assert not any(name.startswith("moments/") for name in again.record().stages["quantize"].inputs)
 
 
-def test_nothing_of_it_is_measured_unless_asked_for_and_a_change_is_refused(source: Source, data: Path, tmp_path: Path) -> None:
+def test_nothing_of_it_is_measured_unless_asked_for_and_a_change_is_refused(
+    source: Source, data: Path, tmp_path: Path
+) -> None:
     run = Run(tmp_path / "run")
     calibrate(run, source, data, NEAREST)
     assert not run.moments.exists()
@@ -111,5 +117,6 @@ def test_nothing_of_it_is_measured_unless_asked_for_and_a_change_is_refused(sour
     with pytest.raises(InputError) as caught:
         calibrate(run, source, data, GPTQ)
     assert str(caught.value) == (
-        f"{path}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q calibrate` again"
+        f"{path}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or "
+        "delete it and run `fp8q calibrate` again"
     )

@@ -21,14 +21,18 @@ def test_amax_scales_put_each_channel_s_largest_value_on_the_largest_code() -> N
     assert not isinstance(quantized, Skipped)
     np.testing.assert_array_equal(quantized.scale.numpy(), scale_of(w.float().abs().amax(1).numpy(), E4M3))
     largest = quantized.codes.float().abs().amax(1)
-    assert ((largest == 448) | (largest == 416)).all()  # a scale rounded up to BF16 may leave the amax nearer to the code below
+    assert (
+        (largest == 448) | (largest == 416)
+    ).all()  # a scale rounded up to BF16 may leave the amax nearer to the code below
 
 
 def test_codes_are_those_of_the_format_at_the_stored_scale() -> None:
     w = weight()
     quantized = quantize_weight(w, "mse")
     assert not isinstance(quantized, Skipped)
-    np.testing.assert_array_equal(quantized.codes.view(torch.uint8).numpy(), E4M3.encode((w.float() / quantized.scale[:, None]).numpy()))
+    np.testing.assert_array_equal(
+        quantized.codes.view(torch.uint8).numpy(), E4M3.encode((w.float() / quantized.scale[:, None]).numpy())
+    )
 
 
 def test_mse_errs_no_more_than_amax_on_any_channel() -> None:

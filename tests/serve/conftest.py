@@ -1,8 +1,9 @@
 """A model small enough to follow by hand, in the files and with the graph interface of a real one.
 
-The counting model: tokens t0 … t14 and `</s>` (15); the next token is the sum of all tokens so far, each times 1 + (its position mod 3),
-mod 16. It keeps the tokens in its keys and their positions mod 8 in its values, so whatever goes wrong with the cache, the mask or
-the positions changes its answer: a past slot whose value is not its own index adds 1001 for each step it is off.
+The counting model: tokens t0 … t14 and `</s>` (15); the next token is the sum of all tokens so far, each times 1 + (its
+position mod 3), mod 16. It keeps the tokens in its keys and their positions mod 8 in its values, so whatever goes wrong
+with the cache, the mask or the positions changes its answer: a past slot whose value is not its own index adds 1001 for
+each step it is off.
 """
 
 import json
@@ -109,7 +110,9 @@ NAMES = {
 def counting_graph(cache: str) -> onnx.ModelProto:
     """The graph without its initializer, `vocabulary` [0, 1, … 15]."""
     stored = {part: part[0] in {"off": "", "v": "v", "fp8": "kv"}[cache] for part in ("key", "value")}
-    text = GRAPH.replace("STORE", "".join((FP8 if fp8 else PLAIN).replace("PART", part) for part, fp8 in stored.items()))
+    text = GRAPH.replace(
+        "STORE", "".join((FP8 if fp8 else PLAIN).replace("PART", part) for part, fp8 in stored.items())
+    )
     for part, fp8 in stored.items():
         text = text.replace(f"{part.upper()}S", "float8e4m3fn" if fp8 else "float")
     model = parser.parse_model(text)
@@ -128,11 +131,15 @@ def write_counting_model(directory: Path, cache: str, positions: int) -> None:
     save_file({"vocabulary": values}, directory / WEIGHTS)
     (header,) = struct.unpack("<Q", (directory / WEIGHTS).read_bytes()[:8])
     model = counting_graph(cache)
-    tensor = model.graph.initializer.add(name="vocabulary", data_type=TensorProto.FLOAT, dims=[16], data_location=TensorProto.EXTERNAL)
+    tensor = model.graph.initializer.add(
+        name="vocabulary", data_type=TensorProto.FLOAT, dims=[16], data_location=TensorProto.EXTERNAL
+    )
     for key, value in {"location": WEIGHTS, "offset": 8 + header, "length": 64}.items():
         tensor.external_data.add(key=key, value=str(value))
     onnx.save(model, directory / "model.fp32.onnx")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": positions, "eos_token_id": 3, "model_type": "counting"}))
+    (directory / "config.json").write_text(
+        json.dumps({"max_position_embeddings": positions, "eos_token_id": 3, "model_type": "counting"})
+    )
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
     words = {f"t{i}": i for i in range(END)} | {"</s>": END}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
@@ -180,7 +187,9 @@ def counting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def counting_run(tmp_path: Path) -> Run:
-    """A run whose checkpoint is the counting model with an FP8 cache and 40 positions, recorded as the stages that write one record it."""
+    """A run whose checkpoint is the counting model with an FP8 cache and 40 positions, recorded as the stages that
+    write one record it.
+    """
     run = Run(tmp_path / "run")
     model = {"name": "someone/Counting Model", "fingerprint": "0"}
     with run.stage("quantize", {}, {}, model) as log:

@@ -8,7 +8,10 @@ LAYOUT = CacheLayout(("0.key", "0.value"), ((2, 3), (1, 4)), (np.dtype(np.uint8)
 
 def step(rows: int, seq: int) -> list[np.ndarray]:
     """New keys and values whose every number tells row, head, position and channel apart."""
-    return [np.arange(rows * heads * seq * size, dtype=np.uint8).reshape(rows, heads, seq, size) for heads, size in LAYOUT.shapes]
+    return [
+        np.arange(rows * heads * seq * size, dtype=np.uint8).reshape(rows, heads, seq, size)
+        for heads, size in LAYOUT.shapes
+    ]
 
 
 def test_what_is_written_lies_in_the_slots_of_its_positions_and_everything_else_is_zero() -> None:

@@ -44,12 +44,16 @@ def recorded(counting: CountingModel, max_batch: int = 8) -> tuple[Generator, li
 
 def expected(counting: CountingModel, prompt: str, max_tokens: int) -> Completion:
     tokens = counting.answer(prompt, max_tokens)
-    return Completion(counting.text(tokens), tuple(tokens), "stop" if tokens[-1] == 15 else "length", len(prompt.split()))
+    return Completion(
+        counting.text(tokens), tuple(tokens), "stop" if tokens[-1] == 15 else "length", len(prompt.split())
+    )
 
 
 def test_the_counting_model_counts(counting: CountingModel) -> None:
     # 3·1 + 1·2 + 4·3 = 17 -> 1; + 1·1 = 18 -> 2; + 2·2 = 22 -> 6
-    assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=3)]) == [Completion(" t1 t2 t6", (1, 2, 6), "length", 3)]
+    assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=3)]) == [
+        Completion(" t1 t2 t6", (1, 2, 6), "length", 3)
+    ]
     assert counting.answer("t3 t1 t4", 3) == [1, 2, 6]
 
 
@@ -65,7 +69,9 @@ prompt = st.lists(token, min_size=1, max_size=12).map(" ".join)
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(prompt, st.integers(1, 30)), min_size=1, max_size=7), st.integers(1, 3))
-def test_whoever_comes_and_goes_every_answer_is_right(counting: CountingModel, asked: list[tuple[str, int]], max_batch: int) -> None:
+def test_whoever_comes_and_goes_every_answer_is_right(
+    counting: CountingModel, asked: list[tuple[str, int]], max_batch: int
+) -> None:
     answers = complete(counting.generator(max_batch), [Request(prompt, max_tokens) for prompt, max_tokens in asked])
     assert answers == [expected(counting, prompt, max_tokens) for prompt, max_tokens in asked]
 
@@ -89,7 +95,9 @@ def test_a_prompt_in_pieces_joins_those_in_flight(counting: CountingModel, monke
 
 def test_requests_that_end_together_leave_together(counting: CountingModel) -> None:
     asked = [Request("t3 t1 t4", max_tokens=n) for n in (2, 5, 2, 4, 2)]
-    assert complete(counting.generator(), asked) == [expected(counting, "t3 t1 t4", request.max_tokens) for request in asked]
+    assert complete(counting.generator(), asked) == [
+        expected(counting, "t3 t1 t4", request.max_tokens) for request in asked
+    ]
 
 
 def test_the_cache_grows_by_doubling_and_to_what_can_be_filled(counting: CountingModel) -> None:
@@ -111,8 +119,11 @@ def test_the_capacity_never_exceeds_the_models_positions(counting: CountingModel
 def test_a_freed_row_is_taken_at_once(counting: CountingModel) -> None:
     generator, shapes = recorded(counting, max_batch=2)
     lengths = {"t0": 5, "t0 t0": 2, "t0 t0 t0": 3}
-    assert [len(answer.tokens) for answer in complete(generator, [Request(prompt, n) for prompt, n in lengths.items()])] == [5, 2, 3]
-    # both prefilled, one token each; the second ends, the third is prefilled in its place; two more tokens together; the first ends alone
+    assert [
+        len(answer.tokens) for answer in complete(generator, [Request(prompt, n) for prompt, n in lengths.items()])
+    ] == [5, 2, 3]
+    # both prefilled, one token each; the second ends, the third is prefilled in its place; two more tokens together;
+    # the first ends alone
     assert shapes == [(2, 2, 0), (2, 1, 64), (1, 3, 0), (2, 1, 64), (2, 1, 64), (1, 1, 64)]
 
 
@@ -130,7 +141,11 @@ def test_a_request_joins_those_in_flight(counting: CountingModel) -> None:
 
 def test_every_token_is_a_piece(counting: CountingModel) -> None:
     pieces = list(counting.generator().run([Request("t3 t1 t4", max_tokens=2), Request("t0", max_tokens=1)]))
-    assert pieces == [Piece(1, 1, " t1", None, 3, 1), Piece(2, 0, " t0", "length", 1, 1), Piece(1, 2, " t2", "length", 3, 2)]
+    assert pieces == [
+        Piece(1, 1, " t1", None, 3, 1),
+        Piece(2, 0, " t0", "length", 1, 1),
+        Piece(1, 2, " t2", "length", 3, 2),
+    ]
 
 
 def test_the_end_of_text_stops_and_leaves_no_text(counting: CountingModel) -> None:
@@ -138,7 +153,9 @@ def test_the_end_of_text_stops_and_leaves_no_text(counting: CountingModel) -> No
     assert complete(counting.generator(), [Request("t5 t5", max_tokens=9)]) == [Completion("", (15,), "stop", 2)]
 
 
-def test_a_token_that_ends_the_text_is_no_text_though_the_tokenizer_does_not_call_it_special(counting: CountingModel) -> None:
+def test_a_token_that_ends_the_text_is_no_text_though_the_tokenizer_does_not_call_it_special(
+    counting: CountingModel,
+) -> None:
     vocabulary = dataclasses.replace(Vocabulary.read(counting.directory), end=frozenset({6, 7}))
     generator = Generator(counting.session(), vocabulary)
     assert complete(generator, [Request("t3 t1 t4", max_tokens=9)]) == [Completion(" t1 t2", (1, 2, 6), "stop", 3)]
@@ -146,15 +163,21 @@ def test_a_token_that_ends_the_text_is_no_text_though_the_tokenizer_does_not_cal
 
 def test_a_stop_word_stops_and_is_not_part_of_the_text(counting: CountingModel) -> None:
     # t1 t2 t6 …: the text up to the stop word, and the tokens up to the one that completed it
-    assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=9, stop_words=("t9", " t6"))]) == [Completion(" t1 t2", (1, 2, 6), "stop", 3)]
+    assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=9, stop_words=("t9", " t6"))]) == [
+        Completion(" t1 t2", (1, 2, 6), "stop", 3)
+    ]
 
 
 def test_the_beginning_of_a_stop_word_is_delivered_at_the_end(counting: CountingModel) -> None:
-    assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=3, stop_words=("t6 t",))]) == [Completion(" t1 t2 t6", (1, 2, 6), "length", 3)]
+    assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=3, stop_words=("t6 t",))]) == [
+        Completion(" t1 t2 t6", (1, 2, 6), "length", 3)
+    ]
 
 
 @pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(199, 1), (190, 10)])
-def test_the_last_position_ends_the_text_with_length(counting: CountingModel, prompt_tokens: int, output_tokens: int) -> None:
+def test_the_last_position_ends_the_text_with_length(
+    counting: CountingModel, prompt_tokens: int, output_tokens: int
+) -> None:
     (answer,) = complete(counting.generator(), [Request(" ".join(["t0"] * prompt_tokens), max_tokens=50)])
     assert (answer.finish_reason, len(answer.tokens)) == ("length", output_tokens)
 
@@ -162,7 +185,9 @@ def test_the_last_position_ends_the_text_with_length(counting: CountingModel, pr
 def test_a_prompt_that_leaves_no_position_is_refused(counting: CountingModel) -> None:
     with pytest.raises(RequestError) as raised:
         counting.generator().submit(Request(" ".join(["t0"] * 200)))
-    assert str(raised.value) == "the prompt has 200 tokens and the model 200 positions for prompt and answer; shorten it to 199 tokens or fewer"
+    assert str(raised.value) == (
+        "the prompt has 200 tokens and the model 200 positions for prompt and answer; shorten it to 199 tokens or fewer"
+    )
 
 
 def test_a_prompt_without_tokens_is_refused(counting: CountingModel) -> None:
@@ -201,7 +226,8 @@ def test_a_seed_draws_the_same_text_whatever_shares_the_batch(counting: Counting
 
 
 def test_penalties_count_what_was_produced_and_not_the_prompt(counting: CountingModel) -> None:
-    # logit[v] = -(v - sum)², less 2 for what was produced. Sum 0: t0 (0); then t1 (-1) before t0 (0 - 2). Position 3 weighs t1 once, so
+    # logit[v] = -(v - sum)², less 2 for what was produced. Sum 0: t0 (0); then t1 (-1) before t0 (0 - 2). Position 3
+    # weighs t1 once, so
     # sum 1: t2 (-1) before t1 (0 - 2) and t0 (-1 - 2).
     (answer,) = complete(counting.generator(), [Request("t0 t0", max_tokens=3, presence_penalty=2.0)])
     assert answer.text == " t0 t1 t2"

@@ -36,21 +36,29 @@ def test_a_run_that_was_not_exported_is_refused(counting_run: Run) -> None:
     counting_run.onnx_fp32.unlink()
     with pytest.raises(InputError) as raised:
         open_generator(counting_run)
-    assert str(raised.value) == f"{counting_run.onnx_fp32}: is missing; `fp8q export {counting_run.root}` writes it, run that first"
+    assert (
+        str(raised.value)
+        == f"{counting_run.onnx_fp32}: is missing; `fp8q export {counting_run.root}` writes it, run that first"
+    )
 
 
 def test_a_model_without_a_tokenizer_is_an_input_error(counting_run: Run) -> None:
     (counting_run.model / "tokenizer.json").unlink()
     with pytest.raises(InputError) as raised:
         open_generator(counting_run)
-    assert str(raised.value) == f"{counting_run.model / 'tokenizer.json'}: there is no such file; copy it from the model"
+    assert (
+        str(raised.value) == f"{counting_run.model / 'tokenizer.json'}: there is no such file; copy it from the model"
+    )
 
 
 def test_a_missing_runtime_is_a_backend_error(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(BackendError) as raised:
         open_generator(counting_run)
-    assert str(raised.value) == "ONNX Runtime is not installed (import of onnxruntime halted; None in sys.modules); install it with `pip install onnxruntime`"
+    assert str(raised.value) == (
+        "ONNX Runtime is not installed (import of onnxruntime halted; None in sys.modules); install it with `pip "
+        "install onnxruntime`"
+    )
 
 
 def test_a_request_that_cannot_be_served_is_an_input_error(counting_run: Run) -> None:
@@ -60,7 +68,8 @@ def test_a_request_that_cannot_be_served_is_an_input_error(counting_run: Run) ->
 
 
 def test_the_demo_generates_in_a_batch_what_the_whole_sequence_gives_at_once(demo_run: Run) -> None:
-    """Every token of a batch through the cache is the best one of the graph run over prompt and answer at once, without a cache.
+    """Every token of a batch through the cache is the best one of the graph run over prompt and answer at once, without
+    a cache.
 
     Both compute the same sums in another order, so a token may be the second best where two are all but equal.
     """
@@ -78,7 +87,9 @@ def test_the_demo_generates_in_a_batch_what_the_whole_sequence_gives_at_once(dem
 
 
 def test_the_demo_draws_the_same_text_from_the_same_seed(demo_run: Run) -> None:
-    asked = [Request(prompt, max_tokens=8, temperature=0.8, top_p=0.95, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    asked = [
+        Request(prompt, max_tokens=8, temperature=0.8, top_p=0.95, seed=seed) for seed, prompt in enumerate(PROMPTS)
+    ]
     answers = generate(demo_run, asked)
     assert answers == generate(demo_run, asked)
     assert all(answer.text for answer in answers)

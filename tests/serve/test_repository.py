@@ -40,12 +40,20 @@ def parsed(text: str) -> Any:
 
 def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> None:
     assert write(counting_run) == [
-        "Counting-Model/1/cache.py", "Counting-Model/1/generate.py", "Counting-Model/1/model.py", "Counting-Model/1/sampling.py",
-        "Counting-Model/1/sessions.py", "Counting-Model/1/text.py",
-        "Counting-Model/1/weights/config.json", "Counting-Model/1/weights/generation_config.json",
-        "Counting-Model/1/weights/model-00001-of-00001.safetensors", "Counting-Model/1/weights/model.fp32.onnx", "Counting-Model/1/weights/tokenizer.json",
-        "Counting-Model/config.pbtxt", "README.md",
-    ]  # fmt: skip
+        "Counting-Model/1/cache.py",
+        "Counting-Model/1/generate.py",
+        "Counting-Model/1/model.py",
+        "Counting-Model/1/sampling.py",
+        "Counting-Model/1/sessions.py",
+        "Counting-Model/1/text.py",
+        "Counting-Model/1/weights/config.json",
+        "Counting-Model/1/weights/generation_config.json",
+        "Counting-Model/1/weights/model-00001-of-00001.safetensors",
+        "Counting-Model/1/weights/model.fp32.onnx",
+        "Counting-Model/1/weights/tokenizer.json",
+        "Counting-Model/config.pbtxt",
+        "README.md",
+    ]
     assert sorted(path.name for path in counting_run.root.iterdir()) == [".lock", "model", "run.json", "triton"]
 
 
@@ -61,7 +69,8 @@ def test_weights_are_copies_of_their_own(counting_run: Run) -> None:
     write(counting_run)
     for path in (counting_run.triton / "Counting-Model" / "1" / "weights").iterdir():
         assert path.read_bytes() == (counting_run.model / path.name).read_bytes()
-        assert path.stat().st_nlink == (counting_run.model / path.name).stat().st_nlink == 1  # ONNX's checker refuses external data with several links
+        # ONNX's checker refuses external data with several links
+        assert path.stat().st_nlink == (counting_run.model / path.name).stat().st_nlink == 1
 
 
 def test_a_full_disk_leaves_the_last_good_repository(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +83,10 @@ def test_a_full_disk_leaves_the_last_good_repository(counting_run: Run, monkeypa
     with pytest.raises(OSError, match="No space left on device"):
         write(counting_run, TritonOptions(name="other"))
     monkeypatch.undo()
-    assert sorted(str(path.relative_to(counting_run.triton)) for path in counting_run.triton.rglob("*") if path.is_file()) == before
+    assert (
+        sorted(str(path.relative_to(counting_run.triton)) for path in counting_run.triton.rglob("*") if path.is_file())
+        == before
+    )
     assert sorted(path.name for path in counting_run.root.iterdir()) == [".lock", "model", "run.json", "triton"]
 
 
@@ -89,11 +101,26 @@ def test_the_config_is_what_tritons_schema_says() -> None:
     config = parsed(config_text("demo", 4))
     assert (config.name, config.backend, config.max_batch_size) == ("demo", "python", 1)
     assert config.model_transaction_policy.decoupled
-    assert [(group.count, group.kind) for group in config.instance_group] == [(1, model_config_pb2.ModelInstanceGroup.KIND_AUTO)]
+    assert [(group.count, group.kind) for group in config.instance_group] == [
+        (1, model_config_pb2.ModelInstanceGroup.KIND_AUTO)
+    ]
     assert "kind" not in config_text("demo", 4)
-    assert {key: value.string_value for key, value in config.parameters.items()} == {"runtime": "onnxruntime", "weights": "weights", "max_batch": "4"}
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "runtime": "onnxruntime",
+        "weights": "weights",
+        "max_batch": "4",
+    }
     fields = {field.name for field, _ in config.ListFields()}
-    assert fields == {"name", "backend", "max_batch_size", "input", "output", "model_transaction_policy", "instance_group", "parameters"}
+    assert fields == {
+        "name",
+        "backend",
+        "max_batch_size",
+        "input",
+        "output",
+        "model_transaction_policy",
+        "instance_group",
+        "parameters",
+    }
 
 
 def test_the_fields_are_those_of_the_openai_front_end() -> None:
@@ -149,7 +176,10 @@ def test_a_model_is_named_after_the_last_part_of_its_source(text: str, name: str
 def test_a_name_that_is_no_path_segment_is_refused(name: str) -> None:
     with pytest.raises(InputError) as raised:
         TritonOptions(name=name)
-    assert str(raised.value) == f"--name {name}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example {model_name(name)}"
+    assert str(raised.value) == (
+        f"--name {name}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "
+        f"{model_name(name)}"
+    )
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
@@ -164,7 +194,8 @@ def test_a_graph_that_was_changed_is_refused(counting_run: Run) -> None:
     with pytest.raises(InputError) as raised:
         write(counting_run)
     assert str(raised.value) == (
-        f"{counting_run.onnx_fp32}: is not the file that `fp8q export {counting_run.root}` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q export {counting_run.root}` again"
+        f"{counting_run.onnx_fp32}: is not the file that `fp8q export {counting_run.root}` wrote (its SHA-256 differs "
+        f"from run.json); restore it, or delete it and run `fp8q export {counting_run.root}` again"
     )
     assert not counting_run.triton.exists()
 
@@ -173,7 +204,10 @@ def test_a_tokenizer_that_is_missing_is_named(counting_run: Run) -> None:
     (counting_run.model / "tokenizer.json").unlink()
     with pytest.raises(InputError) as raised:
         write(counting_run)
-    assert str(raised.value) == f"{counting_run.model / 'tokenizer.json'}: is missing; `fp8q calibrate` writes it, run that first"
+    assert (
+        str(raised.value)
+        == f"{counting_run.model / 'tokenizer.json'}: is missing; `fp8q calibrate` writes it, run that first"
+    )
 
 
 def test_a_checkpoint_without_a_generation_config_has_none_in_the_repository(counting_run: Run) -> None:
@@ -189,11 +223,15 @@ def test_weights_that_lie_elsewhere_are_refused(counting_run: Run, tmp_path: Pat
     path.write_bytes(model.SerializeToString())
     with pytest.raises(InputError) as raised:
         external_data(path)
-    assert str(raised.value) == f"{path}: keeps weights in ../weights.safetensors, which is not beside it; export it again with `fp8q export`"
+    assert str(raised.value) == (
+        f"{path}: keeps weights in ../weights.safetensors, which is not beside it; export it again with `fp8q export`"
+    )
 
 
 @pytest.mark.parametrize("module", ["tritonclient.grpc", "google.protobuf"])
-def test_a_missing_schema_is_said_with_the_extra_that_brings_it(counting_run: Run, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_a_missing_schema_is_said_with_the_extra_that_brings_it(
+    counting_run: Run, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(BackendError) as raised:
         write(counting_run)
@@ -209,6 +247,10 @@ def test_engines_that_stay_out_are_told(counting_run: Run) -> None:
     notes = Notes()
     write_repository(counting_run, TritonOptions(), notes)
     assert notes.lines == [
-        "engines sm120, sm89: stay out of the Triton repository, whose tensorrt backend reads TensorRT plans and no TensorRT-RTX engines; the model runs on ONNX Runtime",
+        (
+            "engines sm120, sm89: stay out of the Triton repository, whose tensorrt backend reads TensorRT plans and "
+            "no "
+            "TensorRT-RTX engines; the model runs on ONNX Runtime"
+        ),
         "engines sm90: stay out of the Triton repository in this version; the model runs on ONNX Runtime",
     ]

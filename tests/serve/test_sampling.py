@@ -40,7 +40,10 @@ def test_penalties_are_openais() -> None:
 def test_a_broken_model_is_not_sampled_from(values: tuple[float, ...], token: int, worst: str) -> None:
     with pytest.raises(FloatingPointError) as raised:
         choose(logits(*values), Sampling(), {}, RANDOM)
-    assert str(raised.value) == f"the model's logit of token {token} is {worst}; `fp8q inspect` shows its scales, `fp8q validate` where it goes wrong"
+    assert str(raised.value) == (
+        f"the model's logit of token {token} is {worst}; `fp8q inspect` shows its scales, `fp8q validate` where "
+        "it goes wrong"
+    )
 
 
 def test_a_token_that_the_model_rules_out_is_never_drawn() -> None:
@@ -60,7 +63,10 @@ def test_the_smallest_number_draws_no_token_without_probability() -> None:
     assert choose(logits(float("-inf"), float("-inf"), 0), Sampling(temperature=1.0), {}, Zero(np.random.PCG64())) == 2
 
 
-@pytest.mark.parametrize(("top_p", "tokens"), [(0.0, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.76, [1, 2, 0]), (0.999, [1, 2, 0, 3])])
+@pytest.mark.parametrize(
+    ("top_p", "tokens"),
+    [(0.0, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.76, [1, 2, 0]), (0.999, [1, 2, 0, 3])],
+)
 def test_the_nucleus_is_the_fewest_tokens_that_hold_top_p(top_p: float, tokens: list[int]) -> None:
     probability = np.array([0.125, 0.5, 0.25, 0.125])
     kept, weights = nucleus(probability, top_p)

@@ -20,7 +20,11 @@ def test_the_cache_is_what_the_graph_says(counting: CountingModel) -> None:
     layout = counting.session().layout
     assert layout.names == ("0.key", "0.value")
     assert layout.shapes == ((2, 4), (2, 4))
-    assert [dtype.name for dtype in layout.dtypes] == {"off": ["float32", "float32"], "v": ["float32", "uint8"], "fp8": ["uint8", "uint8"]}[counting.cache]
+    assert [dtype.name for dtype in layout.dtypes] == {
+        "off": ["float32", "float32"],
+        "v": ["float32", "uint8"],
+        "fp8": ["uint8", "uint8"],
+    }[counting.cache]
 
 
 def test_keys_leave_as_numbers_or_as_fp8_codes(counting: CountingModel) -> None:
@@ -41,7 +45,9 @@ def test_a_step_with_a_past_gives_what_the_whole_sequence_gives(counting: Counti
     whole, new = session.forward(ids, attention_mask(np.zeros(2, np.int64), 0, positions < lengths[:, None]), positions)
     cache = session.new_cache(2, 8)
     cache.write(0, positions, new)
-    logits, _ = session.forward(np.array([[7], [7]]), attention_mask(lengths, 8, np.ones((2, 1), bool)), lengths[:, None], cache.past(0, 2))
+    logits, _ = session.forward(
+        np.array([[7], [7]]), attention_mask(lengths, 8, np.ones((2, 1), bool)), lengths[:, None], cache.past(0, 2)
+    )
     # 3·1 + 1·2 + 4·3 + 1·1 + 5·2 = 28 -> 12, + 7·3 = 49 -> 1; 9·1 + 2·2 + 6·3 = 31 -> 15, + 7·1 = 38 -> 6
     assert whole[0, 4].argmax() == 12
     assert whole[1, 2].argmax() == 15
@@ -57,7 +63,9 @@ def test_a_strided_past_is_read_as_numpy_reads_it(counting: CountingModel) -> No
     cache.write(0, np.array([[0], [0]]), [np.full((2, 2, 1, 4), 1, dtype) for dtype in session.layout.dtypes])
     strided = [np.concatenate([buffer, buffer + 1], axis=2)[:, :, :8] for buffer in cache.past(0, 2)]
     arguments = np.array([[7], [7]]), attention_mask(np.array([1, 1]), 8, np.ones((2, 1), bool)), np.array([[1], [1]])
-    np.testing.assert_array_equal(session.forward(*arguments, strided)[0], session.forward(*arguments, cache.past(0, 2))[0])
+    np.testing.assert_array_equal(
+        session.forward(*arguments, strided)[0], session.forward(*arguments, cache.past(0, 2))[0]
+    )
 
 
 def test_a_file_that_is_no_graph_is_named(tmp_path: Path) -> None:
@@ -80,12 +88,16 @@ def test_a_graph_with_another_interface_is_refused(counting: CountingModel, tmp_
     onnx.save(model, tmp_path / "model.fp32.onnx")
     with pytest.raises(SessionError) as raised:
         open_session(tmp_path)
-    assert str(raised.value) == f"{tmp_path / 'model.fp32.onnx'}: has no tensor named {name}, so it is no graph that `fp8q export` wrote; export it again"
+    assert str(raised.value) == (
+        f"{tmp_path / 'model.fp32.onnx'}: has no tensor named {name}, so it is no graph that `fp8q export` wrote; "
+        "export it again"
+    )
 
 
 def test_a_cache_in_another_type_is_refused(tmp_path: Path) -> None:
     text = """<ir_version: 10, opset_import: ["" : 21]>
-    g (int64[b, s] input_ids, int64[b, t] attention_mask, int64[b, s] position_ids, double[b, 1, c, 2] past_key) => (float[b, s] logits, double[b, 1, c, 2] new_key)
+    g (int64[b, s] input_ids, int64[b, t] attention_mask, int64[b, s] position_ids, double[b, 1, c, 2] past_key)
+    => (float[b, s] logits, double[b, 1, c, 2] new_key)
     { logits = Cast<to = 1> (input_ids)
       new_key = Identity (past_key) }"""
     model = onnx.parser.parse_model(text)
@@ -95,7 +107,8 @@ def test_a_cache_in_another_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SessionError) as raised:
         OnnxRuntimeSession(tmp_path / "model.onnx")
     assert str(raised.value) == (
-        f"{tmp_path / 'model.onnx'}: its cache is of tensor(double); ONNX Runtime serves tensor(float) or tensor(float8e4m3fn): use model.fp32.onnx"
+        f"{tmp_path / 'model.onnx'}: its cache is of tensor(double); ONNX Runtime serves tensor(float) or "
+        "tensor(float8e4m3fn): use model.fp32.onnx"
     )
 
 
@@ -103,14 +116,30 @@ def test_missing_onnx_runtime_is_said(counting: CountingModel, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(SessionError) as raised:
         open_session(counting.directory)
-    assert str(raised.value) == "ONNX Runtime is not installed (import of onnxruntime halted; None in sys.modules); install it with `pip install onnxruntime`"
+    assert str(raised.value) == (
+        "ONNX Runtime is not installed (import of onnxruntime halted; None in sys.modules); install it with `pip "
+        "install onnxruntime`"
+    )
 
 
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
-        ("tensorrt", "tensorrt: this version builds engines for it but does not generate text with them yet; use the runtime onnxruntime"),
-        ("tensorrt-rtx", "tensorrt-rtx: this version builds engines for it but does not generate text with them yet; use the runtime onnxruntime"),
+        (
+            "tensorrt",
+            (
+                "tensorrt: this version builds engines for it but does not generate text with them yet; use the "
+                "runtime "
+                "onnxruntime"
+            ),
+        ),
+        (
+            "tensorrt-rtx",
+            (
+                "tensorrt-rtx: this version builds engines for it but does not generate text with them yet; use the "
+                "runtime onnxruntime"
+            ),
+        ),
         ("vllm", "vllm: there is no such runtime; use onnxruntime"),
     ],
 )

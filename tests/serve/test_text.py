@@ -29,9 +29,19 @@ def byte_level() -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """A Llama-style tokenizer: ▁ for spaces, the decoder drops the first one, and bytes for what has no token."""
     tokens = ["<unk>", "<s>", "▁", "a", "b", "▁a", "ab", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("▁", "a"), ("a", "b")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [("▁", "a"), ("a", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.add_special_tokens(["<unk>", "<s>"])
     return tokenizer
@@ -80,7 +90,9 @@ def test_the_pieces_of_any_tokens_are_their_bytes_decoded(prompt: str, tokens: l
 
 @given(st.text("ab é😀", min_size=1), st.text("ab é😀", min_size=1))
 def test_the_pieces_of_a_text_are_the_text(prompt: str, text: str) -> None:
-    tokens = FALLBACK.encode(text, add_special_tokens=False).ids  # begins with the ▁ that the normalizer puts before a text
+    tokens = FALLBACK.encode(
+        text, add_special_tokens=False
+    ).ids  # begins with the ▁ that the normalizer puts before a text
     assert "".join(stream(FALLBACK, prompt, tokens)) == f" {text}"
 
 
@@ -102,7 +114,9 @@ def test_bytes_that_are_no_text_break_nothing(tokens: list[int]) -> None:
         (["zzzzzzzzzzzz"], ["a", " ", "b", " ", "c", ""]),
     ],
 )
-def test_text_ends_before_the_first_stop_word_and_nothing_of_one_slips_out(stop_words: list[str], pieces: list[str]) -> None:
+def test_text_ends_before_the_first_stop_word_and_nothing_of_one_slips_out(
+    stop_words: list[str], pieces: list[str]
+) -> None:
     tokens = [BYTES.token_to_id(token) for token in ("a", "Ġ", "b", "Ġ", "c")]
     assert stream(BYTES, "x", tokens, stop_words) == pieces
 
@@ -120,7 +134,10 @@ def test_stop_words_cut_the_stream_where_they_would_cut_the_text(text: str, stop
     assert "".join(stream(BYTES, "x", tokens, stop_words)) == expected
 
 
-@pytest.mark.parametrize(("text", "word", "length"), [("ab", "abc", 2), ("abc", "abc", 0), ("aab", "ab", 0), ("aa", "aab", 2), ("xa", "ab", 1), ("", "a", 0)])
+@pytest.mark.parametrize(
+    ("text", "word", "length"),
+    [("ab", "abc", 2), ("abc", "abc", 0), ("aab", "ab", 0), ("aa", "aab", 2), ("xa", "ab", 1), ("", "a", 0)],
+)
 def test_the_beginning_of_a_stop_word_is_the_longest(text: str, word: str, length: int) -> None:
     assert beginning(text, word) == length
 
@@ -144,7 +161,9 @@ def write(directory: Path, tokenizer: Tokenizer = FALLBACK, **documents: Any) ->
 def test_the_tokens_that_end_a_text_come_from_the_generation_config_first(
     tmp_path: Path, config: dict[str, Any], generation_config: dict[str, Any] | None, end: set[int]
 ) -> None:
-    documents = {"config": {"n_positions": 9} | config} | ({"generation_config": generation_config} if generation_config else {})
+    documents = {"config": {"n_positions": 9} | config} | (
+        {"generation_config": generation_config} if generation_config else {}
+    )
     vocabulary = Vocabulary.read(write(tmp_path, **documents))
     assert vocabulary.end == end
     assert vocabulary.positions == 9
@@ -180,12 +199,16 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch
     config, tokenizer = tmp_path / "config.json", tmp_path / "tokenizer.json"
     assert message() == f"{config}: there is no such file; copy it from the model"
     config.write_text("{")
-    assert message() == f"{config}: is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); copy it again from the model"
+    assert message() == (
+        f"{config}: is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
+        "copy it again from the model"
+    )
     config.write_text("[]")
     assert message() == f"{config}: holds no JSON object; copy it again from the model"
     config.write_text("{}")
     assert message() == (
-        f"{config}: names no number of positions (max_position_embeddings, n_positions, max_seq_len, max_sequence_length, seq_length); add max_position_embeddings"
+        f"{config}: names no number of positions (max_position_embeddings, n_positions, max_seq_len, "
+        "max_sequence_length, seq_length); add max_position_embeddings"
     )
     config.write_text('{"n_positions": 9}')
     assert message() == f"{tokenizer}: there is no such file; copy it from the model"
@@ -193,5 +216,6 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch
     assert message().startswith(f"{tokenizer}: tokenizers cannot read it (")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert message() == (
-        f"{tokenizer}: the library that reads it is missing (import of tokenizers halted; None in sys.modules); install it with `pip install tokenizers`"
+        f"{tokenizer}: the library that reads it is missing (import of tokenizers halted; None in sys.modules); "
+        "install it with `pip install tokenizers`"
     )

@@ -1,4 +1,6 @@
-"""The model as Triton loads it: imported from a repository by the name `1.model`, with `stand_in/triton_python_backend_utils.py` for the stub's."""
+"""The model as Triton loads it: imported from a repository by the name `1.model`, with
+`stand_in/triton_python_backend_utils.py` for the stub's.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,20 @@ class Served:
 def answer(sender: Any) -> list[dict[str, Any]]:
     assert sender.done.wait(SECONDS)
     return [
-        {"error": (each.error.message(), each.error.code())} if each.error else {t.name(): t.as_numpy().item() for t in each.tensors}
+        {"error": (each.error.message(), each.error.code())}
+        if each.error
+        else {t.name(): t.as_numpy().item() for t in each.tensors}
         for each in sender.responses
     ]
 
 
 def model_config(text: str) -> str:
     """The JSON that Triton passes to `initialize`."""
-    return str(json_format.MessageToJson(text_format.Parse(text, model_config_pb2.ModelConfig()), preserving_proto_field_name=True))
+    return str(
+        json_format.MessageToJson(
+            text_format.Parse(text, model_config_pb2.ModelConfig()), preserving_proto_field_name=True
+        )
+    )
 
 
 @pytest.fixture
@@ -74,7 +82,14 @@ def served(counting_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     utilities = importlib.import_module("triton_python_backend_utils")
     utilities.install()
     config = (home / "config.pbtxt").read_text()
-    model.initialize({"model_config": model_config(config), "model_name": "demo", "model_version": "1", "model_repository": str(home)})
+    model.initialize(
+        {
+            "model_config": model_config(config),
+            "model_name": "demo",
+            "model_version": "1",
+            "model_repository": str(home),
+        }
+    )
     yield Served(model, utilities, config)
     model.finalize()
     assert not model._worker.is_alive()
@@ -88,13 +103,22 @@ def test_one_response_without_stream(served: Served) -> None:
 
 
 def test_a_response_for_every_piece_with_stream(served: Served) -> None:
-    assert served.ask(text_input="t3 t1 t4", max_tokens=3, stream=True) == [{"text_output": b" t1"}, {"text_output": b" t2"}, {"text_output": b" t6"}]
+    assert served.ask(text_input="t3 t1 t4", max_tokens=3, stream=True) == [
+        {"text_output": b" t1"},
+        {"text_output": b" t2"},
+        {"text_output": b" t6"},
+    ]
 
 
 def test_what_is_asked_for_is_returned_and_token_counts_add_up(served: Served) -> None:
     wanted = {"return_num_input_tokens": True, "return_num_output_tokens": True, "return_finish_reason": True}
     (whole,) = served.ask(text_input="t3 t1 t4", max_tokens=3, **wanted)
-    assert whole == {"text_output": b" t1 t2 t6", "num_input_tokens": 3, "num_output_tokens": 3, "finish_reason": b"length"}
+    assert whole == {
+        "text_output": b" t1 t2 t6",
+        "num_input_tokens": 3,
+        "num_output_tokens": 3,
+        "finish_reason": b"length",
+    }
     pieces = served.ask(text_input="t3 t1 t4", max_tokens=9, stream=True, stop_words=["t9", "t6"], **wanted)
     assert pieces == [
         {"text_output": b" t1", "num_input_tokens": 3, "num_output_tokens": 1, "finish_reason": b""},
@@ -104,7 +128,9 @@ def test_what_is_asked_for_is_returned_and_token_counts_add_up(served: Served) -
 
 
 def test_an_answer_without_text_is_a_response_all_the_same(served: Served) -> None:
-    assert served.ask(text_input="t5 t5", stream=True, return_finish_reason=True) == [{"text_output": b"", "finish_reason": b"stop"}]
+    assert served.ask(text_input="t5 t5", stream=True, return_finish_reason=True) == [
+        {"text_output": b"", "finish_reason": b"stop"}
+    ]
 
 
 def test_requests_that_come_together_and_later_are_all_answered(served: Served) -> None:
@@ -116,7 +142,14 @@ def test_requests_that_come_together_and_later_are_all_answered(served: Served) 
 
 
 def test_sampling_is_the_requests(served: Served) -> None:
-    asked = {"text_input": "t3 t1 t4", "temperature": 30.0, "top_p": 0.99, "frequency_penalty": 0.5, "presence_penalty": 0.5, "seed": 2**64 - 1}
+    asked = {
+        "text_input": "t3 t1 t4",
+        "temperature": 30.0,
+        "top_p": 0.99,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+        "seed": 2**64 - 1,
+    }
     first, second = served.ask(**asked), served.ask(**asked)
     assert first == second
     assert first != served.ask(**asked | {"seed": 1})
@@ -130,12 +163,24 @@ def test_sampling_is_the_requests(served: Served) -> None:
         ({"text_input": ""}, "the prompt has no tokens; write something to continue"),
         (
             {"text_input": " ".join(["t0"] * 41)},
-            "the prompt has 41 tokens and the model 40 positions for prompt and answer; shorten it to 39 tokens or fewer",
+            (
+                "the prompt has 41 tokens and the model 40 positions for prompt and answer; shorten it to 39 tokens or "
+                "fewer"
+            ),
         ),
-        ({"text_input": b"\xff"}, "text_input is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte); encode it so"),
+        (
+            {"text_input": b"\xff"},
+            (
+                "text_input is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte); "
+                "encode "
+                "it so"
+            ),
+        ),
     ],
 )
-def test_a_request_that_cannot_be_served_is_answered_with_the_reason(served: Served, inputs: dict[str, Any], message: str) -> None:
+def test_a_request_that_cannot_be_served_is_answered_with_the_reason(
+    served: Served, inputs: dict[str, Any], message: str
+) -> None:
     bad, good = served.send(inputs, {"text_input": "t3 t1 t4", "max_tokens": 1})
     assert answer(bad) == [{"error": (message, served.utilities.TritonError.INVALID_ARG)}]
     assert answer(good) == [{"text_output": b" t1"}]
@@ -145,12 +190,16 @@ def test_a_cancelled_request_is_let_go(served: Served) -> None:
     request = served.utilities.InferenceRequest(served.config, {"text_input": "t0", "max_tokens": 30})
     request.sender.cancelled = True
     served.model.execute([request])
-    assert answer(request.sender) == [{"error": ("the client cancelled the request", served.utilities.TritonError.CANCELLED)}]
+    assert answer(request.sender) == [
+        {"error": ("the client cancelled the request", served.utilities.TritonError.CANCELLED)}
+    ]
     assert served.ask(text_input="t3 t1 t4", max_tokens=1) == [{"text_output": b" t1"}]
 
 
 def test_a_client_that_is_gone_harms_nobody(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    gone, good = (served.utilities.InferenceRequest(served.config, {"text_input": "t3 t1 t4", "max_tokens": 2}) for _ in "ab")
+    gone, good = (
+        served.utilities.InferenceRequest(served.config, {"text_input": "t3 t1 t4", "max_tokens": 2}) for _ in "ab"
+    )
     gone.sender.broken = True
     served.model.execute([gone, good])
     assert answer(good.sender) == [{"text_output": b" t1 t2"}]
@@ -168,7 +217,10 @@ def test_a_failing_step_is_told_to_those_in_flight_and_the_next_start_afresh(
         logits, new = forward(*arguments)
         return np.full_like(logits, np.nan), new
 
-    message = "generation failed: FloatingPointError: the model's logit of token 0 is nan; `fp8q inspect` shows its scales, `fp8q validate` where it goes wrong"
+    message = (
+        "generation failed: FloatingPointError: the model's logit of token 0 is nan; `fp8q inspect` shows its scales, "
+        "`fp8q validate` where it goes wrong"
+    )
     with monkeypatch.context() as patched:
         patched.setattr(session, "forward", broken)
         for sender in served.send({"text_input": "t1"}, {"text_input": "t2"}):
@@ -200,6 +252,8 @@ def test_the_repository_runs_where_fp8q_and_torch_are_not_imported(counting_run:
     shutil.move(counting_run.triton / "demo", home)
     shutil.rmtree(counting_run.root)
     arguments = [str(STAND_IN), str(home), model_config((home / "config.pbtxt").read_text())]
-    done = subprocess.run([sys.executable, "-c", SERVER, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVER, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.stderr == ""
     assert json.loads(done.stdout) == [" t1 t2 t6", []]

@@ -1,7 +1,8 @@
 """A small run made by hand: real histograms, scales, losses and files, small enough to work out on paper.
 
-Two layers of three products and an output head. What q and k receive was chosen so that everything about its scale is known: 448 once, so the scale is 1;
-1 three times, which is a code; 2⁻¹¹ four times, which rounds to zero. The last product saw NaN. The other tensors are normal deviates.
+Two layers of three products and an output head. What q and k receive was chosen so that everything about its scale is
+known: 448 once, so the scale is 1; 1 three times, which is a code; 2⁻¹¹ four times, which rounds to zero. The last
+product saw NaN. The other tensors are normal deviates.
 """
 
 import struct
@@ -15,7 +16,14 @@ import pytest
 import torch
 
 from fp8q.calibrate.measure.histogram import Histogram
-from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, save_statistics
+from fp8q.calibrate.measure.statistics import (
+    Corpus,
+    ModelIdentity,
+    Statistics,
+    StatisticsRecord,
+    TensorStatistics,
+    save_statistics,
+)
 from fp8q.files import write_document
 from fp8q.options import Clipping
 from fp8q.quantize.clip import scale_of
@@ -30,7 +38,9 @@ from fp8q.validate.perplexity import cut
 KNOWN = np.array([448.0, 1, 1, 1, 2**-11, 2**-11, 2**-11, 2**-11], np.float32)
 OUT, WIDTH, VOCABULARY = 16, 32, 8
 GROUPS = {
-    f"model.layers.{i}.{first}": [f"model.layers.{i}.{member}" for member in members] for i in (0, 1) for first, members in (("q", "qk"), ("down", ["down"]))
+    f"model.layers.{i}.{first}": [f"model.layers.{i}.{member}" for member in members]
+    for i in (0, 1)
+    for first, members in (("q", "qk"), ("down", ["down"]))
 }
 
 
@@ -54,18 +64,32 @@ def make_calibrated(run: Run) -> Run:
     modules = [module for members in GROUPS.values() for module in members]
     scales, skipped = activation_scales(statistics, modules, Clipping())
     with run.stage("quantize", {}, {"method": "amax"}) as log:
-        weights = {module: write_weight(run.model / f"model-{i}.safetensors", module, i) for i, module in enumerate(scales)}
+        weights = {
+            module: write_weight(run.model / f"model-{i}.safetensors", module, i) for i, module in enumerate(scales)
+        }
         head = Skipped(reason="output head: its error would go straight into the logits")
         write_document(
-            run.scales, Scales(weights=weights, activations=scales, kv_cache=kv_cache_scales(statistics, Clipping()), skipped={"lm_head": head} | skipped)
+            run.scales,
+            Scales(
+                weights=weights,
+                activations=scales,
+                kv_cache=kv_cache_scales(statistics, Clipping()),
+                skipped={"lm_head": head} | skipped,
+            ),
         )
         log.outputs += [run.scales, *sorted(run.model.iterdir())]
     return run
 
 
 def measured(rng: np.random.Generator) -> Statistics:
-    normal = {f"model.layers.{i}.{name}": bf16(rng.normal(size=4096)) for i in (0, 1) for name in ("down.input", "k", "v")}
-    values = normal | {"model.layers.0.q.input": KNOWN, "model.layers.1.q.input": 2 * KNOWN, "model.layers.1.down.input": np.array([1, np.nan], np.float32)}
+    normal = {
+        f"model.layers.{i}.{name}": bf16(rng.normal(size=4096)) for i in (0, 1) for name in ("down.input", "k", "v")
+    }
+    values = normal | {
+        "model.layers.0.q.input": KNOWN,
+        "model.layers.1.q.input": 2 * KNOWN,
+        "model.layers.1.down.input": np.array([1, np.nan], np.float32),
+    }
     identity = ModelIdentity(name="<tiny> & small", architecture="LlamaForCausalLM", fingerprint="a" * 64)
     corpus = Corpus(name="text.txt", fingerprint="b" * 64, windows=2, seq_len=64, batch_size=1)
     record = StatisticsRecord(model=identity, corpus=corpus, tokens=128, groups=GROUPS)
@@ -83,16 +107,25 @@ def statistics_of(values: npt.NDArray[np.float32]) -> TensorStatistics:
 
 
 def write_weight(path: Path, module: str, seed: int) -> WeightScales:
-    """Quantize a random matrix per output channel and write its codes and scales, as the checkpoint's writer does with torch."""
+    """Quantize a random matrix per output channel and write its codes and scales, as the checkpoint's writer does with
+    torch.
+    """
     weight = bf16(np.random.default_rng(seed).normal(size=(OUT, WIDTH)))
     scale = scale_of(np.abs(weight).max(axis=1), E4M3)
     codes = E4M3.encode(weight / scale[:, None])
     noise = ((weight - E4M3.decode(codes) * scale[:, None]).astype(np.float64) ** 2).sum()
     write_safetensors(
-        path, {f"{module}.weight": ("F8_E4M3", codes), f"{module}.weight_scale": ("F32", scale[:, None]), f"{module}.bias": ("BF16", np.zeros(OUT, np.uint16))}
+        path,
+        {
+            f"{module}.weight": ("F8_E4M3", codes),
+            f"{module}.weight_scale": ("F32", scale[:, None]),
+            f"{module}.bias": ("BF16", np.zeros(OUT, np.uint16)),
+        },
     )
     sqnr = 10 * float(np.log10((weight.astype(np.float64) ** 2).sum() / noise))
-    return WeightScales(method="amax", axis=0, channels=OUT, scale_min=float(scale.min()), scale_max=float(scale.max()), sqnr_db=sqnr)
+    return WeightScales(
+        method="amax", axis=0, channels=OUT, scale_min=float(scale.min()), scale_max=float(scale.max()), sqnr_db=sqnr
+    )
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, npt.NDArray[np.generic]]]) -> None:
@@ -112,7 +145,9 @@ def make_evaluated(run: Run) -> Run:
     rounded = E4M3.decode(E4M3.encode(logits))
     evaluation = cut(rng.integers(VOCABULARY, size=640), "held-out.txt", 64, 64)
     with run.stage("validate", {}, {"context": 64}) as log:
-        log.outputs += save_accuracy(run, *compare(evaluation, {"bf16": bigram(logits), "reference": bigram(rounded)}, VOCABULARY, SILENT))
+        log.outputs += save_accuracy(
+            run, *compare(evaluation, {"bf16": bigram(logits), "reference": bigram(rounded)}, VOCABULARY, SILENT)
+        )
     return run
 
 

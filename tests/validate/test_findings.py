@@ -53,7 +53,10 @@ def test_a_tensor_within_every_limit_is_not_mentioned() -> None:
 
 def test_findings_are_ranked_by_how_far_they_lie_beyond_their_limit() -> None:
     measured = statistics(calm=CALM, rare=RARE)
-    found = [(finding.tensor, finding.what, finding.value, round(finding.severity, 2)) for finding in findings(measured, chosen(measured))]
+    found = [
+        (finding.tensor, finding.what, finding.value, round(finding.severity, 2))
+        for finding in findings(measured, chosen(measured))
+    ]
     assert found == [
         ("rare.input", "amax over that of the first three quarters", 224.0, 203.64),
         ("rare.input", "largest channel over the median", 224.0, 22.4),
@@ -70,7 +73,8 @@ def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
     assert found["dB below the best scale"].remedy == "--method mse finds the best scale there is"
 
 
-#: Of 100 values 6 round to zero at the scale of its amax, as of what `down_proj` reads in the demo; its other values are codes.
+#: Of 100 values 6 round to zero at the scale of its amax, as of what `down_proj` reads in the demo; its other values
+#: are codes.
 CROWDED = tensor([448, *[1] * 93, *[2**-11] * 6], [448, 448, 448, 448], [448, 448, 448])
 
 
@@ -98,8 +102,14 @@ def test_a_cache_tensor_is_taken_out_of_fp8_by_the_option_of_the_cache() -> None
     measured = replace(statistics(), tensors={"0.k": RARE, "0.v": RARE})
     scales = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping()), skipped={})
     remedies = {(finding.tensor, finding.what): finding.remedy for finding in findings(measured, scales)}
-    assert remedies["0.k", "largest channel over the median"] == "harmless while little underflows; else keep keys in BF16 with --kv-cache v"
-    assert remedies["0.v", "largest channel over the median"] == "harmless while little underflows; else keep the cache in BF16 with --kv-cache off"
+    assert (
+        remedies["0.k", "largest channel over the median"]
+        == "harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+    )
+    assert (
+        remedies["0.v", "largest channel over the median"]
+        == "harmless while little underflows; else keep the cache in BF16 with --kv-cache off"
+    )
     assert not any("--skip" in remedy for remedy in remedies.values())
 
 
@@ -109,7 +119,9 @@ def test_a_cache_in_bf16_is_judged_by_the_scale_that_it_would_have() -> None:
     wide = chosen(measured)
     prospective = prospective_scales(measured, wide, Clipping(margin=1))
     assert {name: scale.scale for name, scale in prospective.items()} == {"0.k": 2.0, "0.v": 2.0}
-    remedies = {finding.what: finding.remedy for finding in findings(measured, wide, prospective) if finding.tensor == "0.k"}
+    remedies = {
+        finding.what: finding.remedy for finding in findings(measured, wide, prospective) if finding.tensor == "0.k"
+    }
     assert remedies["largest channel over the median"] == (
         "in BF16; before it goes into FP8: harmless while little underflows; else keep keys in BF16 with --kv-cache v"
     )
@@ -133,7 +145,12 @@ def test_convergence_is_where_the_amax_was_first_reached() -> None:
 def test_delayed_scaling_ranks_those_that_saturate_most_and_warns_of_jumps() -> None:
     rows = delayed_rows(statistics(calm=CALM, rare=RARE), Clipping("delayed"))
     assert rows == [DelayedRow("rare.input", 3, 2 / 3, 224.0), DelayedRow("calm.input", 3, 0.0, 1.0)]
-    assert jumps(rows) == ["rare.input: its amax jumps 224-fold from one batch to the next; a scale made from the batches before saturates there"]
+    assert jumps(rows) == [
+        (
+            "rare.input: its amax jumps 224-fold from one batch to the next; a scale made from the batches before "
+            "saturates there"
+        )
+    ]
 
 
 def test_other_text_is_held_against_the_scales_that_were_chosen() -> None:

@@ -68,11 +68,16 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
         RuntimeAccuracy(perplexity=2.0, nll_nats=0.7),
         RuntimeAccuracy(perplexity=float("nan"), nll_nats=float("nan"), perplexity_increase=float("nan")),
     )
-    with pytest.raises(GateError, match="^reference: perplexity nan is nan% above BF16's, more than --max-ppl-increase 1.00%; "):
+    with pytest.raises(
+        GateError, match="^reference: perplexity nan is nan% above BF16's, more than --max-ppl-increase 1.00%; "
+    ):
         check_increase(Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": broken}), 0.01)
     with pytest.raises(
         InputError,
-        match="^--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add what is missing to --runtimes$",
+        match=(
+            "^--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add "
+            "what is missing to --runtimes$"
+        ),
     ):
         check_increase(Accuracy(protocol=protocol, runtimes={"reference": bf16}), 0.01)
 

@@ -64,13 +64,25 @@ def test_the_page_refers_to_nothing_outside_itself(evaluated_run: Run) -> None:
     text = report.render(evaluated_run)
     page = Page(text)
     assert page.open == page.unclosed == []
-    references = {value for _, name, value in page.attributes if name in {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}}
+    references = {
+        value
+        for _, name, value in page.attributes
+        if name in {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}
+    }
     assert all(value is not None and value.startswith("#") for value in references)
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
     assert "@import" not in text
     outside = set(re.findall(r"[a-z]+://[^\"'\s<)]+", text))
-    assert outside == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names of namespaces, not addresses
-    policy = next(value for tag, name, value in page.attributes if (tag, name) == ("meta", "content") and value and value.startswith("default-src"))
+    # names of namespaces, not addresses
+    assert outside == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    policy = next(
+        value
+        for tag, name, value in page.attributes
+        if (tag, name) == ("meta", "content") and value and value.startswith("default-src")
+    )
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     assert not {tag for tag, _, _ in page.attributes} & {"iframe", "link", "object", "embed", "img", "base"}
 
@@ -80,13 +92,23 @@ def test_the_page_names_every_module_every_runtime_and_the_protocol(evaluated_ru
     for row in module_rows(evaluated_run):
         assert row.module in text
         assert row.reason is None or row.reason in text
-    for shown in ("bf16", "reference", "630 tokens of held-out.txt", "windows of 64 tokens every 64", "--samples lowered from 512 to 2: the text has no more"):
+    for shown in (
+        "bf16",
+        "reference",
+        "630 tokens of held-out.txt",
+        "windows of 64 tokens every 64",
+        "--samples lowered from 512 to 2: the text has no more",
+    ):
         assert shown in text
 
 
 def test_each_module_is_drawn_with_the_histogram_of_the_tensor_it_reads(evaluated_run: Run) -> None:
     text, tensors = report.render(evaluated_run), load_statistics(evaluated_run).tensors
-    found = re.findall(r'<tr><td data-value="[^"]*">(.*?)</td>\s*<td class="spark">.*?<path d="([^"]+)"', text[text.index('class="sortable"') :], re.DOTALL)
+    found = re.findall(
+        r'<tr><td data-value="[^"]*">(.*?)</td>\s*<td class="spark">.*?<path d="([^"]+)"',
+        text[text.index('class="sortable"') :],
+        re.DOTALL,
+    )
     rows = {name.replace("<wbr>", ""): path for name, path in found}
     for row in module_rows(evaluated_run):
         if row.scale is not None:
@@ -97,7 +119,10 @@ def test_each_module_is_drawn_with_the_histogram_of_the_tensor_it_reads(evaluate
 
 def test_what_has_not_been_run_is_named_with_its_command(calibrated_run: Run) -> None:
     text = words(Page(report.render(calibrated_run)).text)
-    assert "5 of 7 matrix products run in FP8, keys and values are cached in FP8. What that costs has not been evaluated yet." in text
+    assert (
+        "5 of 7 matrix products run in FP8, keys and values are cached in FP8. What that costs has not been evaluated "
+        "yet."
+    ) in text
     assert "Not evaluated yet: run fp8q validate RUN." in text
     assert "No engine yet: run fp8q build-engine RUN." in text
     assert "positions" not in report.report_plots(calibrated_run)
@@ -147,11 +172,16 @@ def test_the_report_is_two_files_and_the_notebook_is_executed_and_knows_no_path(
     assert list(evaluated_run.root.glob(".*.partial")) == []
 
 
-def test_a_missing_extra_is_named_before_anything_is_written(calibrated_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named_before_anything_is_written(
+    calibrated_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == "papermill" else object())
     with pytest.raises(BackendError) as refused:
         report.write_report(calibrated_run, SILENT)
-    assert str(refused.value) == "papermill is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
+    assert (
+        str(refused.value)
+        == "papermill is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
+    )
     assert not calibrated_run.report_html.exists()
 
 
@@ -175,11 +205,19 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
                 AccuracyRow("reference", 8.02, 2.08, 0.0025, 0.001, 0.004),
                 AccuracyRow("onnxruntime", 8.01, 2.08, 0.00125),
             ],
-            "Perplexity goes from 8.0000 in BF16 to 8.0200 in FP8 (reference, the worst of 2 FP8 runtimes): +0.25 %, 95 % interval +0.10 to +0.40 %.",
+            (
+                "Perplexity goes from 8.0000 in BF16 to 8.0200 in FP8 (reference, the worst of 2 FP8 runtimes): +0.25 "
+                "%, "
+                "95 % interval +0.10 to +0.40 %."
+            ),
         ),
         (
             [BASE, AccuracyRow("reference", 8.02, 2.08, 0.0025, -0.001, 0.006)],
-            "Perplexity goes from 8.0000 in BF16 to 8.0200 in FP8 (reference): +0.25 %, 95 % interval −0.10 to +0.60 %; zero lies inside it.",
+            (
+                "Perplexity goes from 8.0000 in BF16 to 8.0200 in FP8 (reference): +0.25 %, 95 % interval −0.10 to "
+                "+0.60 "
+                "%; zero lies inside it."
+            ),
         ),
     ],
 )
@@ -195,12 +233,27 @@ def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: st
     ("rows", "said"),
     [
         ([], ""),
-        ([engine("sm89", 2), engine("sm120", 2)], "Every promised product takes FP8 codes on both sides, on sm89 and sm120; read from the engines themselves."),
-        ([engine("sm89", 2), engine("sm120", 1, ("q",))], "Some promised products ran wider on sm120; the table names them."),
-        ([engine("sm89", None), engine("sm120", 2)], "What runs in FP8 cannot be told for sm89: the engine could not be read."),
+        (
+            [engine("sm89", 2), engine("sm120", 2)],
+            (
+                "Every promised product takes FP8 codes on both sides, on sm89 and sm120; read from the engines "
+                "themselves."
+            ),
+        ),
+        (
+            [engine("sm89", 2), engine("sm120", 1, ("q",))],
+            "Some promised products ran wider on sm120; the table names them.",
+        ),
+        (
+            [engine("sm89", None), engine("sm120", 2)],
+            "What runs in FP8 cannot be told for sm89: the engine could not be read.",
+        ),
         (
             [engine("sm89", None, unknown="outdated"), engine("sm120", None)],
-            "What runs in FP8 is not said of sm89: the engine was built from other files than the run has now; run `fp8q build-engine RUN` again.",
+            (
+                "What runs in FP8 is not said of sm89: the engine was built from other files than the run has now; run "
+                "`fp8q build-engine RUN` again."
+            ),
         ),
     ],
 )
@@ -215,7 +268,8 @@ def test_every_kind_of_number_behind_the_plots_is_drawn_for_the_noisiest_tensor(
     drawn = report.report_plots(evaluated_run)
     assert list(drawn) == ["histogram", "layers", "positions"]
     assert drawn["histogram"].caption.startswith(
-        f"{worst.tensor}, {worst.sqnr_db:.1f} dB. Grey: the share of its {tensors[str(worst.tensor)].histogram.samples:,} values"
+        f"{worst.tensor}, {worst.sqnr_db:.1f} dB. Grey: the share of its "
+        f"{tensors[str(worst.tensor)].histogram.samples:,} values"
     )
     assert drawn["histogram"].caption.endswith("Nothing saturates; nothing rounds to zero; rounding makes 100 %.")
 
@@ -233,7 +287,9 @@ def counted(values: npt.NDArray[np.float32]) -> Histogram:
 
 
 @pytest.mark.parametrize("patterns", [16, 64])
-def test_a_density_integrates_to_the_share_of_values_that_are_not_zero(values: npt.NDArray[np.float32], patterns: int) -> None:
+def test_a_density_integrates_to_the_share_of_values_that_are_not_zero(
+    values: npt.NDArray[np.float32], patterns: int
+) -> None:
     edges, heights = curves.density(counted(values), patterns)
     assert (heights * np.diff(edges)).sum() == pytest.approx(0.995)
     assert edges[0] <= np.log2(np.abs(values[values != 0]).min())
@@ -279,14 +335,16 @@ def test_a_curve_along_the_window_averages_windows_and_leaves_out_what_was_not_s
     assert curve.position.tolist() == [0.5, 2.5]
     assert curve.mean.tolist() == [1, 4.5]
     assert np.isnan(curve.low[0])  # one window is no spread
-    assert (curve.low[1], curve.high[1]) == pytest.approx((4.5 - 2 * 1.5, 4.5 + 2 * 1.5))  # the windows' means are 3 and 6
+    # the windows' means are 3 and 6
+    assert (curve.low[1], curve.high[1]) == pytest.approx((4.5 - 2 * 1.5, 4.5 + 2 * 1.5))
 
 
 def test_the_interval_of_the_increase_is_that_of_drawing_windows_again() -> None:
     base = np.array([[np.nan, 2, 2], [np.nan, 1, 3]], np.float32)
     same = curves.increase_interval(base, base + np.float32(0.25))
     assert same == pytest.approx((np.expm1(0.25), np.expm1(0.25)))
-    other = base + np.array([[0], [0.5]], np.float32)  # of two windows, both draws are the first in a quarter of all cases
+    # of two windows, both draws are the first in a quarter of all cases
+    other = base + np.array([[0], [0.5]], np.float32)
     assert curves.increase_interval(base, other) == pytest.approx((0, np.expm1(0.5)))
     assert curves.increase_interval(base[:1], other[:1]) == (None, None)
 

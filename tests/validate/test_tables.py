@@ -15,7 +15,16 @@ from fp8q.files import sha256_file, write_document
 from fp8q.run import Run
 from fp8q.validate import columns
 from fp8q.validate.columns import Cell, Column, Table
-from fp8q.validate.tables import AccuracyRow, ModuleRow, accuracy_rows, engine_rows, fact_rows, module_rows, size_rows, stage_rows
+from fp8q.validate.tables import (
+    AccuracyRow,
+    ModuleRow,
+    accuracy_rows,
+    engine_rows,
+    fact_rows,
+    module_rows,
+    size_rows,
+    stage_rows,
+)
 
 MODULES = ["model.layers.0.q", "model.layers.0.k", "model.layers.0.down", "model.layers.1.q", "model.layers.1.k"]
 CACHES = ["model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v"]
@@ -78,7 +87,10 @@ def test_a_run_without_scales_is_refused_with_the_command_that_writes_them(tmp_p
     run = Run(tmp_path)
     with pytest.raises(InputError) as refused:
         module_rows(run)
-    assert str(refused.value) == f"{tmp_path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out {tmp_path}`"
+    assert str(refused.value) == (
+        f"{tmp_path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT "
+        f"--out {tmp_path}`"
+    )
 
 
 def test_scales_that_were_changed_are_refused(calibrated_run: Run) -> None:
@@ -86,7 +98,8 @@ def test_scales_that_were_changed_are_refused(calibrated_run: Run) -> None:
     with pytest.raises(InputError) as refused:
         module_rows(calibrated_run)
     assert str(refused.value) == (
-        f"{calibrated_run.scales}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or delete it and run `fp8q calibrate` again"
+        f"{calibrated_run.scales}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); "
+        "restore it, or delete it and run `fp8q calibrate` again"
     )
 
 
@@ -121,15 +134,26 @@ def with_engines(run: Run, *engines: EngineInfo, inputs: dict[str, str] | None =
 def engine(target: str, evidence: str = "plan", wide: tuple[str, ...] = ()) -> EngineInfo:
     return EngineInfo.model_validate(
         {
-            "runtime": "tensorrt-rtx", "version": "1.7.1", "target": target, "bytes": 4224, "promised_products": 5, "fp8_products": 5 - len(wide),
-            "wide_products": list(wide), "evidence": evidence, "profiles": list(profiles(8, 64)), "build_seconds": 2.5,
+            "runtime": "tensorrt-rtx",
+            "version": "1.7.1",
+            "target": target,
+            "bytes": 4224,
+            "promised_products": 5,
+            "fp8_products": 5 - len(wide),
+            "wide_products": list(wide),
+            "evidence": evidence,
+            "profiles": list(profiles(8, 64)),
+            "build_seconds": 2.5,
         }
-    )  # fmt: skip
+    )
 
 
 def test_engine_rows_say_what_was_promised_and_found(calibrated_run: Run) -> None:
     rows = engine_rows(with_engines(calibrated_run, engine("sm120", wide=("model.layers.0.q",)), engine("sm89")))
-    assert [(row.target, row.promised_products, row.fp8_products, row.wide) for row in rows] == [("sm89", 5, 5, ()), ("sm120", 5, 4, ("model.layers.0.q",))]
+    assert [(row.target, row.promised_products, row.fp8_products, row.wide) for row in rows] == [
+        ("sm89", 5, 5, ()),
+        ("sm120", 5, 4, ("model.layers.0.q",)),
+    ]
     assert [row.share_of_bf16 for row in size_rows(calibrated_run)[2:]] == [0.8, 0.8]  # 4,224 of 5,280 bytes
 
 
@@ -145,7 +169,13 @@ def test_an_engine_that_was_built_from_other_files_is_outdated_and_nothing_is_sa
     record["stages"]["quantize"]["outputs"]["scales.json"] = "chosen again"
     run.record_file.write_text(json.dumps(record))
     (row,) = engine_rows(run)
-    assert (row.evidence, row.promised_products, row.fp8_products, row.wide, row.bytes) == ("outdated", None, None, (), 4224)
+    assert (row.evidence, row.promised_products, row.fp8_products, row.wide, row.bytes) == (
+        "outdated",
+        None,
+        None,
+        (),
+        4224,
+    )
 
 
 def test_stages_come_in_the_order_of_work_with_their_notes_and_without_the_report(evaluated_run: Run) -> None:
@@ -173,7 +203,8 @@ from pathlib import Path
 from fp8q.run import Run
 from fp8q.validate import columns, tables
 run = Run(Path({str(evaluated_run.root)!r}))
-print(len(tables.module_rows(run)), len(tables.accuracy_rows(run)), len(tables.size_rows(run)), len(tables.stage_rows(run)), len(tables.engine_rows(run)))
+made = (tables.module_rows, tables.accuracy_rows, tables.size_rows, tables.stage_rows, tables.engine_rows)
+print(*(len(rows(run)) for rows in made))
 print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & set(sys.modules)))
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -225,7 +256,10 @@ def test_a_table_leaves_out_columns_that_apply_to_no_row() -> None:
         "nothing",
     )
     assert [column.title for column in table.columns] == ["name", "known"]
-    assert table.cells() == [[Cell("a", "a", False), Cell("1.0", 1.0, True)], [Cell("b", "b", False), Cell("", None, True)]]
+    assert table.cells() == [
+        [Cell("a", "a", False), Cell("1.0", 1.0, True)],
+        [Cell("b", "b", False), Cell("", None, True)],
+    ]
 
 
 def test_a_notebook_shows_a_table_as_html_with_its_text_escaped() -> None:
@@ -237,13 +271,25 @@ def test_a_notebook_shows_a_table_as_html_with_its_text_escaped() -> None:
 
 
 def test_a_table_without_rows_says_what_to_run() -> None:
-    assert columns.engine_table([])._repr_html_() == "<p><b>Engines.</b> No engine yet: run `fp8q build-engine RUN`.</p>"
+    assert (
+        columns.engine_table([])._repr_html_() == "<p><b>Engines.</b> No engine yet: run `fp8q build-engine RUN`.</p>"
+    )
 
 
 def test_modules_in_fp8_and_in_bf16_make_two_tables(calibrated_run: Run) -> None:
     rows = module_rows(calibrated_run)
     fp8, kept = columns.module_table(rows), columns.kept_table(rows)
-    assert [column.title for column in fp8.columns] == ["module", "amax", "clip", "scale", "saturation", "underflow", "input dB", "best dB", "weight dB"]
+    assert [column.title for column in fp8.columns] == [
+        "module",
+        "amax",
+        "clip",
+        "scale",
+        "saturation",
+        "underflow",
+        "input dB",
+        "best dB",
+        "weight dB",
+    ]
     assert [cell.text for cell in fp8.cells()[0]][:6] == ["model.layers.0.q", "448", "448", "1", "0", "50.00 %"]
     assert [[cell.text for cell in row] for row in kept.cells()] == [
         ["lm_head", "output head: its error would go straight into the logits", "", ""],

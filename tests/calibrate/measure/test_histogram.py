@@ -31,7 +31,9 @@ def test_counts_and_amax_are_numpys_on_the_raw_values(patterns: np.ndarray) -> N
 
 
 @given(PATTERN_LISTS, PATTERN_LISTS, PATTERN_LISTS)
-def test_merging_is_associative_and_commutative_and_equals_counting_together(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+def test_merging_is_associative_and_commutative_and_equals_counting_together(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray
+) -> None:
     x, y, z = map(histogram_of, (a, b, c))
     assert (x + y) + z == x + (y + z) == (z + y) + x == histogram_of(np.concatenate([a, b, c]))
 

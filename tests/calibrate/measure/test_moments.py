@@ -18,7 +18,9 @@ def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:
         moments.add("layer", batch)
     assert moments.close() == ["layer"]
     tokens = x.double().flatten(0, -2)
-    np.testing.assert_allclose(load_moments(tmp_path, "layer").numpy(), (tokens.T @ tokens).numpy(), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        load_moments(tmp_path, "layer").numpy(), (tokens.T @ tokens).numpy(), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:

@@ -51,7 +51,13 @@ def test_groups_are_the_same_on_the_meta_device(model: PreTrainedModel, statisti
 
 def test_every_value_of_every_tensor_is_counted_once(statistics: Statistics) -> None:
     tokens = WINDOWS.size
-    widths = {"self_attn.q_proj.input": 256, "self_attn.o_proj.input": 256, "mlp.gate_proj.input": 256, "mlp.down_proj.input": 704, "self_attn.k": 128}
+    widths = {
+        "self_attn.q_proj.input": 256,
+        "self_attn.o_proj.input": 256,
+        "mlp.gate_proj.input": 256,
+        "mlp.down_proj.input": 704,
+        "self_attn.k": 128,
+    }
     for name, width in widths.items():
         tensor = statistics.tensors[f"model.layers.2.{name}"]
         assert tensor.histogram.samples == tokens * width
@@ -62,7 +68,9 @@ def test_every_value_of_every_tensor_is_counted_once(statistics: Statistics) -> 
 
 def test_amax_is_the_largest_value_that_a_plain_hook_sees(model: PreTrainedModel, statistics: Statistics) -> None:
     seen: list[torch.Tensor] = []
-    handle = model.get_submodule("model.layers.1.mlp.down_proj").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    handle = model.get_submodule("model.layers.1.mlp.down_proj").register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0])
+    )
     with torch.inference_mode():
         for batch in np.split(WINDOWS, 3):
             model(input_ids=torch.from_numpy(batch))
@@ -76,9 +84,13 @@ def test_nothing_stays_attached(model: PreTrainedModel, statistics: Statistics) 
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_batches_in_another_order_or_measured_in_two_runs_give_the_same_bytes(model: PreTrainedModel, statistics: Statistics, tmp_path: Path) -> None:
+def test_batches_in_another_order_or_measured_in_two_runs_give_the_same_bytes(
+    model: PreTrainedModel, statistics: Statistics, tmp_path: Path
+) -> None:
     backwards = measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[2, 0, 1])
-    added = measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[1]).merge(measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[2, 0]))
+    added = measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[1]).merge(
+        measure(model, WINDOWS, IDENTITY, CORPUS, SILENT, batches=[2, 0])
+    )
     save_arrays(tmp_path / "forwards", statistics.tensors, statistics.weights)
     for other in (backwards, added):
         assert other.record == statistics.record
@@ -97,15 +109,25 @@ def test_a_module_of_another_type_rounds_its_input_to_bf16(demo_checkpoint: Path
     assert watch.statistics()["model.layers.0.mlp.down_proj.input"].histogram.samples == 32 * 704
 
 
-def test_activation_and_cache_amax_equal_modelopts_to_the_last_bit(demo_checkpoint: Path, statistics: Statistics) -> None:
+def test_activation_and_cache_amax_equal_modelopts_to_the_last_bit(
+    demo_checkpoint: Path, statistics: Statistics
+) -> None:
     import modelopt.torch.quantization as mtq
 
     peer = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.bfloat16).eval()
     config = {
         "quant_cfg": [
             {"quantizer_name": "*", "enable": False},
-            {"quantizer_name": "*weight_quantizer", "parent_class": "nn.Linear", "cfg": {"num_bits": (4, 3), "axis": 0}},
-            {"quantizer_name": "*input_quantizer", "parent_class": "nn.Linear", "cfg": {"num_bits": (4, 3), "axis": None}},
+            {
+                "quantizer_name": "*weight_quantizer",
+                "parent_class": "nn.Linear",
+                "cfg": {"num_bits": (4, 3), "axis": 0},
+            },
+            {
+                "quantizer_name": "*input_quantizer",
+                "parent_class": "nn.Linear",
+                "cfg": {"num_bits": (4, 3), "axis": None},
+            },
             {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}},
             {"quantizer_name": "*lm_head*", "enable": False},
         ],
@@ -123,10 +145,15 @@ def test_activation_and_cache_amax_equal_modelopts_to_the_last_bit(demo_checkpoi
         if name in first:
             ours = np.float32(statistics.tensors[f"{first[name]}.input"].histogram.amax)
             assert ours / np.float32(E4M3.max) == module.input_quantizer.amax.float().numpy() / np.float32(448)
-            np.testing.assert_array_equal(statistics.weights[name], module.weight_quantizer.amax.float().flatten().numpy())
+            np.testing.assert_array_equal(
+                statistics.weights[name], module.weight_quantizer.amax.float().flatten().numpy()
+            )
             compared += 1
         for part in "kv":
             if hasattr(module, f"{part}_bmm_quantizer"):
-                assert statistics.tensors[f"{name}.{part}"].histogram.amax == getattr(module, f"{part}_bmm_quantizer").amax.item()
+                assert (
+                    statistics.tensors[f"{name}.{part}"].histogram.amax
+                    == getattr(module, f"{part}_bmm_quantizer").amax.item()
+                )
                 compared += 1
     assert compared == 4 * 7 + 4 * 2

@@ -12,23 +12,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram, magnitudes
-from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, replace_record, save_arrays
+from fp8q.calibrate.measure.statistics import (
+    Corpus,
+    ModelIdentity,
+    Statistics,
+    StatisticsRecord,
+    TensorStatistics,
+    replace_record,
+    save_arrays,
+)
 from fp8q.errors import InputError
 
 MODEL = ModelIdentity(name="m", architecture="A", fingerprint="1", tokenizer="2")
 #: Three texts of 3, 2 and 1 batches, the first with a last batch of one window.
-TEXTS = [Corpus(name=f"text {name}", fingerprint=name, windows=windows, seq_len=2, batch_size=2) for name, windows in (("c", 5), ("a", 4), ("b", 1))]
+TEXTS = [
+    Corpus(name=f"text {name}", fingerprint=name, windows=windows, seq_len=2, batch_size=2)
+    for name, windows in (("c", 5), ("a", 4), ("b", 1))
+]
 BATCHES = [(text, batch) for text in range(3) for batch in range(TEXTS[text].batches)]
 
 
 def measured(text: int, batches: list[int], corpus: Corpus | None = None, **record: Any) -> Statistics:
-    """What measuring `batches` of a text gives: each batch has two values a channel, which follow from its number; some are NaN or infinite."""
+    """What measuring `batches` of a text gives: each batch has two values a channel, which follow from its number; some
+    are NaN or infinite.
+    """
     amax, width = np.full(TEXTS[text].batches, np.nan, np.float32), 8
     patterns = [np.random.default_rng([text, batch]).integers(0, PATTERNS, (2, width)) for batch in batches]
     for batch, found in zip(batches, patterns):
         amax[batch] = magnitudes(found[found < 0x7F80].max(initial=0))
     stacked = np.concatenate(patterns)
-    tensor = TensorStatistics(Histogram.from_dense(np.bincount(stacked.flatten(), minlength=PATTERNS)), amax, magnitudes(stacked.max(0)))
+    tensor = TensorStatistics(
+        Histogram.from_dense(np.bincount(stacked.flatten(), minlength=PATTERNS)), amax, magnitudes(stacked.max(0))
+    )
     tokens = sum(2 * min(2, TEXTS[text].windows - 2 * batch) for batch in batches)
     fields = {"model": MODEL, "corpus": corpus or TEXTS[text], "tokens": tokens, "groups": {"p": ["p"]}} | record
     return Statistics(StatisticsRecord.model_validate(fields), {"p.input": tensor}, {"p": np.ones(2, np.float32)})
@@ -53,7 +68,9 @@ def distributions(draw: st.DrawFn) -> list[Statistics]:
 
 @given(distributions(), st.integers(1, 5))
 @settings(max_examples=40)
-def test_any_distribution_order_and_grouping_of_the_same_batches_gives_the_same_bytes(parts: list[Statistics], cut: int) -> None:
+def test_any_distribution_order_and_grouping_of_the_same_batches_gives_the_same_bytes(
+    parts: list[Statistics], cut: int
+) -> None:
     whole = reduce(Statistics.merge, [measured(text, list(range(TEXTS[text].batches))) for text in range(3)])
     first, second = parts[:cut], parts[cut:]
     grouped = [reduce(Statistics.merge, group) for group in (second, first) if group]
@@ -81,13 +98,28 @@ def test_one_text_under_two_names_is_one_text() -> None:
     ("other", "message"),
     [
         (measured(0, [1, 2]), "both measured batch 2 of text c (1 batches in all); give each batch to one of them"),
-        (measured(0, [1], model=MODEL.model_copy(update={"fingerprint": "9"})), "their model fingerprint differs (1 and 9); measure both with the same model and options"),
-        (measured(0, [1], model=MODEL.model_copy(update={"tokenizer": "9"})), "their model tokenizer differs (2 and 9); measure both with the same model and options"),
-        (measured(0, [1], TEXTS[0].model_copy(update={"seq_len": 4})), "their corpus seq_len differs (2 and 4); measure both with the same model and options"),
-        (measured(0, [1], TEXTS[0].model_copy(update={"batch_size": 1})), "their corpus batch_size differs (2 and 1); measure both with the same model and options"),
-        (measured(0, [1], groups={"p": ["p", "q"]}), "their groups p differs (['p'] and ['p', 'q']); measure both with the same model and options"),
+        (
+            measured(0, [1], model=MODEL.model_copy(update={"fingerprint": "9"})),
+            "their model fingerprint differs (1 and 9); measure both with the same model and options",
+        ),
+        (
+            measured(0, [1], model=MODEL.model_copy(update={"tokenizer": "9"})),
+            "their model tokenizer differs (2 and 9); measure both with the same model and options",
+        ),
+        (
+            measured(0, [1], TEXTS[0].model_copy(update={"seq_len": 4})),
+            "their corpus seq_len differs (2 and 4); measure both with the same model and options",
+        ),
+        (
+            measured(0, [1], TEXTS[0].model_copy(update={"batch_size": 1})),
+            "their corpus batch_size differs (2 and 1); measure both with the same model and options",
+        ),
+        (
+            measured(0, [1], groups={"p": ["p", "q"]}),
+            "their groups p differs (['p'] and ['p', 'q']); measure both with the same model and options",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_belong_together_is_refused_with_both_values(other: Statistics, message: str) -> None:
     with pytest.raises(InputError) as refused:
         measured(0, [0, 2]).merge(other)
@@ -97,5 +129,7 @@ def test_what_does_not_belong_together_is_refused_with_both_values(other: Statis
 def test_a_tensor_that_only_one_of_them_has_is_refused_by_name() -> None:
     one = measured(0, [0])
     other = Statistics(replace_record(one.record), {}, one.weights)
-    with pytest.raises(InputError, match=r"^statistics cannot be added: their tensors p.input differs \(8 and None\); "):
+    with pytest.raises(
+        InputError, match=r"^statistics cannot be added: their tensors p.input differs \(8 and None\); "
+    ):
         one.merge(other)

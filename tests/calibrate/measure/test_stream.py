@@ -1,4 +1,6 @@
-"""Streaming layer by layer: the statistics of the model in memory, whatever the architecture; goes on when killed; leaves nothing behind."""
+"""Streaming layer by layer: the statistics of the model in memory, whatever the architecture; goes on when killed;
+leaves nothing behind.
+"""
 
 import errno
 import json
@@ -39,31 +41,70 @@ IDENTITY = ModelIdentity(name="model", architecture="any", fingerprint="0")
 #: The last batch is smaller than the others: a shape of its own.
 CORPUS = Corpus(name="random tokens", fingerprint="0", windows=5, seq_len=24, batch_size=2)
 WINDOWS = np.random.default_rng(0).integers(3, 500, (5, 24))
-SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 #: Architecture -> its configuration's class and what makes it differ from a Llama.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral with a window shorter than the text": ("MistralConfig", SMALL | {"num_key_value_heads": 2, "sliding_window": 8}),
+    "mistral with a window shorter than the text": (
+        "MistralConfig",
+        SMALL | {"num_key_value_heads": 2, "sliding_window": 8},
+    ),
     "qwen3 with two layers of full and one of sliding attention": (
         "Qwen3Config",
-        SMALL | {"num_key_value_heads": 2, "head_dim": 24, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+        SMALL
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "max_window_layers": 2,
+        },
     ),
-    "gemma2 alternating windows, softcapping": ("Gemma2Config", SMALL | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}),
-    "gemma3 with two rotary bases": ("Gemma3TextConfig", SMALL | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}),
+    "gemma2 alternating windows, softcapping": (
+        "Gemma2Config",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+    ),
+    "gemma3 with two rotary bases": (
+        "Gemma3TextConfig",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+    ),
     "gpt-neox": ("GPTNeoXConfig", SMALL),
     "phi3": ("Phi3Config", SMALL | {"num_key_value_heads": 2, "pad_token_id": 0}),
     "olmo2": ("Olmo2Config", SMALL | {"pad_token_id": 0}),
-    "falcon with alibi, layers that return tuples": ("FalconConfig", {**SMALL, "ffn_hidden_size": 96, "alibi": True, "new_decoder_architecture": False}),
-    "gpt-j with rotary tables in its layers": ("GPTJConfig", {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
+    "falcon with alibi, layers that return tuples": (
+        "FalconConfig",
+        {**SMALL, "ffn_hidden_size": 96, "alibi": True, "new_decoder_architecture": False},
+    ),
+    "gpt-j with rotary tables in its layers": (
+        "GPTJConfig",
+        {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 64},
+    ),
     "opt with projections before and after its layers": (
         "OPTConfig",
-        {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 32,
+            "do_layer_norm_before": False,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
-    """`tiny("PhiConfig", {…})`: the directory of a small random checkpoint of that configuration, in BF16, with the demo's tokenizer."""
+    """`tiny("PhiConfig", {…})`: the directory of a small random checkpoint of that configuration, in BF16, with the
+    demo's tokenizer.
+    """
 
     def make(config: str, fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
         torch.manual_seed(0)
@@ -102,19 +143,25 @@ def assert_same(streamed: Statistics, expected: Statistics) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_gives_the_statistics_of_the_model_in_memory(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_architecture_gives_the_statistics_of_the_model_in_memory(
+    name: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
     source = open_source(str(tiny(*ARCHITECTURES[name])))
     assert_same(streaming(source, tmp_path / "work"), in_memory(source))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "opt", "gpt2"])
-def test_trained_checkpoints_give_the_statistics_of_the_model_in_memory(name: str, shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_trained_checkpoints_give_the_statistics_of_the_model_in_memory(
+    name: str, shared_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     source = open_source(str(shared_checkpoint(name)))
     assert_same(streaming(source, tmp_path / "work"), in_memory(source))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_checkpoint_of_another_type_is_cast_as_in_memory(dtype: torch.dtype, tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_type_is_cast_as_in_memory(
+    dtype: torch.dtype, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
     source = open_source(str(tiny("LlamaConfig", SMALL | {"tie_word_embeddings": True}, dtype)))
     assert_same(streaming(source, tmp_path / "work"), in_memory(source))
 
@@ -129,7 +176,9 @@ class Killed(BaseException):
     """Stands for SIGKILL where the test must go on: like it, nothing of ours catches it."""
 
 
-def measured(root: Path, checkpoint: Path, stream: bool | None, windows: np.ndarray = WINDOWS, report: Any = SILENT) -> Run:
+def measured(
+    root: Path, checkpoint: Path, stream: bool | None, windows: np.ndarray = WINDOWS, report: Any = SILENT
+) -> Run:
     """The stage `measure` of `checkpoint` on `windows` in the run directory `root`, streamed or not."""
     run = Run(root)
     if not run.exists():
@@ -153,10 +202,16 @@ def unstreamed(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     return measured(tmp_path_factory.mktemp("memory") / "run", demo_checkpoint, False)
 
 
-def test_the_stage_writes_the_same_bytes_and_leaves_nothing_behind(demo_checkpoint: Path, unstreamed: Run, tmp_path: Path) -> None:
+def test_the_stage_writes_the_same_bytes_and_leaves_nothing_behind(
+    demo_checkpoint: Path, unstreamed: Run, tmp_path: Path
+) -> None:
     run = measured(tmp_path / "run", demo_checkpoint, True)
     assert written(run) == written(unstreamed)
-    assert names(run) == names(unstreamed) == {".lock", "run.json", "calibration.npz", "statistics.safetensors", "statistics.json"}
+    assert (
+        names(run)
+        == names(unstreamed)
+        == {".lock", "run.json", "calibration.npz", "statistics.safetensors", "statistics.json"}
+    )
     records = [made.record().stages["measure"] for made in (run, unstreamed)]
     assert records[0].options == records[1].options == {"batch_size": 2, "moments": False}
 
@@ -165,7 +220,9 @@ def test_the_stage_writes_the_same_bytes_and_leaves_nothing_behind(demo_checkpoi
 def test_stopped_anywhere_it_goes_on_at_the_step_it_reached(
     at: int, demo_checkpoint: Path, unstreamed: Run, tmp_path: Path, report: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 0 is the embedding, 1 to 4 are the demo's layers, each stopped with its second batch written; 5 is after them."""
+    """Step 0 is the embedding, 1 to 4 are the demo's layers, each stopped with its second batch written; 5 is after
+    them.
+    """
     ran: list[int] = []
     layer, write = Stream._layer, HiddenStates.write
 
@@ -194,10 +251,14 @@ def test_stopped_anywhere_it_goes_on_at_the_step_it_reached(
     assert ran == list(range(max(at, 1), 5))
     assert written(run) == written(unstreamed)
     assert ".measure.work" not in names(run)
-    assert report.lines == ([f"going on at decoder layer {min(at, 4)} of 4, where an earlier call stopped"] if at > 1 else [])
+    assert report.lines == (
+        [f"going on at decoder layer {min(at, 4)} of 4, where an earlier call stopped"] if at > 1 else []
+    )
 
 
-def test_what_was_left_by_other_options_is_not_used(demo_checkpoint: Path, unstreamed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_left_by_other_options_is_not_used(
+    demo_checkpoint: Path, unstreamed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as once:
         once.setattr("fp8q.calibrate.measure.stream._added", lambda steps: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
@@ -255,31 +316,40 @@ def test_sigkill_at_random_points_then_the_same_bytes(demo_checkpoint: Path, tmp
 Usage = namedtuple("Usage", ("total", "used", "free"))
 
 
-def test_a_disk_without_room_is_refused_with_the_numbers(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_refused_with_the_numbers(
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two files of 5 · 24 tokens, 256 BF16 values each: 122,880 bytes; said in GB."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - 122_879, 122_879))
     with pytest.raises(InputError) as refused:
         measured(tmp_path / "run", demo_checkpoint, True)
     assert str(refused.value) == (
-        f"--stream: the hidden states take 0.000123 GB on the disk of {tmp_path}/run, which has 0.000123 GB free; free some, name another directory with --out, or ask for fewer --samples"
+        f"--stream: the hidden states take 0.000123 GB on the disk of {tmp_path}/run, which has 0.000123 GB free; "
+        "free some, name another directory with --out, or ask for fewer --samples"
     )
     assert names(Run(tmp_path / "run")) == {".lock", "run.json", "calibration.npz"}
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - 122_880, 122_880))
     assert measured(tmp_path / "run", demo_checkpoint, True).statistics.is_file()
 
 
-def test_a_disk_that_fills_is_one_line_and_leaves_nothing(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_is_one_line_and_leaves_nothing(
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("fp8q.calibrate.measure.stream.save_arrays", full)
-    with pytest.raises(InputError, match=f"^{tmp_path}/run: no space left on the disk; free some or name another directory$"):
+    with pytest.raises(
+        InputError, match=f"^{tmp_path}/run: no space left on the disk; free some or name another directory$"
+    ):
         measured(tmp_path / "run", demo_checkpoint, True)
     assert names(Run(tmp_path / "run")) == {".lock", "run.json", "calibration.npz"}
 
 
 def test_hidden_states_have_their_blocks_before_they_are_written(tmp_path: Path) -> None:
-    """A mapped write to a full disk is a signal that kills the process; taking the blocks first is an error that can be told."""
+    """A mapped write to a full disk is a signal that kills the process; taking the blocks first is an error that can be
+    told.
+    """
     HiddenStates(tmp_path / "hidden", {0: WINDOWS[:2], 2: WINDOWS[4:]}, Answer(0, 8192, torch.bfloat16))
     found = (tmp_path / "hidden").stat()
     assert found.st_size == 3 * 24 * 8192 * 2
@@ -292,12 +362,15 @@ def refused(source: Source, folder: Path) -> str:
     return str(refusal.value)
 
 
-def test_a_model_without_a_list_of_layers_is_refused_by_name(tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_list_of_layers_is_refused_by_name(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny("LlamaConfig", SMALL)
     source = open_source(str(path))
     monkeypatch.setattr(transformers.LlamaModel, "__init__", _nameless(transformers.LlamaModel.__init__))
     assert refused(source, tmp_path / "work") == (
-        f"{path}: LlamaForCausalLM has no list of 3 decoder layers, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
+        f"{path}: LlamaForCausalLM has no list of 3 decoder layers, so it cannot be streamed layer by layer; "
+        "calibrate it in memory, with --no-stream"
     )
 
 
@@ -320,7 +393,9 @@ def _nameless(init: Callable[..., None]) -> Callable[..., None]:
 def test_a_model_that_is_no_chain_is_refused_by_what_it_does(
     change: Callable[..., Any], what: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Llama whose forward pass does between its layers what some models do: scale, hand on the first layer's output, hand on the tokens."""
+    """A Llama whose forward pass does between its layers what some models do: scale, hand on the first layer's output,
+    hand on the tokens.
+    """
     path = tiny("LlamaConfig", SMALL)
     source = open_source(str(path))
 
@@ -335,24 +410,38 @@ def test_a_model_that_is_no_chain_is_refused_by_what_it_does(
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
     assert refused(source, tmp_path / "work") == (
-        f"{path}: LlamaForCausalLM {what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
+        f"{path}: LlamaForCausalLM {what}, so it cannot be streamed layer by layer; calibrate it in memory, with "
+        "--no-stream"
     )
 
 
-def test_a_checkpoint_that_memory_does_not_hold_is_streamed_with_a_note(demo_checkpoint: Path, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_memory_does_not_hold_is_streamed_with_a_note(
+    demo_checkpoint: Path, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_source(str(demo_checkpoint))
     size = weight_bytes(source)
     assert size == sum(2 * parameter.numel() for parameter in load_model(source, torch.bfloat16).parameters())
     for available, expected in ((int(size / SHARE) + 1, False), (int(size / SHARE) - 1, True), (None, False)):
-        monkeypatch.setattr("fp8q.calibrate.model.memory.available_bytes", lambda device, available=available: available)
+        monkeypatch.setattr(
+            "fp8q.calibrate.model.memory.available_bytes", lambda device, available=available: available
+        )
         assert streamed(source, None, Notes(report)) is expected
         assert streamed(source, False, Notes(report)) is False
         assert streamed(source, True, Notes(report)) is True
-    assert report.lines == ["--stream: the weights take 0.00695 GB in BF16, and 80% of the memory available is 0.00695 GB: calibrating layer by layer"]
+    assert report.lines == [
+        (
+            "--stream: the weights take 0.00695 GB in BF16, and 80% of the memory available is 0.00695 GB: calibrating "
+            "layer by layer"
+        )
+    ]
 
 
 def test_a_containers_limit_is_what_it_leaves_and_its_caches(tmp_path: Path) -> None:
-    for name, content in {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 500\ninactive_file 150\nactive_file 50\n"}.items():
+    for name, content in {
+        "memory.max": "1000\n",
+        "memory.current": "700\n",
+        "memory.stat": "anon 500\ninactive_file 150\nactive_file 50\n",
+    }.items():
         (tmp_path / name).write_text(content)
     assert container_bytes(tmp_path) == 500
     (tmp_path / "memory.max").write_text("max\n")
@@ -361,7 +450,9 @@ def test_a_containers_limit_is_what_it_leaves_and_its_caches(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["opt with projections before and after its layers", "phi3"])
-def test_second_moments_are_those_of_the_model_in_memory_even_when_killed(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_second_moments_are_those_of_the_model_in_memory_even_when_killed(
+    name: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
     source = open_source(str(tiny(*ARCHITECTURES[name])))
     expected, folder = SecondMoments(tmp_path / "expected"), tmp_path / "work"
     measure(load_model(source, torch.bfloat16), WINDOWS, IDENTITY, CORPUS, SILENT, moments=expected)

@@ -1,4 +1,6 @@
-"""Names under which checkpoints hold their tensors: whatever transformers loads is found, and nothing else is called renamed."""
+"""Names under which checkpoints hold their tensors: whatever transformers loads is found, and nothing else is called
+renamed.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -41,7 +43,14 @@ def test_tensors_under_their_own_names_and_tied_ones_are_not_renamed(demo_checkp
 
 
 def test_the_head_of_gpt_neox_is_stored_as_embed_out(saved: Callable[..., Path]) -> None:
-    config = GPTNeoXConfig(vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+    config = GPTNeoXConfig(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
     source = open_source(str(saved(config)))
     assert source.renamed == {"lm_head.weight": "embed_out.weight"}
     assert_found(source)
@@ -50,8 +59,12 @@ def test_the_head_of_gpt_neox_is_stored_as_embed_out(saved: Callable[..., Path])
 
 def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(saved: Callable[..., Path]) -> None:
     path = saved(GPT2Config(vocab_size=2048, n_embd=64, n_layer=2, n_head=4, n_positions=64))
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path / "model.safetensors").items()}
-    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, path / "model.safetensors", metadata={"format": "pt"})
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(
+        tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, path / "model.safetensors", metadata={"format": "pt"}
+    )
     source = open_source(str(path))
     assert source.stored("transformer.h.1.mlp.c_fc.weight") == "h.1.mlp.c_fc.weight"
     assert_found(source)

@@ -16,7 +16,14 @@ import pytest
 
 from fp8q import api
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram
-from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, save_arrays
+from fp8q.calibrate.measure.statistics import (
+    Corpus,
+    ModelIdentity,
+    Statistics,
+    StatisticsRecord,
+    TensorStatistics,
+    save_arrays,
+)
 from fp8q.calibrate.ranks.heartbeat import Failure, RankError
 from fp8q.calibrate.ranks.place import Place, place
 from fp8q.calibrate.ranks.world import World, _check_alike
@@ -39,7 +46,17 @@ def alone(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempP
 
 
 def command(out: Path, checkpoint: Path, texts: Any) -> list[str]:
-    return ["calibrate", str(checkpoint), "--data", str(texts.calibration), "--eval-data", str(texts.evaluation), "--out", str(out), *ARGUMENTS]
+    return [
+        "calibrate",
+        str(checkpoint),
+        "--data",
+        str(texts.calibration),
+        "--eval-data",
+        str(texts.evaluation),
+        "--out",
+        str(out),
+        *ARGUMENTS,
+    ]
 
 
 def written(run: Run) -> bytes:
@@ -47,14 +64,26 @@ def written(run: Run) -> bytes:
 
 
 def start(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """`python *arguments` as each of `count` ranks, with nobody to end the others when one dies: as on several machines."""
+    """`python *arguments` as each of `count` ranks, with nobody to end the others when one dies: as on several
+    machines.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "2", "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        **os.environ,
+        "OMP_NUM_THREADS": "2",
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", *arguments], env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-W", "ignore", *arguments],
+            env=shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(count)
     ]
@@ -84,7 +113,9 @@ def test_two_ranks_of_torchrun_write_the_bytes_of_one_process_and_one_of_them_sp
 
 
 def killed(dead: int, run: Run, arguments: list[str]) -> None:
-    """Start two ranks, kill one of them once it has hidden states to go on from, and hold the other to the line it ends with."""
+    """Start two ranks, kill one of them once it has hidden states to go on from, and hold the other to the line it ends
+    with.
+    """
     ranks = start(2, *arguments)
     folder = run.root / ".measure.work" / ("rank-1" if dead else "")
     while not (folder / "00000.safetensors").exists():
@@ -96,14 +127,17 @@ def killed(dead: int, run: Run, arguments: list[str]) -> None:
     assert time.monotonic() - since < 30
     assert (ranks[1 - dead].returncode, out) == (BackendError.exit_code, "")
     assert err.splitlines()[-1] == (
-        f"fp8q: rank {dead} (process {ranks[dead].pid} on {HOST}) died without a word (killed, out of memory, or its machine is gone); "
+        f"fp8q: rank {dead} (process {ranks[dead].pid} on {HOST}) died without a word (killed, out of memory, or its "
+        "machine is gone); "
         "what started it has its exit code; the same command goes on from what is finished"
     )
     ranks[dead].communicate()
 
 
 @pytest.mark.slow
-def test_the_first_rank_killed_fails_the_other_with_its_name(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+def test_the_first_rank_killed_fails_the_other_with_its_name(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
     run = Run(tmp_path / "run")
     killed(0, run, ["-m", "fp8q", *command(run.root, demo_checkpoint, demo_texts), "--stream"])
     assert not run.statistics.exists()
@@ -157,13 +191,16 @@ except (InputError, RankError) as error:
 def test_what_ranks_add_is_what_merging_adds_and_a_failure_reaches_all_with_its_cause(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     corpus = Corpus(name="random", fingerprint="0", windows=3, seq_len=1, batch_size=1)
-    record = StatisticsRecord(model=ModelIdentity(name="m", architecture="A", fingerprint="0"), corpus=corpus, tokens=7, groups={"a": ["a"]})
+    record = StatisticsRecord(
+        model=ModelIdentity(name="m", architecture="A", fingerprint="0"), corpus=corpus, tokens=7, groups={"a": ["a"]}
+    )
     parts = []
     for rank in range(3):
         counts = random.integers(0, 3, PATTERNS) * (random.random(PATTERNS) < 0.01)
         amax = np.full(3, np.nan, np.float32)
         amax[rank] = rank
-        channels = (random.integers(0, PATTERNS, 50).astype(np.uint32) << 16).view(np.float32)  # NaN of many kinds and infinity among them
+        # NaN of many kinds and infinity among them
+        channels = (random.integers(0, PATTERNS, 50).astype(np.uint32) << 16).view(np.float32)
         tensors = {"a.input": TensorStatistics(Histogram.from_dense(counts), amax, channels)}
         parts.append(Statistics(record, tensors, {"a": np.ones(2, np.float32)}))
         save_arrays(tmp_path / f"{rank}.safetensors", tensors, parts[-1].weights)
@@ -172,10 +209,16 @@ def test_what_ranks_add_is_what_merging_adds_and_a_failure_reaches_all_with_its_
     said = [rank.communicate(timeout=60) for rank in ranks]
     failure = f"rank 1 (process {ranks[1].pid} on {HOST}): the disk is full"
     for rank, (out, err) in enumerate(said):
-        assert out.splitlines() == ["[0, 1, 2] 21", "InputError 2 the disk", "is full"] if rank == 1 else ["[0, 1, 2] 21", f"RankError 2 {failure}"], err
+        assert (
+            out.splitlines() == ["[0, 1, 2] 21", "InputError 2 the disk", "is full"]
+            if rank == 1
+            else ["[0, 1, 2] 21", f"RankError 2 {failure}"]
+        ), err
     total = reduce(Statistics.merge, parts)
     save_arrays(tmp_path / "merged.safetensors", total.tensors, total.weights)
-    assert {(tmp_path / f"added-{rank}.safetensors").read_bytes() for rank in range(3)} == {(tmp_path / "merged.safetensors").read_bytes()}
+    assert {(tmp_path / f"added-{rank}.safetensors").read_bytes() for rank in range(3)} == {
+        (tmp_path / "merged.safetensors").read_bytes()
+    }
 
 
 def test_a_rank_with_a_directory_of_its_own_leaves_nothing_in_it(tmp_path: Path) -> None:
@@ -196,22 +239,54 @@ def test_a_rank_with_a_directory_of_its_own_leaves_nothing_in_it(tmp_path: Path)
 def test_a_place_is_told_by_the_variables_of_torchrun() -> None:
     meeting = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
     assert place({}) == place({"WORLD_SIZE": "4"}) == place({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, 0, 1)
-    assert place(meeting | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4)
-    with pytest.raises(InputError, match=r"^RANK is 1 of 2, and MASTER_PORT is not set; start the ranks with torchrun, or unset RANK$"):
+    assert place(meeting | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(
+        5, 8, 1, 4
+    )
+    with pytest.raises(
+        InputError, match=r"^RANK is 1 of 2, and MASTER_PORT is not set; start the ranks with torchrun, or unset RANK$"
+    ):
         place({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a"})
 
 
 @pytest.mark.parametrize(
     ("options", "ranks", "message"),
     [
-        ({}, 6, "6 ranks and 5 batches: 1 of the ranks would have nothing to measure; start at most 5, or ask for more --samples or a smaller --batch-size than 2"),
-        ({"batches": (1, 3)}, 4, "4 ranks and 2 batches: 2 of the ranks would have nothing to measure; start at most 2, "),
+        (
+            {},
+            6,
+            (
+                "6 ranks and 5 batches: 1 of the ranks would have nothing to measure; start at most 5, or ask for more "
+                "--samples or a smaller --batch-size than 2"
+            ),
+        ),
+        (
+            {"batches": (1, 3)},
+            4,
+            "4 ranks and 2 batches: 2 of the ranks would have nothing to measure; start at most 2, ",
+        ),
         ({"batches": (1, 6)}, 1, "--batches 1:6: 9 windows make 5 batches of 2; end at 5, or ask for more --samples"),
-        ({"weight_rounding": "gptq"}, 2, "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without 2 ranks, or leave it out"),
-        ({"weight_rounding": "gptq", "batches": (0, 1)}, 1, "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without --batches, "),
+        (
+            {"weight_rounding": "gptq"},
+            2,
+            (
+                "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
+                "2 "
+                "ranks, or leave it out"
+            ),
+        ),
+        (
+            {"weight_rounding": "gptq", "batches": (0, 1)},
+            1,
+            (
+                "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
+                "--batches, "
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_shared_out_is_refused_with_the_numbers(options: dict[str, Any], ranks: int, message: str) -> None:
+)
+def test_what_cannot_be_shared_out_is_refused_with_the_numbers(
+    options: dict[str, Any], ranks: int, message: str
+) -> None:
     with pytest.raises(InputError) as refused:
         check_batches(CalibrateOptions(batch_size=2, **options), 9, World(Place(0, ranks)))
     assert str(refused.value).startswith(message)
@@ -221,7 +296,20 @@ def test_a_command_for_one_process_is_refused_to_several() -> None:
     (first, *_) = ranks = start(2, "-m", "fp8q", "inspect", "run")
     said = [rank.communicate(timeout=60) for rank in ranks]
     assert first.returncode == 2
-    assert said == [("", "fp8q: fp8q inspect: is the work of one process, and 2 ranks were started; run it without torchrun, or unset RANK\n")] * 2
+    assert (
+        said
+        == [
+            (
+                "",
+                (
+                    "fp8q: fp8q inspect: is the work of one process, and 2 ranks were started; run it without "
+                    "torchrun, "
+                    "or unset RANK\n"
+                ),
+            )
+        ]
+        * 2
+    )
 
 
 def test_batches_are_shared_out_once_each() -> None:
@@ -230,11 +318,15 @@ def test_batches_are_shared_out_once_each() -> None:
 
 
 def test_ranks_that_would_round_differently_are_refused_by_name() -> None:
-    members = [{"name": f"rank {rank} on node-{rank}", "alike": {"torch": "2.13.0", "threads": threads}} for rank, threads in enumerate((8, 8, 1))]
+    members = [
+        {"name": f"rank {rank} on node-{rank}", "alike": {"torch": "2.13.0", "threads": threads}}
+        for rank, threads in enumerate((8, 8, 1))
+    ]
     with pytest.raises(InputError) as refused:
         _check_alike(members)
     assert str(refused.value) == (
-        "rank 2 on node-2: its threads is 1, and rank 0's is 8: their sums would round differently; set OMP_NUM_THREADS to the same number for all"
+        "rank 2 on node-2: its threads is 1, and rank 0's is 8: their sums would round differently; set "
+        "OMP_NUM_THREADS to the same number for all"
     )
 
 

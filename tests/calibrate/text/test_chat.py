@@ -1,4 +1,4 @@
-"""Chats are rendered by the tokenizer's own template, whatever table they come in, and a row that is no chat is named."""
+"""Chats are rendered by the tokenizer's own template, in whatever table they come; a row that is no chat is named."""
 
 import json
 import shutil
@@ -28,7 +28,11 @@ TEMPLATE = (
 )
 CHATS = [
     [{"role": "user", "content": "What is 6 × 7?"}, {"role": "assistant", "content": "42"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": ""},
+    ],
 ]
 RENDERED = ["<s><|user|>What is 6 × 7?\n<|assistant|>42\n", "<s><|system|>Be brief.\n<|user|>Hi\n<|assistant|>\n"]
 FORM = 'a list of messages like {"role": "user", "content": "…"}'
@@ -78,7 +82,10 @@ def test_every_table_of_chats_gives_the_same_documents(tmp_path: Path, reading: 
 
 
 def test_chats_on_the_hub_are_rendered_too(hub: "Hub", reading: Reading) -> None:
-    hub.add("datasets/acme/chats", {"train.jsonl": "".join(json.dumps({"id": "x", "messages": chat}) + "\n" for chat in CHATS).encode()})
+    hub.add(
+        "datasets/acme/chats",
+        {"train.jsonl": "".join(json.dumps({"id": "x", "messages": chat}) + "\n" for chat in CHATS).encode()},
+    )
     assert load_documents("acme/chats", reading).texts == RENDERED
 
 
@@ -89,7 +96,9 @@ def test_chats_in_sharegpts_form_are_renamed(tmp_path: Path, reading: Reading) -
 
 def test_what_else_a_message_holds_goes_to_the_template() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
-    assert messages("here", [call]) == [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
+    assert messages("here", [call]) == [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    ]
 
 
 def test_a_column_of_text_is_read_where_there_are_no_chats(tmp_path: Path, reading: Reading) -> None:
@@ -100,7 +109,11 @@ def test_a_column_of_text_is_read_where_there_are_no_chats(tmp_path: Path, readi
 def test_beside_a_column_of_text_chats_come_first_or_last_as_asked(tmp_path: Path, reading: Reading) -> None:
     both = str(jsonl(tmp_path / "a.jsonl", {"text": "one", "messages": CHATS[0]}))
     assert load_documents(both, reading).texts == RENDERED[:1]
-    assert load_documents(both, Reading(render=reading.render, chats_first=False)).texts == load_documents(both).texts == ["one"]
+    assert (
+        load_documents(both, Reading(render=reading.render, chats_first=False)).texts
+        == load_documents(both).texts
+        == ["one"]
+    )
 
 
 def test_the_template_alone_writes_special_tokens(shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -110,11 +123,15 @@ def test_the_template_alone_writes_special_tokens(shared_checkpoint: Callable[[s
     texts = [render("here", chat) for chat in CHATS]
     ids = encode(texts, llama, special_tokens=False)
     assert (ids == llama.bos_token_id).sum() == 2
-    expected = [token for chat in CHATS for token in cast("list[int]", llama.apply_chat_template(chat, return_dict=False))]
+    expected = [
+        token for chat in CHATS for token in cast("list[int]", llama.apply_chat_template(chat, return_dict=False))
+    ]
     assert ids.tolist() == expected
 
 
-def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
     dated = with_template(demo_checkpoint, tmp_path, "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
     assert renderer(dated, "demo")("here", CHATS[0]) == "26 Jul 2024: What is 6 × 7?"
 
@@ -123,7 +140,8 @@ def test_a_tokenizer_without_a_template_is_refused(demo_checkpoint: Path) -> Non
     with pytest.raises(InputError) as refused:
         renderer(AutoTokenizer.from_pretrained(demo_checkpoint), "demo")
     assert str(refused.value) == (
-        "demo: its tokenizer has no chat template of its own; put the one it was trained with beside config.json as chat_template.jinja, or give text instead of chats"
+        "demo: its tokenizer has no chat template of its own; put the one it was trained with beside config.json as "
+        "chat_template.jinja, or give text instead of chats"
     )
 
 
@@ -132,7 +150,8 @@ def test_without_a_template_the_option_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     for path in (jsonl(tmp_path / "a.jsonl", *rows), tmp_path / "a.parquet"):
         assert refusal(path, Reading()) == (
-            f"{path}: holds chats, under `messages`; render them by the tokenizer's own template with --chat-template, or name a column of strings `text`"
+            f"{path}: holds chats, under `messages`; render them by the tokenizer's own template with "
+            "--chat-template, or name a column of strings `text`"
         )
 
 
@@ -142,15 +161,27 @@ def test_without_a_template_the_option_is_named(tmp_path: Path) -> None:
         ([], f" holds no chat but []; it must hold {FORM}"),
         ("Hi", f' holds no chat but "Hi"; it must hold {FORM}'),
         (["Hi"], f', message 1: is no message but "Hi"; a chat is {FORM}'),
-        ([CHATS[0][0], {"content": "42"}], ', message 2: its role is missing; it must be a string such as "user" or "assistant"'),
-        ([{"role": 7, "content": "42"}], ', message 1: its role is 7; it must be a string such as "user" or "assistant"'),
+        (
+            [CHATS[0][0], {"content": "42"}],
+            ', message 2: its role is missing; it must be a string such as "user" or "assistant"',
+        ),
+        (
+            [{"role": 7, "content": "42"}],
+            ', message 1: its role is 7; it must be a string such as "user" or "assistant"',
+        ),
         ([{"role": "user"}], ", message 1 (user): its content is missing; it must be a string"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "https://example.org"}]}],
             ', message 1 (user): its content is [{"type": "image", "url": "https://examp…; it must be a string',
         ),
-        ([{"role": "user", "content": "a\ud83d"}], ", message 1 (user): its content holds half of a surrogate pair, which is no character; mend it"),
-        ([{"role": "tool", "content": "42"}], ": the tokenizer's chat template refuses it: no tools here; mend the row, or leave it out"),
+        (
+            [{"role": "user", "content": "a\ud83d"}],
+            ", message 1 (user): its content holds half of a surrogate pair, which is no character; mend it",
+        ),
+        (
+            [{"role": "tool", "content": "42"}],
+            ": the tokenizer's chat template refuses it: no tools here; mend the row, or leave it out",
+        ),
     ],
 )
 def test_a_row_that_is_no_chat_is_named(tmp_path: Path, reading: Reading, value: object, what: str) -> None:
@@ -159,14 +190,21 @@ def test_a_row_that_is_no_chat_is_named(tmp_path: Path, reading: Reading, value:
 
 
 def test_a_row_of_a_table_is_named_by_its_number(tmp_path: Path, reading: Reading) -> None:
-    datasets.Dataset.from_list([{"messages": CHATS[0]}, {"messages": [{"role": "tool", "content": "42"}]}]).save_to_disk(str(tmp_path / "saved"))
-    assert refusal(tmp_path / "saved", reading).startswith(f"{tmp_path / 'saved'}: row 2: the tokenizer's chat template refuses it: no tools here; ")
+    datasets.Dataset.from_list(
+        [{"messages": CHATS[0]}, {"messages": [{"role": "tool", "content": "42"}]}]
+    ).save_to_disk(str(tmp_path / "saved"))
+    assert refusal(tmp_path / "saved", reading).startswith(
+        f"{tmp_path / 'saved'}: row 2: the tokenizer's chat template refuses it: no tools here; "
+    )
 
 
-def test_a_template_that_reaches_for_the_machine_is_stopped_by_the_sandbox(demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_template_that_reaches_for_the_machine_is_stopped_by_the_sandbox(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "evil").mkdir()
     evil = with_template(demo_checkpoint, tmp_path / "evil", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     path = jsonl(tmp_path / "a.jsonl", {"messages": CHATS[0]})
     assert refusal(path, Reading(render=renderer(evil, "demo"))) == (
-        f"{path}: line 1: the tokenizer's chat template refuses it: access to attribute '__class__' of 'str' object is unsafe.; mend the row, or leave it out"
+        f"{path}: line 1: the tokenizer's chat template refuses it: access to attribute '__class__' of 'str' object "
+        "is unsafe.; mend the row, or leave it out"
     )

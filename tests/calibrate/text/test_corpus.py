@@ -50,11 +50,18 @@ def test_each_document_has_the_special_tokens_of_its_tokenizer(shared_checkpoint
     llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
     start = llama.bos_token_id
     ids = encode(["Once", "upon"], llama)
-    assert ids.tolist() == [start, *llama("Once", add_special_tokens=False)["input_ids"], start, *llama("upon", add_special_tokens=False)["input_ids"]]
+    assert ids.tolist() == [
+        start,
+        *llama("Once", add_special_tokens=False)["input_ids"],
+        start,
+        *llama("upon", add_special_tokens=False)["input_ids"],
+    ]
     assert (ids == start).sum() == 2
 
 
-def test_more_documents_than_go_into_one_batch(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_documents_than_go_into_one_batch(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [f"line {number}\n" for number in range(10)]
     together = encode(texts, tokenizer)
     monkeypatch.setattr("fp8q.calibrate.text.corpus.DOCUMENTS", 3)
@@ -73,7 +80,9 @@ def test_a_long_document_is_encoded_in_parts_with_the_same_tokens(
     assert tokenizer.decode(encode(texts, tokenizer).tolist()) == "".join(texts)
 
 
-def test_only_the_first_part_of_a_document_has_special_tokens(shared_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_part_of_a_document_has_special_tokens(
+    shared_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
     monkeypatch.setattr("fp8q.calibrate.text.corpus.CHARACTERS", 20)
     assert (encode(["Once upon a time\n" * 5, "The end"], llama) == llama.bos_token_id).sum() == 2
@@ -84,7 +93,9 @@ def test_special_tokens_may_be_left_out(shared_checkpoint: Callable[[str], Path]
     assert (encode(["Once", "upon"], llama, special_tokens=False) == llama.bos_token_id).sum() == 0
 
 
-def test_a_text_longer_than_the_model_takes_is_encoded_without_a_word(tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_text_longer_than_the_model_takes_is_encoded_without_a_word(
+    tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert tokenizer.model_max_length == 512
     assert len(encode(["x = 1\n" * 1000], tokenizer)) > 512
     assert capfd.readouterr() == ("", "")
@@ -102,7 +113,8 @@ def test_a_vocabulary_that_cannot_spell_the_text_is_refused() -> None:
     with pytest.raises(InputError) as refused:
         encode(["known unknown"], foreign)
     assert str(refused.value) == (
-        "the tokenizer cannot read the text: WordLevel error: Missing [UNK] token from the vocabulary; put the tokenizer the model was trained with beside config.json"
+        "the tokenizer cannot read the text: WordLevel error: Missing [UNK] token from the vocabulary; put the "
+        "tokenizer the model was trained with beside config.json"
     )
 
 
@@ -114,7 +126,8 @@ def test_a_token_that_the_embedding_lacks_is_named(tokenizer: PreTrainedTokenize
         encode(["import os"], tokenizer, highest)
     token = tokenizer.convert_ids_to_tokens(highest)
     assert str(refused.value) == (
-        f"the tokenizer gives {token!r} the id {highest:,}, and the model's embedding ends at {highest - 1:,}: it is not this model's tokenizer; put the right one beside config.json"
+        f"the tokenizer gives {token!r} the id {highest:,}, and the model's embedding ends at {highest - 1:,}: it is "
+        "not this model's tokenizer; put the right one beside config.json"
     )
 
 
@@ -165,13 +178,19 @@ def test_a_seed_draws_each_window_once(available: int, seed: int, data: st.DataO
 def test_a_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(InputError) as refused:
         windows(np.arange(1023), 1024, 1)
-    assert str(refused.value) == "the text has 1,023 tokens, and one window needs 1,024; give more text, or a smaller --seq-len"
+    assert (
+        str(refused.value)
+        == "the text has 1,023 tokens, and one window needs 1,024; give more text, or a smaller --seq-len"
+    )
 
 
 def test_more_windows_than_the_text_has_are_refused() -> None:
     with pytest.raises(InputError) as refused:
         windows(np.arange(6143), 512, 12)
-    assert str(refused.value) == "--samples 12: the text has 11 windows of 512 tokens; give more text, or a smaller --samples or --seq-len"
+    assert (
+        str(refused.value)
+        == "--samples 12: the text has 11 windows of 512 tokens; give more text, or a smaller --samples or --seq-len"
+    )
 
 
 def test_a_default_that_fits_is_taken_in_silence(report: "Notebook") -> None:
@@ -190,5 +209,8 @@ def test_what_was_asked_for_is_taken_or_refused_but_never_changed(report: "Noteb
     assert lower_default("--seq-len", 4096, 2048, None, "the model's positions", report) == 4096
     with pytest.raises(InputError) as refused:
         lower_default("--seq-len", 1024, 2048, 512, "the model's positions", report)
-    assert str(refused.value) == "--seq-len 1,024: is more than 512, the model's positions; ask for at most that, or leave it out"
+    assert (
+        str(refused.value)
+        == "--seq-len 1,024: is more than 512, the model's positions; ask for at most that, or leave it out"
+    )
     assert report.lines == []

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from tests.calibrate.conftest import Hub, Notebook
 
 DOCUMENTS = ["Wer reitet so spät\ndurch Nacht und Wind?", "", "Es ist der Vater\r\nmit seinem Kind. 🐎"]
-FORM_LIST = "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or name:config:split)"
+FORM_LIST = (
+    "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or "
+    "name:config:split)"
+)
 
 
 def refusal(spec: str | Path, reading: Reading = Reading()) -> str:
@@ -52,7 +55,9 @@ def test_every_table_gives_the_same_documents(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", *rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows[:1]), "train": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "splits"))
+    datasets.DatasetDict(
+        {"test": datasets.Dataset.from_list(rows[:1]), "train": datasets.Dataset.from_list(rows)}
+    ).save_to_disk(str(tmp_path / "splits"))
     for name in ("a.jsonl", "a.parquet", "saved", "splits"):
         assert load_texts(str(tmp_path / name)) == DOCUMENTS, name
 
@@ -77,11 +82,15 @@ def test_the_only_column_of_strings_is_read(tmp_path: Path) -> None:
 
 def test_a_column_and_a_split_may_be_asked_for(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"text": "one", "title": "eins"}])
-    datasets.DatasetDict({"train": rows, "test": rows.map(lambda row: {"title": "zwei"})}).save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": rows, "test": rows.map(lambda row: {"title": "zwei"})}).save_to_disk(
+        str(tmp_path / "saved")
+    )
     assert load_texts(str(tmp_path / "saved"), Reading(column="title", split="test")) == ["zwei"]
 
 
-def test_saved_tables_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_saved_tables_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_list([{"text": "one"}]).save_to_disk(str(tmp_path / "saved"))
     pq.write_table(pa.table({"text": ["one"]}), tmp_path / "a.parquet")
@@ -97,17 +106,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     for name in (tmp_path / "none.txt", tmp_path / "none"):
         assert refusal(name) == f"{name}: there is no such file; give {FORM_LIST}"
     assert refusal("none.jsonl") == f"none.jsonl: there is no such file; give {FORM_LIST}"
-    assert refusal("owner/name:config:split:more") == f"owner/name:config:split:more: there is no such file; give {FORM_LIST}"
+    assert (
+        refusal("owner/name:config:split:more")
+        == f"owner/name:config:split:more: there is no such file; give {FORM_LIST}"
+    )
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text\none\n", encoding="utf-8")
-    assert refusal(path) == f"{path}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORM_LIST}"
+    assert (
+        refusal(path)
+        == f"{path}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORM_LIST}"
+    )
 
 
 def test_a_directory_that_datasets_did_not_save_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORM_LIST}"
+    assert (
+        refusal(tmp_path)
+        == f"{tmp_path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORM_LIST}"
+    )
 
 
 @pytest.mark.parametrize(("content", "what"), [(b"", "no text"), (b" \n\t\n", "no text but white space")])
@@ -121,7 +139,10 @@ def test_tables_without_text_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "a.jsonl"
     empty.write_bytes(b"\n\n")
     assert refusal(empty) == f"{empty}: holds no text; give {FORM_LIST}"
-    assert refusal(jsonl(empty, {"text": ""}, {"text": " "})) == f"{empty}: holds no text but white space; give {FORM_LIST}"
+    assert (
+        refusal(jsonl(empty, {"text": ""}, {"text": " "}))
+        == f"{empty}: holds no text but white space; give {FORM_LIST}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,10 +155,15 @@ def test_tables_without_text_are_refused(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_what_is_not_utf8_is_named_by_its_first_wrong_byte(tmp_path: Path, suffix: str, content: bytes, byte: str, offset: str, encoding: str) -> None:
+def test_what_is_not_utf8_is_named_by_its_first_wrong_byte(
+    tmp_path: Path, suffix: str, content: bytes, byte: str, offset: str, encoding: str
+) -> None:
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(content)
-    assert refusal(path) == f"{path}: is not UTF-8: byte 0x{byte} at offset {offset}; convert it, perhaps with `iconv -f {encoding} -t utf-8`"
+    assert refusal(path) == (
+        f"{path}: is not UTF-8: byte 0x{byte} at offset {offset}; convert it, perhaps with `iconv -f {encoding} "
+        "-t utf-8`"
+    )
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
@@ -151,16 +177,27 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "shown"), [(7, "7"), (["a", "b"], '["a", "b"]'), ("a\ud83d", '"a\\ud83d"')])
 def test_a_line_whose_text_is_none_is_named(tmp_path: Path, value: object, shown: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": value})
-    assert refusal(path) == f"{path}: line 2 holds {shown} under `text`, which is no text; each line must hold a string there"
+    assert (
+        refusal(path)
+        == f"{path}: line 2 holds {shown} under `text`, which is no text; each line must hold a string there"
+    )
 
 
 def test_columns_are_named_when_none_is_the_text(tmp_path: Path) -> None:
     none = jsonl(tmp_path / "a.jsonl", {"tokens": [7, 8], "id": 1})
-    assert refusal(none) == f"{none}: has no column `text` of strings; its columns are tokens (no strings), id (no strings); name the one to read `text`"
+    assert refusal(none) == (
+        f"{none}: has no column `text` of strings; its columns are tokens (no strings), id (no strings); name the "
+        "one to read `text`"
+    )
     two = tmp_path / "a.parquet"
     pq.write_table(pa.table({"question": ["?"], "answer": ["!"], "score": [1.0]}), two)
-    assert refusal(two) == f"{two}: has no column `text` of strings; its columns are question, answer, score (no strings); name the one to read `text`"
-    assert refusal(two, Reading(column="score")).startswith(f"{two}: has no column `score` of strings; its columns are question,")
+    assert refusal(two) == (
+        f"{two}: has no column `text` of strings; its columns are question, answer, score (no strings); name the "
+        "one to read `text`"
+    )
+    assert refusal(two, Reading(column="score")).startswith(
+        f"{two}: has no column `score` of strings; its columns are question,"
+    )
 
 
 def test_splits_are_named_when_none_is_train(tmp_path: Path) -> None:
@@ -190,7 +227,8 @@ def hub_data(hub: "Hub", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Hu
     """A hub with the data set acme/poems, in two splits, and a cache of `datasets` that nothing should write to."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
     files = {
-        f"{split}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in kept).encode() for split, kept in (("train", DOCUMENTS), ("test", ["one"]))
+        f"{split}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in kept).encode()
+        for split, kept in (("train", DOCUMENTS), ("test", ["one"]))
     }
     hub.add("datasets/acme/poems", files)
     return hub
@@ -214,23 +252,30 @@ def test_what_a_hub_data_set_lacks_is_named(hub_data: "Hub") -> None:
         "acme/poems:old: does not read: BuilderConfig 'old' not found. Available: ['default']; "
         "name one of its configurations as acme/poems:config, or save its text to a file and give that"
     )
-    assert (
-        refusal("acme/prose")
-        == "acme/prose: there is no such file or directory, and no data set of that name on the hub; check the spelling, or `hf auth login` if it is private"
+    assert refusal("acme/prose") == (
+        "acme/prose: there is no such file or directory, and no data set of that name on the hub; check the "
+        "spelling, or `hf auth login` if it is private"
     )
 
 
-def test_without_a_network_a_hub_data_set_is_an_error_with_a_remedy(hub_data: "Hub", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_a_hub_data_set_is_an_error_with_a_remedy(
+    hub_data: "Hub", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
     assert refusal("acme/poems") == (
-        "acme/poems: there is no such file or directory, and the hub cannot be reached to look for a data set of that name; "
+        "acme/poems: there is no such file or directory, and the hub cannot be reached to look for a data set of that "
+        "name; "
         "connect, or save its text to a .txt or .jsonl file elsewhere and give that"
     )
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "1" * 5_000 + "}"], ids=["brackets without end", "a number of 5,000 digits"])
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"text": ' + "1" * 5_000 + "}"], ids=["brackets without end", "a number of 5,000 digits"]
+)
 def test_json_that_python_cannot_read_is_refused_in_a_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(InputError, match=rf"^{path}: line 1 is no JSON that can be read \(.+\); each line must be one object$"):
+    with pytest.raises(
+        InputError, match=rf"^{path}: line 1 is no JSON that can be read \(.+\); each line must be one object$"
+    ):
         load_texts(str(path))

@@ -1,4 +1,6 @@
-"""What is too large to read whole is read in parts: whole lines, whole characters, evenly spread, and in memory that does not grow."""
+"""What is too large to read whole is read in parts: whole lines, whole characters, evenly spread, and in memory that
+does not grow.
+"""
 
 import json
 import subprocess
@@ -52,7 +54,8 @@ def test_a_large_text_is_read_in_whole_lines_at_places_of_equal_distance(tmp_pat
 
 @pytest.mark.usefixtures("ten_places")
 def test_a_large_jsonl_is_read_in_whole_lines(tmp_path: Path, report: "Notebook") -> None:
-    path = written(tmp_path / "a.jsonl", [json.dumps({"text": f"{number:05}"}) for number in range(1000)])  # 18 bytes a line
+    # 18 bytes a line
+    path = written(tmp_path / "a.jsonl", [json.dumps({"text": f"{number:05}"}) for number in range(1000)])
     texts = load_texts(str(path), Reading(limit=1000), report)
     # A tenth of 1,000 bytes is reached in the sixth line.
     assert texts == [f"{number:05}" for place in range(0, 1000, 100) for number in range(place, place + 6)]
@@ -73,7 +76,8 @@ def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, characte
     texts = load_texts(str(path), Reading(limit=limit))
     assert len(texts) == 10
     assert set("".join(texts)) == {character}
-    assert sum(len(text.encode()) for text in texts) <= 2 * limit  # a piece runs on for as much again to look for the end of its line
+    # a piece runs on for as much again to look for the end of its line
+    assert sum(len(text.encode()) for text in texts) <= 2 * limit
 
 
 @pytest.mark.usefixtures("ten_places")
@@ -94,7 +98,8 @@ def test_faults_of_a_large_file_are_named_by_their_byte(tmp_path: Path) -> None:
     with pytest.raises(InputError) as refused:
         load_texts(str(path), Reading(limit=1000))
     assert str(refused.value) == (
-        f"{path}: the line at byte 1,600 is not JSON (Expecting property name enclosed in double quotes at column 2); each line must be one object"
+        f"{path}: the line at byte 1,600 is not JSON (Expecting property name enclosed in double quotes at column 2); "
+        "each line must be one object"
     )
     latin = tmp_path / "a.txt"
     latin.write_bytes(b"plain\n" * 1000 + b"K\xf6nig\n" * 1000)
@@ -103,7 +108,9 @@ def test_faults_of_a_large_file_are_named_by_their_byte(tmp_path: Path) -> None:
     long = written(tmp_path / "long.jsonl", ['{"text": "' + "x" * 5000 + '"}'])
     with pytest.raises(InputError) as refused:
         load_texts(str(long), Reading(limit=1000))
-    assert str(refused.value) == f"{long}: the line at byte 0 is longer than 1,000 bytes; each line must be one document"
+    assert (
+        str(refused.value) == f"{long}: the line at byte 0 is longer than 1,000 bytes; each line must be one document"
+    )
 
 
 def test_rows_of_large_tables_are_spread_over_them(tmp_path: Path, report: "Notebook") -> None:
@@ -114,7 +121,13 @@ def test_rows_of_large_tables_are_spread_over_them(tmp_path: Path, report: "Note
     assert 125 <= len(texts) <= 250  # at most 2,000 bytes; offsets take some of them
     assert report.lines == [f"{tmp_path / 'saved'}: {len(texts)} of its 1,000 rows are read, evenly spread over it"]
 
-    pq.write_table(pa.table({"text": rows, "id": range(1000)}), tmp_path / "a.parquet", row_group_size=300, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": rows, "id": range(1000)}),
+        tmp_path / "a.parquet",
+        row_group_size=300,
+        compression="none",
+        use_dictionary=False,
+    )
     texts = load_texts(str(tmp_path / "a.parquet"), Reading(limit=2000), report)
     assert texts == rows[:: int(texts[1])]
     assert 125 <= len(texts) <= 250
@@ -123,7 +136,9 @@ def test_rows_of_large_tables_are_spread_over_them(tmp_path: Path, report: "Note
 def test_few_row_groups_of_many_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8q.calibrate.text.tables.GROUPS", 2)
     rows = [f"{number:08}" for number in range(1000)]
-    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": rows}), tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False
+    )
     texts = load_texts(str(tmp_path / "a.parquet"), Reading(limit=2000))
     assert {int(text) // 100 for text in texts} == {0, 5}
 
@@ -146,7 +161,9 @@ print(peak_memory_bytes() - before)
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, suffix: str) -> None:
     path, line = tmp_path / f"a.{suffix}", "many words of the same text " * 20
     if suffix == "parquet":
-        pq.write_table(pa.table({"text": [line] * 180_000}), path, compression="none", use_dictionary=False, row_group_size=20_000)
+        pq.write_table(
+            pa.table({"text": [line] * 180_000}), path, compression="none", use_dictionary=False, row_group_size=20_000
+        )
     else:
         written(path, [line if suffix == "txt" else json.dumps({"text": line})] * 180_000)
     assert path.stat().st_size > 100_000_000

@@ -1,4 +1,6 @@
-"""Several texts in one corpus: weights as the user writes them, shares by the largest remainder, and an order that any prefix keeps."""
+"""Several texts in one corpus: weights as the user writes them, shares by the largest remainder, and an order that any
+prefix keeps.
+"""
 
 from fractions import Fraction
 from pathlib import Path
@@ -31,7 +33,12 @@ def test_a_weight_follows_the_last_equals_sign() -> None:
 
 
 def test_what_follows_an_equals_sign_and_is_no_number_is_part_of_the_name() -> None:
-    assert [part.spec for part in parse(["year=2024/part.txt", "a=nan", "b=1e3", "c="])] == ["year=2024/part.txt", "a=nan", "b=1e3", "c="]
+    assert [part.spec for part in parse(["year=2024/part.txt", "a=nan", "b=1e3", "c="])] == [
+        "year=2024/part.txt",
+        "a=nan",
+        "b=1e3",
+        "c=",
+    ]
 
 
 def test_a_file_whose_name_ends_in_a_number_is_that_file(tmp_path: Path) -> None:
@@ -43,7 +50,9 @@ def test_a_file_whose_name_ends_in_a_number_is_that_file(tmp_path: Path) -> None
 def test_weights_and_texts_that_mean_nothing_are_refused() -> None:
     assert refusal("a.txt=0") == "--data a.txt=0: its weight is 0; give one above 0, or leave the text out"
     assert refusal("a.txt=-1.5") == "--data a.txt=-1.5: its weight is -1.5; give one above 0, or leave the text out"
-    assert refusal("a.txt=2", "a.txt") == "--data a.txt: is given more than once; give it once, and its weight as a.txt=2"
+    assert (
+        refusal("a.txt=2", "a.txt") == "--data a.txt: is given more than once; give it once, and its weight as a.txt=2"
+    )
     assert refusal() == "--data: names no text; give at least one"
 
 

@@ -68,7 +68,8 @@ def test_copies_shorter_than_a_run_do_not_count() -> None:
 def test_a_licence_header_in_every_file_counts_once(report: "Notebook") -> None:
     header = prose(150, 0)
     first, second = ([header + prose(500, seed) for seed in range(start, start + 20)] for start in (1, 21))
-    # 150 units make 87 runs; 20 files of 650 units, whose last unit runs on into the next header, hardly any fewer than 13,000.
+    # 150 units make 87 runs; 20 files of 650 units, whose last unit runs on into the next header, hardly any fewer than
+    # 13,000.
     assert max(shares(first, second)) < 0.01
     check_disjoint(first, second, "c.txt", "e.txt", report)
     assert report.lines == []
@@ -82,7 +83,11 @@ def test_a_few_hundredths_are_noted(report: "Notebook") -> None:
 
 
 def test_a_text_shorter_than_a_run_is_compared_as_far_as_it_goes() -> None:
-    assert shares(["to be or not to be that is the question"], ["to be or\nnot to be that"]) == (4 / 7, 1.0)  # runs of 4 units, 7 against 4
+    # runs of 4 units, 7 against 4
+    assert shares(["to be or not to be that is the question"], ["to be or\nnot to be that"]) == (
+        4 / 7,
+        1.0,
+    )
     assert shares(["one two"], ["three"]) == (0.0, 0.0)
     assert shares([""], ["three"]) == (0.0, 0.0)
 
@@ -108,7 +113,9 @@ def test_signs_that_are_not_ascii_are_units_of_their_own() -> None:
         ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt"),
     ],
 )
-def test_ordinary_corpora_pass_without_a_note(calibration: str, evaluation: str, shared_data: Callable[[str], Path], report: "Notebook") -> None:
+def test_ordinary_corpora_pass_without_a_note(
+    calibration: str, evaluation: str, shared_data: Callable[[str], Path], report: "Notebook"
+) -> None:
     texts = [shared_data(name).read_text(encoding="utf-8") for name in (calibration, evaluation)]
     check_disjoint([texts[0]], [texts[1]], calibration, evaluation, report)
     assert report.lines == []

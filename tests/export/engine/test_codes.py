@@ -1,4 +1,4 @@
-"""Whether a matrix lies in a file of bytes: as it is, turned, beside others, padded; and not when one code is another."""
+"""Whether a matrix lies in a file of bytes: as it is, turned, beside others, padded; not when one code is another."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,10 @@ def matrix(seed: int, rows: int = 16, columns: int = 24) -> Codes:
 
 def around(*parts: Codes) -> Codes:
     """Bytes with the parts in them, at odd places."""
-    return np.concatenate([np.concatenate([matrix(90 + i, 1, 101 + i).ravel(), part.ravel()]) for i, part in enumerate(parts)] + [matrix(80, 1, 57).ravel()])
+    return np.concatenate(
+        [np.concatenate([matrix(90 + i, 1, 101 + i).ravel(), part.ravel()]) for i, part in enumerate(parts)]
+        + [matrix(80, 1, 57).ravel()]
+    )
 
 
 def test_a_matrix_is_found_as_it_is_and_turned_and_padded_and_beside_others() -> None:
@@ -30,7 +33,8 @@ def test_a_matrix_is_found_as_it_is_and_turned_and_padded_and_beside_others() ->
     assert find(around(codes), codes) == 101
     assert find(around(other, codes), codes) == 101 + other.size + 102
     assert find(around(codes.T.copy()), codes) == 101
-    assert find(around(np.concatenate([other, codes]).T.copy()), codes) == 101 + 40  # columns of both side by side, as merged products lie
+    # columns of both side by side, as merged products lie
+    assert find(around(np.concatenate([other, codes]).T.copy()), codes) == 101 + 40
     assert find(around(np.pad(codes, ((0, 0), (0, 8)))), codes) == 101
 
 
@@ -63,17 +67,26 @@ def test_a_weight_whose_codes_might_lie_anywhere_is_passed_over(decoder: Callabl
     file = written.path.with_name("model.safetensors")
     data = bytearray(file.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    start, end = (8 + int.from_bytes(data[:8], "little") + offset for offset in header[f"{written.modules[0]}.weight"]["data_offsets"])
+    start, end = (
+        8 + int.from_bytes(data[:8], "little") + offset
+        for offset in header[f"{written.modules[0]}.weight"]["data_offsets"]
+    )
     data[start:end] = bytes(end - start)
     file.write_bytes(data)
     assert dict(modules_held(plan, graph, written.modules)) == dict.fromkeys(written.modules[1:], False)
 
 
 @pytest.mark.parametrize("target", ["sm89", "sm120"])
-@pytest.mark.parametrize("options", [{}, {"hidden": 172}, {"hidden": 65}, {"transposed": False}, {"per_channel": False}], ids=str)
-def test_the_codes_of_a_graph_are_in_its_engine_however_they_are_stored(engine_of: Callable[..., Any], target: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"hidden": 172}, {"hidden": 65}, {"transposed": False}, {"per_channel": False}], ids=str
+)
+def test_the_codes_of_a_graph_are_in_its_engine_however_they_are_stored(
+    engine_of: Callable[..., Any], target: str, options: dict[str, Any]
+) -> None:
     written, plan = engine_of(target, **options)
-    assert dict(modules_held(np.frombuffer(plan, np.uint8), load_graph(written.path), written.modules)) == dict.fromkeys(written.modules, True)
+    assert dict(
+        modules_held(np.frombuffer(plan, np.uint8), load_graph(written.path), written.modules)
+    ) == dict.fromkeys(written.modules, True)
 
 
 def test_a_matrix_cut_off_at_the_end_is_not_there() -> None:

@@ -1,4 +1,6 @@
-"""`fp8q engine` on the demo's engines, and on engines that were built to deceive: each is of the demo's own graph with one thing changed."""
+"""`fp8q engine` on the demo's engines, and on engines that were built to deceive: each is of the demo's own graph with
+one thing changed.
+"""
 
 import json
 import os
@@ -106,7 +108,9 @@ def unchanged(model: ModelProto, directory: Path) -> None:
 
 @pytest.fixture(scope="session")
 def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """`built(change, "sm89")`: the engine of the demo's graph with a change, in the demo's own profiles; each is built once."""
+    """`built(change, "sm89")`: the engine of the demo's graph with a change, in the demo's own profiles; each is built
+    once.
+    """
     made: dict[tuple[str, str], Path] = {}
 
     def build_changed(change: Change, target: str) -> Path:
@@ -117,11 +121,17 @@ def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
             change(model, demo_run.model)
             (directory / "model.onnx").write_bytes(model.SerializeToString())
             for name in {
-                entry.value for tensor in model.graph.initializer if uses_external_data(tensor) for entry in tensor.external_data if entry.key == "location"
+                entry.value
+                for tensor in model.graph.initializer
+                if uses_external_data(tensor)
+                for entry in tensor.external_data
+                if entry.key == "location"
             }:
                 share(demo_run.model / name, directory / name)
             made[key] = directory / f"{target}.plan"
-            made[key].write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, profiles(8, 256)), SILENT))
+            made[key].write_bytes(
+                build(directory / "model.onnx", Job("tensorrt-rtx", target, profiles(8, 256)), SILENT)
+            )
         return made[key]
 
     return build_changed
@@ -144,24 +154,37 @@ def modules(demo_run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_good_engine_shows_every_product_on_fp8_and_passes(fp8q: Fp8q, demo_run: Run, built: Built, modules: list[str], target: str) -> None:
+def test_a_good_engine_shows_every_product_on_fp8_and_passes(
+    fp8q: Fp8q, demo_run: Run, built: Built, modules: list[str], target: str
+) -> None:
     for plan in (demo_run.engines / f"{target}.plan", built(unchanged, target)):
         code, view, error = shown(fp8q, demo_run, target, plan)
         assert (code, error) == (0, "")
-        assert (view["evidence"], view["unknown"], view["promised_products"], view["fp8_products"]) == ("plan", None, 28, 28)
+        assert (view["evidence"], view["unknown"], view["promised_products"], view["fp8_products"]) == (
+            "plan",
+            None,
+            28,
+            28,
+        )
         assert (view["codes_found"], view["codes_missing"], view["narrow"]) == (28, [], [])
         for profile in ("prefill", "decode"):
-            products = {row["module"]: row for row in view["products"] if row["profile"] == profile and row["module"] in modules}
+            products = {
+                row["module"]: row for row in view["products"] if row["profile"] == profile and row["module"] in modules
+            }
             assert set(products) == set(modules)
             assert {(*row["operands"], row["result"]) for row in products.values()} == {("fp8", "fp8", "fp32")}
             assert all(row["before"] and row["after"] for row in products.values())
         wide = [(row["product"], row["promised"], row["reason"]) for row in view["wide"]]
-        assert wide == [("lm_head", False, "bf16 × bf16 -> bf16: output head: its error would go straight into the logits")]
+        assert wide == [
+            ("lm_head", False, "bf16 × bf16 -> bf16: output head: its error would go straight into the logits")
+        ]
 
 
 def test_attention_shows_its_kernels_for_prompts_and_for_tokens(fp8q: Fp8q, demo_run: Run) -> None:
     (view,) = json.loads(fp8q("engine", demo_run.root, "--target", "sm89", "--json").out)["engines"]
-    found = [(row["profile"], row["module"], row["kernel"], row["operands"], row["result"]) for row in view["attention"]]
+    found = [
+        (row["profile"], row["module"], row["kernel"], row["operands"], row["result"]) for row in view["attention"]
+    ]
     layers = [f"model.layers.{layer}.self_attn" for layer in range(4)]
     kernels = (("prefill", "_gemm_mha_v2"), ("decode", "_gemv_mha_v1"))
     assert found == [(profile, layer, kernel, ["bf16"] * 3, "bf16") for profile, kernel in kernels for layer in layers]
@@ -173,7 +196,8 @@ def test_merged_products_name_each_other_and_the_kernel_that_quantizes_their_inp
     gate, up, down = (rows[f"{LAYER}.mlp.{name}"] for name in ("gate_proj", "up_proj", "down_proj"))
     assert (gate["merged"], up["merged"], down["merged"]) == ([up["module"]], [gate["module"]], [])
     assert gate["before"] == up["before"]
-    assert gate["after"] == up["after"] == down["before"]  # SiLU, the product of both, and the quantization of what comes of it: one kernel
+    # SiLU, the product of both, and the quantization of what comes of it: one kernel
+    assert gate["after"] == up["after"] == down["before"]
     assert "Silu" in down["before"][0]
     assert rows["lm_head"]["before"] == []
 
@@ -183,9 +207,9 @@ def test_people_see_layers_that_run_alike_in_one_row(fp8q: Fp8q, demo_run: Run) 
     assert (result.code, result.err) == (0, "")
     for target in TARGETS:
         assert (
-            f"{target}, tensorrt-rtx 1.7.1.116: 28 of 28 promised products on FP8 codes on both sides (read from the engine's plan); the codes of 28 weights found in it"
-            in result.out
-        )
+            f"{target}, tensorrt-rtx 1.7.1.116: 28 of 28 promised products on FP8 codes on both sides (read from the "
+            "engine's plan); the codes of 28 weights found in it"
+        ) in result.out
     assert "model.layers.*.mlp.down_proj (3)" in result.out
     assert "model.layers.*.self_attn (4)" in result.out
 
@@ -200,10 +224,12 @@ def test_fp8_weights_alone_are_told(fp8q: Fp8q, demo_run: Run, built: Built, mod
     assert view["codes_found"] == 28  # the codes are all there, and the size is that of an FP8 engine: neither tells
     assert [row["product"] for row in view["wide"] if row["promised"]] == modules
     assert view["wide"][0]["reason"] == (
-        "bf16 × bf16 -> bf16 in profile 0; model.onnx has Q/DQ on both sides, so the engine is of another graph, or the builder chose this"
+        "bf16 × bf16 -> bf16 in profile 0; model.onnx has Q/DQ on both sides, so the engine is of another graph, or "
+        "the builder chose this"
     )
     assert error.startswith(
-        f"fp8q: {target}: 0 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: model.layers.0.self_attn.q_proj, "
+        f"fp8q: {target}: 0 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: "
+        "model.layers.0.self_attn.q_proj, "
     )
 
 
@@ -221,11 +247,14 @@ def test_a_bf16_graph_is_told_and_its_size_would_not_have(fp8q: Fp8q, demo_run: 
     assert (code, view["evidence"], view["fp8_products"], view["codes_found"]) == (3, "plan", 0, 0)
     codes = 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704)  # a byte each in FP8, two in BF16
     more = view["bytes"] - (demo_run.engines / f"{target}.plan").stat().st_size
-    assert more < codes / 2  # the programs of so small a model outweigh its weights: on the demo the BF16 engine is the smaller one
+    # the programs of so small a model outweigh its weights: on the demo the BF16 engine is the smaller one
+    assert more < codes / 2
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_where_weights_outweigh_the_program_bf16_takes_a_byte_more_for_each(engine_of: Callable[..., tuple[Any, bytes]], target: str) -> None:
+def test_where_weights_outweigh_the_program_bf16_takes_a_byte_more_for_each(
+    engine_of: Callable[..., tuple[Any, bytes]], target: str
+) -> None:
     large = {"width": 1024, "hidden": 4096, "heads": 16, "key_value_heads": 16, "fp8_cache": False}
     fp8, bf16 = (len(engine_of(target, fp8=fp8, **large)[1]) for fp8 in (True, False))
     codes = 4 * 1024 * 1024 + 3 * 1024 * 4096
@@ -238,7 +267,10 @@ def test_scales_in_bf16_are_told(fp8q: Fp8q, demo_run: Run, built: Built, module
     assert (code, view["fp8_products"], view["narrow"]) == (0, 28, sorted(modules))
     result = fp8q("engine", demo_run.root, "--target", target, "--plan", built(scales_in_bf16, target))
     assert f"{target}: FP8 products that answer in less than FP32" in result.out
-    assert re.search(r"model\.layers\.\*\.mlp\.down_proj \(4\) +the weights' scales are per tensor, or narrower than FP32", result.out)
+    assert re.search(
+        r"model\.layers\.\*\.mlp\.down_proj \(4\) +the weights' scales are per tensor, or narrower than FP32",
+        result.out,
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -246,22 +278,30 @@ def test_one_other_code_of_the_same_model_is_told(fp8q: Fp8q, demo_run: Run, bui
     plan = built(other_codes, target)
     code, view, error = shown(fp8q, demo_run, target, plan)
     assert (code, view["fp8_products"], view["codes_found"], view["codes_missing"]) == (3, 28, 27, [DOWN])
-    assert error == (f"fp8q: {target}: {plan} does not hold the FP8 codes of {DOWN}: it is an engine of other weights; build it again with `fp8q build-engine`")
+    assert error == (
+        f"fp8q: {target}: {plan} does not hold the FP8 codes of {DOWN}: it is an engine of other weights; build it "
+        "again with `fp8q build-engine`"
+    )
 
 
-def test_an_engine_of_another_model_is_unknown(fp8q: Fp8q, demo_run: Run, engine_of: Callable[..., tuple[Any, bytes]], tmp_path: Path) -> None:
+def test_an_engine_of_another_model_is_unknown(
+    fp8q: Fp8q, demo_run: Run, engine_of: Callable[..., tuple[Any, bytes]], tmp_path: Path
+) -> None:
     plan = tmp_path / "other.plan"
     plan.write_bytes(engine_of("sm89")[1].replace(b"model.layers.", b"other.layers."))
     code, view, error = shown(fp8q, demo_run, "sm89", plan)
     assert (code, view["evidence"], view["fp8_products"], view["codes_found"]) == (3, "unknown", 0, 0)
     assert view["unknown"] == "the engine shows no such product in profile 0"
     assert error.startswith(
-        f"fp8q: sm89: what {plan} runs cannot be told (the engine shows no such product in profile 0), which does not meet --min-fp8-share 1; "
+        f"fp8q: sm89: what {plan} runs cannot be told (the engine shows no such product in profile 0), which does not "
+        "meet --min-fp8-share 1; "
     )
 
 
 @pytest.mark.parametrize("spoil", ["text", "empty", "noise", "half"])
-def test_a_plan_that_does_not_read_is_unknown_and_never_passes(fp8q: Fp8q, demo_run: Run, tmp_path: Path, spoil: str) -> None:
+def test_a_plan_that_does_not_read_is_unknown_and_never_passes(
+    fp8q: Fp8q, demo_run: Run, tmp_path: Path, spoil: str
+) -> None:
     data = (demo_run.engines / "sm89.plan").read_bytes()
     spoilt = {
         "text": data.replace(b"fully_connected={", b"fully_combined_={"),
@@ -272,8 +312,16 @@ def test_a_plan_that_does_not_read_is_unknown_and_never_passes(fp8q: Fp8q, demo_
     plan = tmp_path / "spoilt.plan"
     plan.write_bytes(spoilt[spoil])
     code, view, error = shown(fp8q, demo_run, "sm89", plan, "--min-fp8-share", "0.01")
-    assert (code, view["evidence"], view["unknown"], view["fp8_products"]) == (3, "unknown", "its text does not read", 0)
-    assert error.endswith("cannot be told (its text does not read), which does not meet --min-fp8-share 0.01; build it again with `fp8q build-engine`")
+    assert (code, view["evidence"], view["unknown"], view["fp8_products"]) == (
+        3,
+        "unknown",
+        "its text does not read",
+        0,
+    )
+    assert error.endswith(
+        "cannot be told (its text does not read), which does not meet --min-fp8-share 0.01; build it again with `fp8q "
+        "build-engine`"
+    )
     assert shown(fp8q, demo_run, "sm89", plan, "--min-fp8-share", "0")[0] == 0
 
 
@@ -298,15 +346,25 @@ def test_a_plan_that_is_cut_off_behind_its_text_is_unknown(fp8q: Fp8q, demo_run:
 def test_a_plan_of_another_target_is_unknown(fp8q: Fp8q, demo_run: Run) -> None:
     for target, other in (TARGETS, TARGETS[::-1]):
         code, view, _ = shown(fp8q, demo_run, target, demo_run.engines / f"{other}.plan")
-        assert (code, view["evidence"], view["unknown"], view["fp8_products"]) == (3, "unknown", f"its programs are for {other}", 0)
+        assert (code, view["evidence"], view["unknown"], view["fp8_products"]) == (
+            3,
+            "unknown",
+            f"its programs are for {other}",
+            0,
+        )
 
 
-def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(fp8q: Fp8q, demo_run: Run, built: Built, tmp_path: Path) -> None:
+def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(
+    fp8q: Fp8q, demo_run: Run, built: Built, tmp_path: Path
+) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     shutil.copyfile(built(no_activation_quantized, "sm89"), run.engines / "sm89.plan")
     result = fp8q("engine", run.root)
     assert (result.code, result.out) == (2, "")
-    assert f"sm89.plan: is not the file that `fp8q build-engine {run.root}` wrote (its SHA-256 differs from run.json)" in result.err
+    assert (
+        f"sm89.plan: is not the file that `fp8q build-engine {run.root}` wrote (its SHA-256 differs from run.json)"
+        in result.err
+    )
     record = json.loads(run.record_file.read_text())  # and where the record was forged as well
     record["stages"]["build-engine"]["outputs"]["engines/sm89.plan"] = sha256_file(run.engines / "sm89.plan")
     run.record_file.write_text(json.dumps(record))
@@ -317,9 +375,11 @@ def test_engines_of_other_files_than_the_run_has_now_are_refused(fp8q: Fp8q, dem
     run, plan = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run"))), demo_run.engines / "sm89.plan"
     api.scales(run.root, api.Clipping(margin=2))
     assert fp8q("engine", run.root).complaint() == (
-        f"{run.root}: what the stage build-engine wrote is of other files than are there now, which were made anew since; run `fp8q build-engine {run.root}` again"
+        f"{run.root}: what the stage build-engine wrote is of other files than are there now, which were made anew "
+        f"since; run `fp8q build-engine {run.root}` again"
     )
-    code, view, _ = shown(fp8q, run, "sm89", plan)  # a plan from elsewhere has no record: its weights' codes are the same at any margin
+    # a plan from elsewhere has no record: its weights' codes are the same at any margin
+    code, view, _ = shown(fp8q, run, "sm89", plan)
     assert (code, view["fp8_products"], view["codes_found"]) == (0, 28, 28)
 
 
@@ -331,11 +391,17 @@ def test_targets_and_plans_that_do_not_fit(fp8q: Fp8q, demo_run: Run, tmp_path: 
     for arguments, message in (
         (
             ["--target", "sm121"],
-            f"--target sm121: {root} has no engine for it; choose from sm89, sm120, or build it with `fp8q build-engine {root} --target sm121`",
+            (
+                f"--target sm121: {root} has no engine for it; choose from sm89, sm120, or build it with `fp8q "
+                f"build-engine {root} --target sm121`"
+            ),
         ),
         (["--plan", "x"], "--plan x: belongs to one target; name it with --target, one of sm89, sm120"),
         (["--plan", tmp_path / "x", "--target", "sm89"], f"--plan {tmp_path}/x: there is no such file"),
-        (["--min-fp8-share", "2"], "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96"),
+        (
+            ["--min-fp8-share", "2"],
+            "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+        ),
     ):
         result = fp8q("engine", root, *arguments)
         assert (result.code, result.out, result.err) == (2, "", f"fp8q: {message}\n")
@@ -348,7 +414,12 @@ def test_a_checkpoint_cut_short_or_gone_is_one_line(fp8q: Fp8q, demo_run: Run, t
     result = fp8q("engine", run.root)
     assert (result.code, result.out) == (2, "")
     assert re.fullmatch(
-        rf"fp8q: {shard}: is cut short: the codes of model\.\S+\.weight end at byte \d+, and it has 2000000; copy the whole of model/ again\n", result.err
+        (
+            rf"fp8q: {shard}: is cut short: the codes of model\.\S+\.weight end at byte \d+, and it has 2000000; copy "
+            r"the "
+            r"whole of model/ again\n"
+        ),
+        result.err,
     )
     shard.unlink()
     assert fp8q("engine", run.root).err == f"fp8q: {shard}: is missing; copy the whole of model/ again\n"
@@ -363,7 +434,9 @@ def test_a_run_without_engines_says_what_to_run(fp8q: Fp8q, demo_run: Run, tmp_p
         api.engine(run.root)
 
 
-def test_tensorrts_own_engine_without_its_gpu_is_unknown_and_says_why(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+def test_tensorrts_own_engine_without_its_gpu_is_unknown_and_says_why(
+    fp8q: Fp8q, demo_run: Run, tmp_path: Path
+) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     info = run.engines / "sm89.json"
     info.write_text(info.read_text().replace('"tensorrt-rtx"', '"tensorrt"'))
@@ -373,10 +446,14 @@ def test_tensorrts_own_engine_without_its_gpu_is_unknown_and_says_why(fp8q: Fp8q
     result = fp8q("engine", run.root, "--target", "sm89", "--json")
     (view,) = json.loads(result.out)["engines"]
     assert (result.code, view["evidence"], view["codes_found"]) == (3, "unknown", None)
-    assert view["unknown"].startswith("TensorRT's inspector has to be asked, on the GPU that it was built for: TensorRT cann")
+    assert view["unknown"].startswith(
+        "TensorRT's inspector has to be asked, on the GPU that it was built for: TensorRT cann"
+    )
 
 
-def test_engines_are_read_with_the_base_install_alone(base_install: Callable[..., subprocess.CompletedProcess[str]], demo_run: Run) -> None:
+def test_engines_are_read_with_the_base_install_alone(
+    base_install: Callable[..., subprocess.CompletedProcess[str]], demo_run: Run
+) -> None:
     shown = base_install("engine", demo_run.root, "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert [view["fp8_products"] for view in json.loads(shown.stdout)["engines"]] == [28, 28]

@@ -15,7 +15,15 @@ Engines = Callable[..., tuple[Any, bytes]]
 TARGETS = ("sm89", "sm120")
 MODULES = tuple(
     f"model.layers.0.{name}"
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    for name in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
 )
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -36,7 +44,9 @@ def promise(modules: tuple[str, ...] = MODULES) -> dict[str, str]:
         pytest.param({"compute": TensorProto.FLOAT16}, id="FP16"),
     ],
 )
-def test_every_product_of_a_good_graph_is_fp8_in_both_profiles_and_answers_in_fp32(engine_of: Engines, target: str, options: dict[str, object]) -> None:
+def test_every_product_of_a_good_graph_is_fp8_in_both_profiles_and_answers_in_fp32(
+    engine_of: Engines, target: str, options: dict[str, object]
+) -> None:
     written, engine = engine_of(target, **options)
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert written.modules == MODULES
@@ -102,12 +112,16 @@ def test_a_module_kept_in_bf16_is_wide_and_its_group_is_not(engine_of: Engines, 
     _, engine = engine_of(target, wide=("model.layers.0.self_attn.q_proj",))
     found = evidence(read_plan(engine), promise(MODULES[1:]), profiles=2)
     assert (found.fp8, found.wide) == (frozenset(MODULES[1:]), {})
-    assert dict(evidence(read_plan(engine), promise(), profiles=2).wide) == {MODULES[0]: "bf16 × bf16 -> bf16 in profile 0"}
+    assert dict(evidence(read_plan(engine), promise(), profiles=2).wide) == {
+        MODULES[0]: "bf16 × bf16 -> bf16 in profile 0"
+    }
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("compute", [TensorProto.BFLOAT16, TensorProto.FLOAT16])
-def test_scales_narrower_than_fp32_show_in_the_type_of_the_result(engine_of: Engines, target: str, compute: int) -> None:
+def test_scales_narrower_than_fp32_show_in_the_type_of_the_result(
+    engine_of: Engines, target: str, compute: int
+) -> None:
     _, engine = engine_of(target, compute=compute, scale_type=compute)
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert found.fp8 == frozenset(MODULES)
@@ -116,7 +130,11 @@ def test_scales_narrower_than_fp32_show_in_the_type_of_the_result(engine_of: Eng
 
 def test_per_tensor_weights_answer_in_the_compute_type_whatever_their_scale_is(engine_of: Engines) -> None:
     for scale_type in (TensorProto.FLOAT, TensorProto.BFLOAT16):
-        found = evidence(read_plan(engine_of("sm89", per_channel=False, fp8_cache=False, scale_type=scale_type)[1]), promise(), profiles=2)
+        found = evidence(
+            read_plan(engine_of("sm89", per_channel=False, fp8_cache=False, scale_type=scale_type)[1]),
+            promise(),
+            profiles=2,
+        )
         assert (found.fp8, found.narrow) == (frozenset(MODULES), frozenset(MODULES))
 
 
@@ -148,7 +166,12 @@ def test_an_engine_with_more_profiles_than_expected_is_unknown(engine_of: Engine
 
 def test_an_engine_whose_text_does_not_read_is_unknown(engine_of: Engines) -> None:
     _, engine = engine_of("sm89")
-    for foreign in (b"", b"\x7fELF" * 100, engine.replace(b"fully_connected={", b"fully_combined_={"), engine.replace(b"header {", b"HEADER {")):
+    for foreign in (
+        b"",
+        b"\x7fELF" * 100,
+        engine.replace(b"fully_connected={", b"fully_combined_={"),
+        engine.replace(b"header {", b"HEADER {"),
+    ):
         assert read_plan(foreign) is None
     found = evidence(None, promise(), profiles=2)
     assert (found.kind, found.fp8, found.wide[DOWN]) == ("unknown", frozenset(), "the engine does not read")
@@ -173,7 +196,9 @@ def test_fp8_in_one_profile_is_not_enough() -> None:
     assert evidence(Plan({0: (fp8,), 1: (fp8, wide)}), {"a.matmul": "a"}, profiles=2).fp8 == frozenset()
 
 
-def layer(name: str, kind: str, nodes: tuple[str, ...], inputs: tuple[str, ...], output: str, key: str) -> dict[str, object]:
+def layer(
+    name: str, kind: str, nodes: tuple[str, ...], inputs: tuple[str, ...], output: str, key: str
+) -> dict[str, object]:
     metadata = "\x1e".join(f"[ONNX Layer: {node}]" for node in nodes)
     return {
         "Name": name,
@@ -186,7 +211,11 @@ def layer(name: str, kind: str, nodes: tuple[str, ...], inputs: tuple[str, ...],
 
 @pytest.mark.parametrize(
     ("key", "fp8", "fp32"),
-    [("Format/Datatype", "Row major linear FP8 format", "Row major linear FP32"), ("DataType", "FP8", "Float"), ("DataType", "Float8", "Float")],
+    [
+        ("Format/Datatype", "Row major linear FP8 format", "Row major linear FP32"),
+        ("DataType", "FP8", "Float"),
+        ("DataType", "Float8", "Float"),
+    ],
 )
 def test_the_inspectors_json_of_tensorrt_10_and_11_reads_as_documented(key: str, fp8: str, fp32: str) -> None:
     layers = [
@@ -198,13 +227,24 @@ def test_the_inspectors_json_of_tensorrt_10_and_11_reads_as_documented(key: str,
     ]
     plan = read_inspector(json.dumps({"Layers": layers}))
     found = evidence(plan, {"a.q.matmul": "a.q", "b.matmul": "b"}, profiles=2)
-    assert (found.kind, found.fp8, dict(found.wide)) == ("inspector", frozenset({"b"}), {"a.q": "bf16 × fp8 -> bf16 in profile 1"})
+    assert (found.kind, found.fp8, dict(found.wide)) == (
+        "inspector",
+        frozenset({"b"}),
+        {"a.q": "bf16 × fp8 -> bf16 in profile 1"},
+    )
 
 
 def test_kernels_around_a_product_and_attention_are_told_from_the_inspectors_json_as_well() -> None:
     layers = [
         layer("__myl_norm_quantize", "kgen", ("norm", "a.q.input.quantize"), ("BFloat16",), "FP8", "DataType"),
-        layer("q_myl0_1", "gemm", ("a.q.matmul", "a.q.input.dequantize", "a.q.weight.dequantize"), ("FP8", "FP8"), "Float", "DataType"),
+        layer(
+            "q_myl0_1",
+            "gemm",
+            ("a.q.matmul", "a.q.input.dequantize", "a.q.weight.dequantize"),
+            ("FP8", "FP8"),
+            "Float",
+            "DataType",
+        ),
         layer("__myl_Mul", "kgen", ("a.q.matmul", "rope"), ("Float",), "BFloat16", "DataType"),
         layer("_fmha_v2", "kgen", ("attend",), ("BFloat16", "BFloat16", "BFloat16", "Bool"), "BFloat16", "DataType"),
         layer("__myl_quantize", "kgen", ("a.o.input.quantize",), ("BFloat16",), "FP8", "DataType"),
@@ -215,7 +255,9 @@ def test_kernels_around_a_product_and_attention_are_told_from_the_inspectors_jso
     prefill, decode = product_rows(plan, ["prefill", "decode"])
     assert (prefill.module, prefill.before, prefill.after) == ("a.q", ("__myl_norm_quantize",), ("__myl_Mul",))
     assert (decode.profile, decode.module, decode.before, decode.after) == ("decode", "a.q", (), ())
-    assert attention_rows(plan, ["prefill", "decode"]) == [AttentionRow("prefill", "a", "attend", "_fmha_v2", ("bf16",) * 3, "bf16")]
+    assert attention_rows(plan, ["prefill", "decode"]) == [
+        AttentionRow("prefill", "a", "attend", "_fmha_v2", ("bf16",) * 3, "bf16")
+    ]
 
 
 @pytest.mark.parametrize(

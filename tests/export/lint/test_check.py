@@ -28,9 +28,17 @@ EXPORT = "export the graph again"
 # Good graphs.
 
 GOOD: list[dict[str, Any]] = [
-    {}, {"layers": 2}, {"fp8_cache": False}, {"bias": True}, {"transposed": False}, {"per_channel": False}, {"compute": TensorProto.FLOAT},
-    {"compute": TensorProto.FLOAT16}, {"plain_attention": True, "key_value_heads": 4}, {"wide": (Q, DOWN)},
-]  # fmt: skip
+    {},
+    {"layers": 2},
+    {"fp8_cache": False},
+    {"bias": True},
+    {"transposed": False},
+    {"per_channel": False},
+    {"compute": TensorProto.FLOAT},
+    {"compute": TensorProto.FLOAT16},
+    {"plain_attention": True, "key_value_heads": 4},
+    {"wide": (Q, DOWN)},
+]
 
 
 @pytest.mark.parametrize("options", GOOD, ids=str)
@@ -136,55 +144,97 @@ def computed_scale(model: ModelProto) -> None:
 def second_quantizer(model: ModelProto) -> None:
     first = node(model, f"{DOWN}.input.quantize")
     add_tensor(model, "same_scale", np.float32(0.01953125))
-    model.graph.node.append(helper.make_node("QuantizeLinear", [first.input[0], "same_scale"], ["again"], name="again", output_dtype=TensorProto.FLOAT8E4M3FN))
+    model.graph.node.append(
+        helper.make_node(
+            "QuantizeLinear",
+            [first.input[0], "same_scale"],
+            ["again"],
+            name="again",
+            output_dtype=TensorProto.FLOAT8E4M3FN,
+        )
+    )
 
 
 def concatenated_codes(model: ModelProto) -> None:
-    concat = next(node for node in model.graph.node if node.op_type == "Concat" and f"{KEY}.dequantize_past_output" in node.input)
+    concat = next(
+        node for node in model.graph.node if node.op_type == "Concat" and f"{KEY}.dequantize_past_output" in node.input
+    )
     output, concat.output[0] = concat.output[0], "codes"
     concat.input[:] = ["past_key_values.0.key", "new_key_values.0.key"]
-    dequantize = helper.make_node("DequantizeLinear", ["codes", f"{KEY}_scale"], [output], name="after", output_dtype=TensorProto.BFLOAT16)
+    dequantize = helper.make_node(
+        "DequantizeLinear", ["codes", f"{KEY}_scale"], [output], name="after", output_dtype=TensorProto.BFLOAT16
+    )
     insert(model, f"{LAYER}.self_attn.attention", 1, dequantize)
 
 
 def scattered_codes(model: ModelProto) -> None:
     add_tensor(model, "where", np.zeros(1, np.int64))
-    scatter = helper.make_node("TensorScatter", ["past_key_values.0.key", "new_key_values.0.key", "where"], ["codes"], name="scatter")
+    scatter = helper.make_node(
+        "TensorScatter", ["past_key_values.0.key", "new_key_values.0.key", "where"], ["codes"], name="scatter"
+    )
     insert(model, f"{KEY}.dequantize", 0, scatter)
     versions(24, 12)(model)
 
 
 def dequantized_codes(model: ModelProto) -> None:
     pair = [f"{DOWN}.input.dequantize_output", f"{DOWN}.input_scale"]
-    model.graph.node.append(helper.make_node("QuantizeLinear", pair, ["again"], name="again", output_dtype=TensorProto.FLOAT8E4M3FN))
+    model.graph.node.append(
+        helper.make_node("QuantizeLinear", pair, ["again"], name="again", output_dtype=TensorProto.FLOAT8E4M3FN)
+    )
 
 
 def relu_of_codes(model: ModelProto) -> None:
-    model.graph.node.append(helper.make_node("Relu", [node(model, f"{DOWN}.input.quantize").output[0]], ["relu"], name="relu"))
+    model.graph.node.append(
+        helper.make_node("Relu", [node(model, f"{DOWN}.input.quantize").output[0]], ["relu"], name="relu")
+    )
 
 
 def quantized_query(model: ModelProto) -> None:
     attention = node(model, f"{LAYER}.self_attn.attention")
-    quantize = helper.make_node("QuantizeLinear", [attention.input[0], f"{KEY}_scale"], ["query_codes"], name="q", output_dtype=TensorProto.FLOAT8E4M3FN)
-    dequantize = helper.make_node("DequantizeLinear", ["query_codes", f"{KEY}_scale"], ["query"], name="dq", output_dtype=TensorProto.BFLOAT16)
+    quantize = helper.make_node(
+        "QuantizeLinear",
+        [attention.input[0], f"{KEY}_scale"],
+        ["query_codes"],
+        name="q",
+        output_dtype=TensorProto.FLOAT8E4M3FN,
+    )
+    dequantize = helper.make_node(
+        "DequantizeLinear", ["query_codes", f"{KEY}_scale"], ["query"], name="dq", output_dtype=TensorProto.BFLOAT16
+    )
     insert(model, attention.name, 0, quantize, dequantize)
 
 
 def cast_between(model: ModelProto) -> None:
-    insert(model, f"{DOWN}.matmul", 0, helper.make_node("Cast", [f"{DOWN}.input.dequantize_output"], ["cast"], name="cast", to=TensorProto.BFLOAT16))
+    insert(
+        model,
+        f"{DOWN}.matmul",
+        0,
+        helper.make_node("Cast", [f"{DOWN}.input.dequantize_output"], ["cast"], name="cast", to=TensorProto.BFLOAT16),
+    )
 
 
 def scaled_weight(model: ModelProto) -> None:
     add_tensor(model, "two", np.array(2, ml_dtypes.bfloat16))
     transpose = node(model, f"{DOWN}.matmul").input[1].removesuffix("_output")
-    insert(model, transpose, 0, helper.make_node("Mul", [f"{DOWN}.weight.dequantize_output", "two"], ["doubled"], name="double"))
+    insert(
+        model,
+        transpose,
+        0,
+        helper.make_node("Mul", [f"{DOWN}.weight.dequantize_output", "two"], ["doubled"], name="double"),
+    )
 
 
 def between(operator: str, index: int, *constants: Any, joined: str = "") -> Callable[[ModelProto], None]:
-    """Put an operator behind the DequantizeLinear of DOWN's input (0) or weight (1), with constants, or the DequantizeLinear `joined` too."""
+    """Put an operator behind the DequantizeLinear of DOWN's input (0) or weight (1), with constants, or the
+    DequantizeLinear `joined` too.
+    """
 
     def change(model: ModelProto) -> None:
-        others = [f"{joined}_output"] if joined else [add_tensor(model, f"constant{i}", values) for i, values in enumerate(constants)]
+        others = (
+            [f"{joined}_output"]
+            if joined
+            else [add_tensor(model, f"constant{i}", values) for i, values in enumerate(constants)]
+        )
         reader = f"{DOWN}.matmul" if index == 0 else node(model, f"{DOWN}.matmul").input[1].removesuffix("_output")
         dequantized = node(model, reader).input[0]
         axis: dict[str, Any] = {"axis": 0} if operator == "Concat" else {}
@@ -195,7 +245,13 @@ def between(operator: str, index: int, *constants: Any, joined: str = "") -> Cal
 
 def wide_weight(model: ModelProto) -> None:
     made = helper.make_node(
-        "Expand", [add_tensor(model, "one", np.ones((1, 1), ml_dtypes.bfloat16)), add_tensor(model, "sizes", np.array([256, 128]))], ["w"], name="w"
+        "Expand",
+        [
+            add_tensor(model, "one", np.ones((1, 1), ml_dtypes.bfloat16)),
+            add_tensor(model, "sizes", np.array([256, 128])),
+        ],
+        ["w"],
+        name="w",
     )
     insert(model, f"{DOWN}.matmul", 1, made)
 
@@ -203,20 +259,35 @@ def wide_weight(model: ModelProto) -> None:
 def quantized_constant(model: ModelProto) -> None:
     add_tensor(model, "table", np.ones(2, np.float32))
     model.graph.node.append(
-        helper.make_node("QuantizeLinear", ["table", f"{KEY}_scale"], ["codes"], name="table.quantize", output_dtype=TensorProto.FLOAT8E4M3FN)
+        helper.make_node(
+            "QuantizeLinear",
+            ["table", f"{KEY}_scale"],
+            ["codes"],
+            name="table.quantize",
+            output_dtype=TensorProto.FLOAT8E4M3FN,
+        )
     )
 
 
 def integer_codes(model: ModelProto) -> None:
     add_tensor(model, "one", np.float32(1))
-    dequantize = helper.make_node("DequantizeLinear", [add_tensor(model, "int8", np.zeros((256, 128), np.int8)), "one"], ["wide"], name="integers")
+    dequantize = helper.make_node(
+        "DequantizeLinear", [add_tensor(model, "int8", np.zeros((256, 128), np.int8)), "one"], ["wide"], name="integers"
+    )
     insert(model, f"{DOWN}.matmul", 1, dequantize)
 
 
 def branch(model: ModelProto) -> None:
-    bodies = [helper.make_graph([helper.make_node("Identity", ["logits"], [name])], name, [], [onnx.ValueInfoProto(name=name)]) for name in ("one", "two")]
+    bodies = [
+        helper.make_graph(
+            [helper.make_node("Identity", ["logits"], [name])], name, [], [onnx.ValueInfoProto(name=name)]
+        )
+        for name in ("one", "two")
+    ]
     add_tensor(model, "yes", np.array(True))
-    model.graph.node.append(helper.make_node("If", ["yes"], ["either"], name="branch", then_branch=bodies[0], else_branch=bodies[1]))
+    model.graph.node.append(
+        helper.make_node("If", ["yes"], ["either"], name="branch", then_branch=bodies[0], else_branch=bodies[1])
+    )
 
 
 def late(model: ModelProto) -> None:
@@ -323,129 +394,638 @@ class Case:
 
 
 CASES = [
-    Case("F101", (f"{DOWN}.weight: FP8 constant is read by Identity copy; let a DequantizeLinear alone read it",),
-         lambda model: model.graph.node.append(helper.make_node("Identity", [f"{DOWN}.weight"], ["copied"], name="copy"))),
-    Case("F102", (f"{DOWN}.input.quantize: codes are FLOAT8E5M2; quantize to FLOAT8E4M3FN", f"{DOWN}.input.dequantize: codes are FLOAT8E5M2; quantize to FLOAT8E4M3FN"),
-         set_attribute(f"{DOWN}.input.quantize", "output_dtype", TensorProto.FLOAT8E5M2)),
-    Case("F103", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale is BFLOAT16; store it as FLOAT and state output_dtype",),
-         set_tensor(f"{DOWN}.input_scale", np.array(0.01953125, ml_dtypes.bfloat16))),
-    Case("F103", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale is FLOAT16; store it as FLOAT and state output_dtype",),
-         set_tensor(f"{DOWN}.weight_scale", np.full(128, 0.5, np.float16))),
-    Case("F104", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale holds 0 (1 of 1 are not positive and finite); leave the module in BF16 (`fp8q calibrate --skip`)",),
-         set_tensor(f"{DOWN}.input_scale", np.float32(0)), promised={DOWN: None, UP: None}, foreign=True),
-    Case("F104", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale holds nan (2 of 128 are not positive and finite); leave the module in BF16 (`fp8q calibrate --skip`)",),
-         set_tensor(f"{DOWN}.weight_scale", np.array([np.nan, np.inf, *[0.5] * 126], np.float32))),
-    Case("F104", (f"{DOWN}.input.quantize: scale scale is computed when the graph runs; quantize with a constant scale",), computed_scale),
-    Case("F105", (f"{DOWN}.weight.dequantize: states no output_dtype; set it to the type the graph computes in",), drop_attribute(f"{DOWN}.weight.dequantize", "output_dtype")),
-    Case("F106", (f"{DOWN}.input.quantize: zero point zero is not zero; leave it out",), zero_point(np.array(1, ml_dtypes.float8_e4m3fn))),
-    Case("F106", (f"{DOWN}.input.quantize: zero point zero is INT8 but the codes are FLOAT8E4M3FN; leave it out",), zero_point(np.array(0, np.int8))),
-    Case("F107", (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale has shape [64] but axis 0 of {DOWN}.weight [128, 256] has 128; store one scale for each",),
-         set_tensor(f"{DOWN}.weight_scale", np.full(64, 0.5, np.float32))),
-    Case("F107", (f"{KEY}.quantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take",
-                  f"{KEY}.dequantize_past: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take",
-                  f"{KEY}.dequantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take"),
-         set_tensor(f"{KEY}_scale", np.full(2, 0.5, np.float32))),
-    Case("F108", (f"again: quantizes {{gated}} with the scale that {DOWN}.input.quantize has quantized it with; use its codes",), second_quantizer),
-    Case("F108", (f"again: quantizes {DOWN}.input.dequantize_output with the scale that {DOWN}.input.dequantize has dequantized it with; use its codes",), dequantized_codes),
-    Case("F109", ("{concat}: Concat reads FP8 codes past_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first",
-                  "{concat}: Concat reads FP8 codes new_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize them first"), concatenated_codes),
-    Case("F109", ("relu: Relu reads FP8 codes " + f"{DOWN}.input.quantize_output (opset 23 allows no FP8 there); dequantize them first",), relu_of_codes),
-    Case("F110", (f"{LAYER}.self_attn.attention: its input query comes from Q/DQ, which does not make it FP8 attention; leave it out, or use plain products",), quantized_query),
-    Case("F111", ("table.quantize: quantizes the constant table when the graph is built; store its codes, behind a DequantizeLinear",), quantized_constant),
-    Case("F112", (f"{DOWN}.input.dequantize: multiplies by 0.25, and {DOWN}.input.quantize has divided by 0.01953125; use one scale for both",), other_pair_scale, foreign=True),
-    Case("F201", (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",), cast_between),
-    Case("F201", (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), scaled_weight),
-    Case("F201", (f"{DOWN}.matmul: Relu between lies between {DOWN}.input.dequantize and the product; move it elsewhere",), between("Relu", 0), foreign=True),
-    Case("F201", (f"{DOWN}.matmul: Relu between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), between("Relu", 1), foreign=True),
-    Case("F201", (f"{DOWN}.matmul: Slice between lies between {DOWN}.input.dequantize and the product; move it elsewhere",), between("Slice", 0, [0], [9])),
-    Case("F201", (f"{DOWN}.matmul: Gather between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",), between("Gather", 1, [0])),
-    Case("F201", (f"{DOWN}.matmul: Concat between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
-         between("Concat", 1, joined=f"{UP}.weight.dequantize"), foreign=True),
-    Case("F202", (f"{DOWN}.matmul: its weight is FP8 but its input is not, so it multiplies in the compute type; quantize its input too",), options={"wide_inputs": (DOWN,)}, foreign=True),
-    Case("F203", (f"{DOWN}.matmul: is promised on FP8: its weight is FP8 but its input is not, so it multiplies in the compute type; {AGAIN}",), options={"wide_inputs": (DOWN,)}),
-    Case("F203", (f"{DOWN}.matmul: is promised on FP8: neither its weight nor its input comes from FP8 codes; {AGAIN}",), options={"wide": (DOWN,)}, promised={DOWN: None}),
-    Case("F203", (f"model.layers.7.mlp.up_proj.matmul: is promised on FP8, and there is no such product; {AGAIN}",), promised={"model.layers.7.mlp.up_proj": 0.5}),
+    Case(
+        "F101",
+        (f"{DOWN}.weight: FP8 constant is read by Identity copy; let a DequantizeLinear alone read it",),
+        lambda model: model.graph.node.append(
+            helper.make_node("Identity", [f"{DOWN}.weight"], ["copied"], name="copy")
+        ),
+    ),
+    Case(
+        "F102",
+        (
+            f"{DOWN}.input.quantize: codes are FLOAT8E5M2; quantize to FLOAT8E4M3FN",
+            f"{DOWN}.input.dequantize: codes are FLOAT8E5M2; quantize to FLOAT8E4M3FN",
+        ),
+        set_attribute(f"{DOWN}.input.quantize", "output_dtype", TensorProto.FLOAT8E5M2),
+    ),
+    Case(
+        "F103",
+        (f"{DOWN}.input.quantize: scale {DOWN}.input_scale is BFLOAT16; store it as FLOAT and state output_dtype",),
+        set_tensor(f"{DOWN}.input_scale", np.array(0.01953125, ml_dtypes.bfloat16)),
+    ),
+    Case(
+        "F103",
+        (f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale is FLOAT16; store it as FLOAT and state output_dtype",),
+        set_tensor(f"{DOWN}.weight_scale", np.full(128, 0.5, np.float16)),
+    ),
+    Case(
+        "F104",
+        (
+            (
+                f"{DOWN}.input.quantize: scale {DOWN}.input_scale holds 0 (1 of 1 are not positive and finite); leave "
+                "the "
+                "module in BF16 (`fp8q calibrate --skip`)"
+            ),
+        ),
+        set_tensor(f"{DOWN}.input_scale", np.float32(0)),
+        promised={DOWN: None, UP: None},
+        foreign=True,
+    ),
+    Case(
+        "F104",
+        (
+            (
+                f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale holds nan (2 of 128 are not positive and "
+                "finite); "
+                "leave the module in BF16 (`fp8q calibrate --skip`)"
+            ),
+        ),
+        set_tensor(f"{DOWN}.weight_scale", np.array([np.nan, np.inf, *[0.5] * 126], np.float32)),
+    ),
+    Case(
+        "F104",
+        (f"{DOWN}.input.quantize: scale scale is computed when the graph runs; quantize with a constant scale",),
+        computed_scale,
+    ),
+    Case(
+        "F105",
+        (f"{DOWN}.weight.dequantize: states no output_dtype; set it to the type the graph computes in",),
+        drop_attribute(f"{DOWN}.weight.dequantize", "output_dtype"),
+    ),
+    Case(
+        "F106",
+        (f"{DOWN}.input.quantize: zero point zero is not zero; leave it out",),
+        zero_point(np.array(1, ml_dtypes.float8_e4m3fn)),
+    ),
+    Case(
+        "F106",
+        (f"{DOWN}.input.quantize: zero point zero is INT8 but the codes are FLOAT8E4M3FN; leave it out",),
+        zero_point(np.array(0, np.int8)),
+    ),
+    Case(
+        "F107",
+        (
+            (
+                f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale has shape [64] but axis 0 of {DOWN}.weight [128, "
+                "256] has 128; store one scale for each"
+            ),
+        ),
+        set_tensor(f"{DOWN}.weight_scale", np.full(64, 0.5, np.float32)),
+    ),
+    Case(
+        "F107",
+        (
+            f"{KEY}.quantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take",
+            (
+                f"{KEY}.dequantize_past: scale {KEY}_scale has 2 values; store one for the tensor, as activations and "
+                "caches take"
+            ),
+            (
+                f"{KEY}.dequantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and "
+                "caches "
+                "take"
+            ),
+        ),
+        set_tensor(f"{KEY}_scale", np.full(2, 0.5, np.float32)),
+    ),
+    Case(
+        "F108",
+        (f"again: quantizes {{gated}} with the scale that {DOWN}.input.quantize has quantized it with; use its codes",),
+        second_quantizer,
+    ),
+    Case(
+        "F108",
+        (
+            (
+                f"again: quantizes {DOWN}.input.dequantize_output with the scale that {DOWN}.input.dequantize has "
+                "dequantized it with; use its codes"
+            ),
+        ),
+        dequantized_codes,
+    ),
+    Case(
+        "F109",
+        (
+            (
+                "{concat}: Concat reads FP8 codes past_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize "
+                "them "
+                "first"
+            ),
+            (
+                "{concat}: Concat reads FP8 codes new_key_values.0.key (ONNX Runtime refuses FP8 there); dequantize "
+                "them "
+                "first"
+            ),
+        ),
+        concatenated_codes,
+    ),
+    Case(
+        "F109",
+        (
+            f"relu: Relu reads FP8 codes {DOWN}.input.quantize_output (opset 23 allows no FP8 there); "
+            "dequantize them first",
+        ),
+        relu_of_codes,
+    ),
+    Case(
+        "F110",
+        (
+            (
+                f"{LAYER}.self_attn.attention: its input query comes from Q/DQ, which does not make it FP8 attention; "
+                "leave it out, or use plain products"
+            ),
+        ),
+        quantized_query,
+    ),
+    Case(
+        "F111",
+        (
+            (
+                "table.quantize: quantizes the constant table when the graph is built; store its codes, behind a "
+                "DequantizeLinear"
+            ),
+        ),
+        quantized_constant,
+    ),
+    Case(
+        "F112",
+        (
+            (
+                f"{DOWN}.input.dequantize: multiplies by 0.25, and {DOWN}.input.quantize has divided by 0.01953125; "
+                "use "
+                "one scale for both"
+            ),
+        ),
+        other_pair_scale,
+        foreign=True,
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",),
+        cast_between,
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        scaled_weight,
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Relu between lies between {DOWN}.input.dequantize and the product; move it elsewhere",),
+        between("Relu", 0),
+        foreign=True,
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Relu between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        between("Relu", 1),
+        foreign=True,
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Slice between lies between {DOWN}.input.dequantize and the product; move it elsewhere",),
+        between("Slice", 0, [0], [9]),
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Gather between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        between("Gather", 1, [0]),
+    ),
+    Case(
+        "F201",
+        (f"{DOWN}.matmul: Concat between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        between("Concat", 1, joined=f"{UP}.weight.dequantize"),
+        foreign=True,
+    ),
+    Case(
+        "F202",
+        (
+            (
+                f"{DOWN}.matmul: its weight is FP8 but its input is not, so it multiplies in the compute type; "
+                "quantize "
+                "its input too"
+            ),
+        ),
+        options={"wide_inputs": (DOWN,)},
+        foreign=True,
+    ),
+    Case(
+        "F203",
+        (
+            (
+                f"{DOWN}.matmul: is promised on FP8: its weight is FP8 but its input is not, so it multiplies in the "
+                f"compute type; {AGAIN}"
+            ),
+        ),
+        options={"wide_inputs": (DOWN,)},
+    ),
+    Case(
+        "F203",
+        (f"{DOWN}.matmul: is promised on FP8: neither its weight nor its input comes from FP8 codes; {AGAIN}",),
+        options={"wide": (DOWN,)},
+        promised={DOWN: None},
+    ),
+    Case(
+        "F203",
+        (f"model.layers.7.mlp.up_proj.matmul: is promised on FP8, and there is no such product; {AGAIN}",),
+        promised={"model.layers.7.mlp.up_proj": 0.5},
+    ),
     Case("F203", ("nothing is promised on FP8; calibrate with fewer --skip",), options={"fp8": False}, promised={}),
-    Case("F204", (f"{DOWN}.matmul: its weight is FP8, which scales.json does not promise; {AGAIN}",), promised={f"-{DOWN}": None}),
-    Case("F205", ("of its products (8) none takes FP8 on both sides; quantize weights and inputs",), options={"fp8": False}, foreign=True),
-    Case("F206", (f"{DOWN}.input.quantize: scale is 0.01953125, and scales.json has 0.0195312519; {AGAIN}",
-                  f"{DOWN}.input.dequantize: scale is 0.01953125, and scales.json has 0.0195312519; {AGAIN}"),
-         promised={DOWN: float(np.nextafter(np.float32(0.01953125), np.float32(1)))}),
-    Case("F207", (f"{DOWN}.weight.dequantize: scale 3 is 0.75, and the checkpoint has 0.5; {AGAIN}",),
-         set_tensor(f"{DOWN}.weight_scale", np.array([0.5] * 3 + [0.75] + [0.5] * 124, np.float32)), weight_scales={DOWN: np.full(128, 0.5, np.float32)}),
-    Case("F207", (f"{DOWN}.weight.dequantize: has 128 scales, and the checkpoint 64; {AGAIN}",), weight_scales={DOWN: np.full(64, 0.5, np.float32)}),
-    Case("F208", (f"{DOWN}.weight.dequantize: scales run along axis 1 of {DOWN}.weight [128, 256], which the product sums over; take axis 0",),
-         each(set_attribute(f"{DOWN}.weight.dequantize", "axis", 1), set_tensor(f"{DOWN}.weight_scale", np.full(256, 0.5, np.float32)))),
-    Case("F209", tuple(f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; leave the module in BF16 where the padding costs more than FP8 gives"
-                       for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))), options={"hidden": 24}),
-    Case("F210", (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",), integer_codes, {"wide": (DOWN,)}, foreign=True),
-    Case("F211", (f"{DOWN}.matmul: its input is FP8 but its weight is not, so it multiplies in the compute type; quantize its weight too, or leave its input as it is",),
-         wide_weight, foreign=True),
-    Case("F212", (f"{LAYER}.self_attn.scores: is promised on FP8: its first input does not come from FP8 codes; {AGAIN}",
-                  f"{LAYER}.self_attn.values: is promised on FP8, and there is no such product; {AGAIN}"),
-         options={"plain_attention": True, "key_value_heads": 4}, attention={f"{LAYER}.self_attn.scores": (0.5, 0.5), f"{LAYER}.self_attn.values": (0.5, 0.5)}),
-    Case("F316", ("opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with opset 23",),
-         versions(24, 12)),
-    Case("F301", ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",), versions(25, 13)),
+    Case(
+        "F204",
+        (f"{DOWN}.matmul: its weight is FP8, which scales.json does not promise; {AGAIN}",),
+        promised={f"-{DOWN}": None},
+    ),
+    Case(
+        "F205",
+        ("of its products (8) none takes FP8 on both sides; quantize weights and inputs",),
+        options={"fp8": False},
+        foreign=True,
+    ),
+    Case(
+        "F206",
+        (
+            f"{DOWN}.input.quantize: scale is 0.01953125, and scales.json has 0.0195312519; {AGAIN}",
+            f"{DOWN}.input.dequantize: scale is 0.01953125, and scales.json has 0.0195312519; {AGAIN}",
+        ),
+        promised={DOWN: float(np.nextafter(np.float32(0.01953125), np.float32(1)))},
+    ),
+    Case(
+        "F207",
+        (f"{DOWN}.weight.dequantize: scale 3 is 0.75, and the checkpoint has 0.5; {AGAIN}",),
+        set_tensor(f"{DOWN}.weight_scale", np.array([0.5] * 3 + [0.75] + [0.5] * 124, np.float32)),
+        weight_scales={DOWN: np.full(128, 0.5, np.float32)},
+    ),
+    Case(
+        "F207",
+        (f"{DOWN}.weight.dequantize: has 128 scales, and the checkpoint 64; {AGAIN}",),
+        weight_scales={DOWN: np.full(64, 0.5, np.float32)},
+    ),
+    Case(
+        "F208",
+        (
+            (
+                f"{DOWN}.weight.dequantize: scales run along axis 1 of {DOWN}.weight [128, 256], which the product "
+                "sums "
+                "over; take axis 0"
+            ),
+        ),
+        each(
+            set_attribute(f"{DOWN}.weight.dequantize", "axis", 1),
+            set_tensor(f"{DOWN}.weight_scale", np.full(256, 0.5, np.float32)),
+        ),
+    ),
+    Case(
+        "F209",
+        tuple(
+            (
+                f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; "
+                "leave "
+                "the module in BF16 where the padding costs more than FP8 gives"
+            )
+            for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))
+        ),
+        options={"hidden": 24},
+    ),
+    Case(
+        "F210",
+        (f"{DOWN}.matmul: multiplies INT8 codes (integers); quantize to FLOAT8E4M3FN for FP8",),
+        integer_codes,
+        {"wide": (DOWN,)},
+        foreign=True,
+    ),
+    Case(
+        "F211",
+        (
+            (
+                f"{DOWN}.matmul: its input is FP8 but its weight is not, so it multiplies in the compute type; "
+                "quantize "
+                "its weight too, or leave its input as it is"
+            ),
+        ),
+        wide_weight,
+        foreign=True,
+    ),
+    Case(
+        "F212",
+        (
+            f"{LAYER}.self_attn.scores: is promised on FP8: its first input does not come from FP8 codes; {AGAIN}",
+            f"{LAYER}.self_attn.values: is promised on FP8, and there is no such product; {AGAIN}",
+        ),
+        options={"plain_attention": True, "key_value_heads": 4},
+        attention={f"{LAYER}.self_attn.scores": (0.5, 0.5), f"{LAYER}.self_attn.values": (0.5, 0.5)},
+    ),
+    Case(
+        "F316",
+        (
+            (
+                "opset 24 is newer than 23, the last that ONNX Runtime and TensorRT-RTX both run in FP8; export with "
+                "opset 23"
+            ),
+        ),
+        versions(24, 12),
+    ),
+    Case(
+        "F301",
+        ("opset 25 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with opset 23",),
+        versions(25, 13),
+    ),
     Case("F302", ("IR version 10 is older than opset 23, which came with 11; write IR version 11",), versions(23, 10)),
-    Case("F302", (f"IR version 99 is newer than {onnx.IR_VERSION}, the newest that onnx {onnx.__version__} knows; write IR version 11",), versions(23, 99)),
-    Case("F303", ("node_Softplus: com.example.Softplus is no standard operator; express it in standard ones",),
-         lambda model: model.graph.node.append(helper.make_node("Softplus", ["logits"], ["soft"], name="node_Softplus", domain="com.example"))),
-    Case("F303", ("node_Swoosh: Swoosh is no operator of opset 23; express it in standard ones",),
-         lambda model: model.graph.node.append(helper.make_node("Swoosh", ["logits"], ["whoosh"], name="node_Swoosh"))),
-    Case("F303", ("defines the function local.Twice; inline it",),
-         lambda model: model.functions.append(helper.make_function("local", "Twice", ["x"], ["y"], [helper.make_node("Add", ["x", "x"], ["y"])], [helper.make_opsetid("", 23)]))),
-    Case("F304", ("lm_head.matmul: 2 nodes bear this name; give each its own",), lambda model: setattr(only(model, "Gather"), "name", "lm_head.matmul"), foreign=True),
-    Case("F305", (f"{LAYER}.input_layernorm.bias_add: bears the name of a bias, and does not add to {LAYER}.input_layernorm.matmul; rename it",),
-         lambda model: setattr(only(model, "Add"), "name", f"{LAYER}.input_layernorm.bias_add")),
-    Case("F305", (f"{LAYER}.mlp.act.matmul: bears a product's name and is Sigmoid; rename it",), lambda model: setattr(only(model, "Sigmoid"), "name", f"{LAYER}.mlp.act.matmul")),
-    Case("F305", (f"dq: dequantizes the weight of {DOWN}; name it {DOWN}.weight.dequantize",), rename(f"{DOWN}.weight.dequantize", "dq")),
-    Case("F305", (f"dq: dequantizes the input of {DOWN}; name it after the first module that reads it",), rename(f"{DOWN}.input.dequantize", "dq")),
-    Case("F305", (f"q: quantizes the input of {DOWN}; name it {DOWN}.input.quantize",), rename(f"{DOWN}.input.quantize", "q")),
-    Case("F306", (f"there is no input position_ids; {AGAIN}", f"positions is no input or output of the contract; {AGAIN}"), rename_value("position_ids", "positions")),
-    Case("F306", ("the input input_ids is INT32; make it INT64",), lambda model: setattr(value(model, "input_ids"), "elem_type", TensorProto.INT32)),
-    Case("F306", (f"there is no output new_key_values.0.value; {AGAIN}", f"present.0.value is no input or output of the contract; {AGAIN}"),
-         rename_value("new_key_values.0.value", "present.0.value")),
-    Case("F306", ("the output new_key_values.0.key is BFLOAT16 and the input past_key_values.0.key is FLOAT8E4M3FN; the new ones become the past, make them one type",),
-         lambda model: setattr(value(model, "new_key_values.0.key"), "elem_type", TensorProto.BFLOAT16)),
-    Case("F306", (f"there is no output logits; {AGAIN}", f"scores is no input or output of the contract; {AGAIN}"), rename_value("logits", "scores")),
+    Case(
+        "F302",
+        (
+            (
+                f"IR version 99 is newer than {onnx.IR_VERSION}, the newest that onnx {onnx.__version__} knows; write "
+                "IR "
+                "version 11"
+            ),
+        ),
+        versions(23, 99),
+    ),
+    Case(
+        "F303",
+        ("node_Softplus: com.example.Softplus is no standard operator; express it in standard ones",),
+        lambda model: model.graph.node.append(
+            helper.make_node("Softplus", ["logits"], ["soft"], name="node_Softplus", domain="com.example")
+        ),
+    ),
+    Case(
+        "F303",
+        ("node_Swoosh: Swoosh is no operator of opset 23; express it in standard ones",),
+        lambda model: model.graph.node.append(helper.make_node("Swoosh", ["logits"], ["whoosh"], name="node_Swoosh")),
+    ),
+    Case(
+        "F303",
+        ("defines the function local.Twice; inline it",),
+        lambda model: model.functions.append(
+            helper.make_function(
+                "local",
+                "Twice",
+                ["x"],
+                ["y"],
+                [helper.make_node("Add", ["x", "x"], ["y"])],
+                [helper.make_opsetid("", 23)],
+            )
+        ),
+    ),
+    Case(
+        "F304",
+        ("lm_head.matmul: 2 nodes bear this name; give each its own",),
+        lambda model: setattr(only(model, "Gather"), "name", "lm_head.matmul"),
+        foreign=True,
+    ),
+    Case(
+        "F305",
+        (
+            (
+                f"{LAYER}.input_layernorm.bias_add: bears the name of a bias, and does not add to "
+                f"{LAYER}.input_layernorm.matmul; rename it"
+            ),
+        ),
+        lambda model: setattr(only(model, "Add"), "name", f"{LAYER}.input_layernorm.bias_add"),
+    ),
+    Case(
+        "F305",
+        (f"{LAYER}.mlp.act.matmul: bears a product's name and is Sigmoid; rename it",),
+        lambda model: setattr(only(model, "Sigmoid"), "name", f"{LAYER}.mlp.act.matmul"),
+    ),
+    Case(
+        "F305",
+        (f"dq: dequantizes the weight of {DOWN}; name it {DOWN}.weight.dequantize",),
+        rename(f"{DOWN}.weight.dequantize", "dq"),
+    ),
+    Case(
+        "F305",
+        (f"dq: dequantizes the input of {DOWN}; name it after the first module that reads it",),
+        rename(f"{DOWN}.input.dequantize", "dq"),
+    ),
+    Case(
+        "F305",
+        (f"q: quantizes the input of {DOWN}; name it {DOWN}.input.quantize",),
+        rename(f"{DOWN}.input.quantize", "q"),
+    ),
+    Case(
+        "F306",
+        (f"there is no input position_ids; {AGAIN}", f"positions is no input or output of the contract; {AGAIN}"),
+        rename_value("position_ids", "positions"),
+    ),
+    Case(
+        "F306",
+        ("the input input_ids is INT32; make it INT64",),
+        lambda model: setattr(value(model, "input_ids"), "elem_type", TensorProto.INT32),
+    ),
+    Case(
+        "F306",
+        (
+            f"there is no output new_key_values.0.value; {AGAIN}",
+            f"present.0.value is no input or output of the contract; {AGAIN}",
+        ),
+        rename_value("new_key_values.0.value", "present.0.value"),
+    ),
+    Case(
+        "F306",
+        (
+            (
+                "the output new_key_values.0.key is BFLOAT16 and the input past_key_values.0.key is FLOAT8E4M3FN; the "
+                "new "
+                "ones become the past, make them one type"
+            ),
+        ),
+        lambda model: setattr(value(model, "new_key_values.0.key"), "elem_type", TensorProto.BFLOAT16),
+    ),
+    Case(
+        "F306",
+        (f"there is no output logits; {AGAIN}", f"scores is no input or output of the contract; {AGAIN}"),
+        rename_value("logits", "scores"),
+    ),
     Case("F307", ("input_ids is [1, seq]; give it the contract's [batch, seq]",), set_dimension("input_ids", 0, 1)),
-    Case("F307", ("attention_mask is [batch, total]; give it the contract's [batch, capacity + seq]",), set_dimension("attention_mask", 1, "total")),
-    Case("F307", ("past_key_values.0.key is [batch, heads, capacity, 64]; give it the contract's [batch, size, capacity, size]",), set_dimension("past_key_values.0.key", 1, "heads")),
-    Case("F308", ("the output new_key_values.0.key has the past in it (its length is capacity + seq); give out the new ones alone",),
-         set_dimension("new_key_values.0.key", 2, "capacity + seq")),
+    Case(
+        "F307",
+        ("attention_mask is [batch, total]; give it the contract's [batch, capacity + seq]",),
+        set_dimension("attention_mask", 1, "total"),
+    ),
+    Case(
+        "F307",
+        (
+            (
+                "past_key_values.0.key is [batch, heads, capacity, 64]; give it the contract's [batch, size, capacity, "
+                "size]"
+            ),
+        ),
+        set_dimension("past_key_values.0.key", 1, "heads"),
+    ),
+    Case(
+        "F308",
+        (
+            (
+                "the output new_key_values.0.key has the past in it (its length is capacity + seq); give out the new "
+                "ones "
+                "alone"
+            ),
+        ),
+        set_dimension("new_key_values.0.key", 2, "capacity + seq"),
+    ),
     Case("F309", ("nodes have no name (2 of 71); name them",), unname("Gather", "Squeeze")),
-    Case("F310", ("imports the domain com.example and uses nothing of it; drop the import",), lambda model: model.opset_import.append(helper.make_opsetid("com.example", 1))),
-    Case("F311", ("the input input_ids has a dynamic dimension without a name (axis 1); name it, such as batch or seq",), set_dimension("input_ids", 1, ""), foreign=True),
-    Case("F311", ("the input input_ids has no shape; state its rank, and name its dynamic dimensions",), lambda model: value(model, "input_ids").ClearField("shape"), foreign=True),
+    Case(
+        "F310",
+        ("imports the domain com.example and uses nothing of it; drop the import",),
+        lambda model: model.opset_import.append(helper.make_opsetid("com.example", 1)),
+    ),
+    Case(
+        "F311",
+        ("the input input_ids has a dynamic dimension without a name (axis 1); name it, such as batch or seq",),
+        set_dimension("input_ids", 1, ""),
+        foreign=True,
+    ),
+    Case(
+        "F311",
+        ("the input input_ids has no shape; state its rank, and name its dynamic dimensions",),
+        lambda model: value(model, "input_ids").ClearField("shape"),
+        foreign=True,
+    ),
     Case("F312", ("branch: If has a body, which is not checked; take its products out",), branch),
-    Case("F313", (f"{DOWN}.input.quantize: reads nowhere, which nothing makes; {EXPORT}",), lambda model: node(model, f"{DOWN}.input.quantize").input.__setitem__(0, "nowhere")),
+    Case(
+        "F313",
+        (f"{DOWN}.input.quantize: reads nowhere, which nothing makes; {EXPORT}",),
+        lambda model: node(model, f"{DOWN}.input.quantize").input.__setitem__(0, "nowhere"),
+    ),
     Case("F313", (f"{DOWN}.input.quantize: reads {{gated}}, which is made only later; {EXPORT}",), late),
-    Case("F313", (f"nothing makes the output elsewhere; {EXPORT}",), lambda model: setattr(model.graph.output.add(), "name", "elsewhere"), foreign=True),
-    Case("F314", (f"{DOWN}.matmul: MatMul has 1 inputs and takes 2 at least; {EXPORT}",), lambda model: node(model, f"{DOWN}.matmul").input.pop()),
-    Case("F315", (f"{DOWN}.weight_scale is made 2 times; {EXPORT}",), lambda model: model.graph.initializer.append(tensor(model, f"{DOWN}.weight_scale"))),
-    Case("F315", (f"logits is made 2 times; {EXPORT}",), lambda model: model.graph.node.append(helper.make_node("Identity", ["input_ids"], ["logits"], name="again"))),
-    Case("F317", (f"{DOWN}.input.quantize: scale {DOWN}.input_scale is an input too, which may replace it; take it off the graph's inputs",),
-         lambda model: model.graph.input.append(helper.make_tensor_value_info(f"{DOWN}.input_scale", TensorProto.FLOAT, []))),
-    Case("F401", (f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file beside the graph",),
-         set_place(f"{DOWN}.weight", location="../model.safetensors")),
-    Case("F401", (f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the graph",), set_place(f"{DOWN}.weight", location="/etc/hostname")),
-    Case("F401", (f"{DOWN}.weight: its place in the file is no number (invalid literal for int() with base 10: 'start'); {EXPORT}",), set_place(f"{DOWN}.weight", offset="start")),
-    Case("F402", (f"{DOWN}.weight: its file more.safetensors is missing (tensors in it: 1); copy the graph's whole directory again",), set_place(f"{DOWN}.weight", location="more.safetensors")),
-    Case("F403", ("model.norm.weight: its data end at byte {size1} of model.safetensors, which has {size}; copy the graph's whole directory again",
-                  f"F405 external-tensor: model.norm.weight: no tensor of model.safetensors begins at byte {{norm1}}; {EXPORT}"), move_place("model.norm.weight", 1)),
-    Case("F403", (f"{DOWN}.input_scale: its data begin at byte -8 of model.safetensors, before its start; {EXPORT}",
-                  f"F405 external-tensor: {DOWN}.input_scale: no tensor of model.safetensors begins at byte -8; {EXPORT}"), set_place(f"{DOWN}.input_scale", offset=-8)),
-    Case("F404", (f"{DOWN}.weight: its data are 100 bytes, and FLOAT8E4M3FN [128, 256] takes 32768; {EXPORT}",), set_place(f"{DOWN}.weight", length=100)),
-    Case("F405", (f"{LAYER}.self_attn.k_proj.weight: its data are those of {LAYER}.self_attn.v_proj.weight in model.safetensors; {EXPORT}",
-                  f"{LAYER}.self_attn.v_proj.weight: its data are those of {LAYER}.self_attn.k_proj.weight in model.safetensors; {EXPORT}"), swap_places),
-    Case("F405", (f"model.norm.weight: its data are BF16 in model.safetensors, and FLOAT16 in the graph; {EXPORT}",),
-         lambda model: setattr(tensor(model, "model.norm.weight"), "data_type", TensorProto.FLOAT16)),
-    Case("F406", (f"F405 external-tensor: {DOWN}.weight: no tensor of model.safetensors begins at byte {{down16}}; {EXPORT}",
-                  f"{DOWN}.weight_scale: its data begin at byte {{scale}} of model.safetensors, inside those of {DOWN}.weight (to {{down_end16}}); {EXPORT}"),
-         move_place(f"{DOWN}.weight", 16)),
+    Case(
+        "F313",
+        (f"nothing makes the output elsewhere; {EXPORT}",),
+        lambda model: setattr(model.graph.output.add(), "name", "elsewhere"),
+        foreign=True,
+    ),
+    Case(
+        "F314",
+        (f"{DOWN}.matmul: MatMul has 1 inputs and takes 2 at least; {EXPORT}",),
+        lambda model: node(model, f"{DOWN}.matmul").input.pop(),
+    ),
+    Case(
+        "F315",
+        (f"{DOWN}.weight_scale is made 2 times; {EXPORT}",),
+        lambda model: model.graph.initializer.append(tensor(model, f"{DOWN}.weight_scale")),
+    ),
+    Case(
+        "F315",
+        (f"logits is made 2 times; {EXPORT}",),
+        lambda model: model.graph.node.append(helper.make_node("Identity", ["input_ids"], ["logits"], name="again")),
+    ),
+    Case(
+        "F317",
+        (
+            (
+                f"{DOWN}.input.quantize: scale {DOWN}.input_scale is an input too, which may replace it; take it off "
+                "the "
+                "graph's inputs"
+            ),
+        ),
+        lambda model: model.graph.input.append(
+            helper.make_tensor_value_info(f"{DOWN}.input_scale", TensorProto.FLOAT, [])
+        ),
+    ),
+    Case(
+        "F401",
+        (
+            (
+                f"{DOWN}.weight: its data lie in ../model.safetensors, outside the graph's directory; put the file "
+                "beside "
+                "the graph"
+            ),
+        ),
+        set_place(f"{DOWN}.weight", location="../model.safetensors"),
+    ),
+    Case(
+        "F401",
+        (
+            (
+                f"{DOWN}.weight: its data lie in /etc/hostname, outside the graph's directory; put the file beside the "
+                "graph"
+            ),
+        ),
+        set_place(f"{DOWN}.weight", location="/etc/hostname"),
+    ),
+    Case(
+        "F401",
+        (
+            (
+                f"{DOWN}.weight: its place in the file is no number (invalid literal for int() with base 10: 'start'); "
+                f"{EXPORT}"
+            ),
+        ),
+        set_place(f"{DOWN}.weight", offset="start"),
+    ),
+    Case(
+        "F402",
+        (
+            (
+                f"{DOWN}.weight: its file more.safetensors is missing (tensors in it: 1); copy the graph's whole "
+                "directory again"
+            ),
+        ),
+        set_place(f"{DOWN}.weight", location="more.safetensors"),
+    ),
+    Case(
+        "F403",
+        (
+            (
+                "model.norm.weight: its data end at byte {size1} of model.safetensors, which has {size}; copy the "
+                "graph's "
+                "whole directory again"
+            ),
+            (
+                "F405 external-tensor: model.norm.weight: no tensor of model.safetensors begins at byte {norm1}; "
+                f"{EXPORT}"
+            ),
+        ),
+        move_place("model.norm.weight", 1),
+    ),
+    Case(
+        "F403",
+        (
+            f"{DOWN}.input_scale: its data begin at byte -8 of model.safetensors, before its start; {EXPORT}",
+            f"F405 external-tensor: {DOWN}.input_scale: no tensor of model.safetensors begins at byte -8; {EXPORT}",
+        ),
+        set_place(f"{DOWN}.input_scale", offset=-8),
+    ),
+    Case(
+        "F404",
+        (f"{DOWN}.weight: its data are 100 bytes, and FLOAT8E4M3FN [128, 256] takes 32768; {EXPORT}",),
+        set_place(f"{DOWN}.weight", length=100),
+    ),
+    Case(
+        "F405",
+        (
+            (
+                f"{LAYER}.self_attn.k_proj.weight: its data are those of {LAYER}.self_attn.v_proj.weight in "
+                f"model.safetensors; {EXPORT}"
+            ),
+            (
+                f"{LAYER}.self_attn.v_proj.weight: its data are those of {LAYER}.self_attn.k_proj.weight in "
+                f"model.safetensors; {EXPORT}"
+            ),
+        ),
+        swap_places,
+    ),
+    Case(
+        "F405",
+        (f"model.norm.weight: its data are BF16 in model.safetensors, and FLOAT16 in the graph; {EXPORT}",),
+        lambda model: setattr(tensor(model, "model.norm.weight"), "data_type", TensorProto.FLOAT16),
+    ),
+    Case(
+        "F406",
+        (
+            f"F405 external-tensor: {DOWN}.weight: no tensor of model.safetensors begins at byte {{down16}}; {EXPORT}",
+            (
+                f"{DOWN}.weight_scale: its data begin at byte {{scale}} of model.safetensors, inside those of "
+                f"{DOWN}.weight (to {{down_end16}}); {EXPORT}"
+            ),
+        ),
+        move_place(f"{DOWN}.weight", 16),
+    ),
     Case("F407", (f"{DOWN}.weight_scale: its data are 3 bytes, and FLOAT [128] takes 512; {EXPORT}",), inline(b"abc")),
-]  # fmt: skip
+]
 
 
 def places(path: Path) -> dict[str, int | str]:
@@ -455,9 +1035,15 @@ def places(path: Path) -> dict[str, int | str]:
     gated = next(entry.input[0] for entry in graph.node if entry.name == f"{DOWN}.input.quantize")
     concat = next(entry.name for entry in graph.node if f"{KEY}.dequantize_past_output" in entry.input)
     return {
-        "size": size, "size1": size + 1, "norm1": start_of("model.norm.weight")(path) + 1, "down16": down + 16, "down_end16": down + 16 + 32768,
-        "scale": start_of(f"{DOWN}.weight_scale")(path), "gated": gated, "concat": concat,
-    }  # fmt: skip
+        "size": size,
+        "size1": size + 1,
+        "norm1": start_of("model.norm.weight")(path) + 1,
+        "down16": down + 16,
+        "down_end16": down + 16 + 32768,
+        "scale": start_of(f"{DOWN}.weight_scale")(path),
+        "gated": gated,
+        "concat": concat,
+    }
 
 
 def promise_of(case: Case, written: Any) -> dict[str, float | None] | None:
@@ -471,7 +1057,9 @@ def promise_of(case: Case, written: Any) -> dict[str, float | None] | None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule} {case.expected[0][:60]}")
-def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(decoder: Decoders, edited: Edit, case: Case) -> None:
+def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
+    decoder: Decoders, edited: Edit, case: Case
+) -> None:
     written = decoder(**case.options)
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
@@ -503,7 +1091,10 @@ def test_fp8_tensor_scatter_is_refused_though_the_standard_allows_it(decoder: De
     written = decoder()
     edited(written.path, scattered_codes)
     found = [str(finding) for finding in lint(written.path, written.input_scales)]
-    assert "F109 operator-takes-fp8: scatter: TensorScatter reads FP8 codes past_key_values.0.key (TensorRT refuses FP8 there); dequantize them first" in found
+    assert (
+        "F109 operator-takes-fp8: scatter: TensorScatter reads FP8 codes past_key_values.0.key (TensorRT refuses FP8 "
+        "there); dequantize them first"
+    ) in found
 
 
 def test_an_opset_without_fp8_is_found(decoder: Decoders, edited: Edit) -> None:
@@ -511,7 +1102,10 @@ def test_an_opset_without_fp8_is_found(decoder: Decoders, edited: Edit) -> None:
     edited(written.path, versions(18, 11))
     found = [str(finding) for finding in lint(written.path)]
     assert "F301 opset: opset 18 has no FP8; export with opset 23" in found
-    assert f"F303 standard-operators: {LAYER}.self_attn.attention: Attention is no operator of opset 18; express it in standard ones" in found
+    assert (
+        f"F303 standard-operators: {LAYER}.self_attn.attention: Attention is no operator of opset 18; express it in "
+        "standard ones"
+    ) in found
 
 
 def test_a_zero_point_of_zero_is_no_finding(decoder: Decoders, edited: Edit) -> None:
@@ -558,16 +1152,21 @@ def test_a_file_that_is_no_safetensors_is_found(decoder: Decoders) -> None:
     weights = written.path.with_name("model.safetensors")
     weights.write_bytes(bytes(weights.stat().st_size))
     found = lint(written.path)
-    assert f"F405 external-tensor: {DOWN}.weight: its file model.safetensors has no safetensors header; copy the graph's whole directory again" in [
-        str(finding) for finding in found
-    ]
+    assert (
+        f"F405 external-tensor: {DOWN}.weight: its file model.safetensors has no safetensors header; copy the graph's "
+        "whole directory again"
+    ) in [str(finding) for finding in found]
     assert {finding.rule for finding in found} == {"F104", "F405"}
 
 
 def test_external_data_in_other_files_are_held_to_their_bounds_alone(decoder: Decoders, edited: Edit) -> None:
     written = decoder()
     written.path.with_name("model.safetensors").rename(written.path.with_name("model.onnx.data"))
-    stored = [entry.name for entry in onnx.load_model(written.path, load_external_data=False).graph.initializer if entry.external_data]
+    stored = [
+        entry.name
+        for entry in onnx.load_model(written.path, load_external_data=False).graph.initializer
+        if entry.external_data
+    ]
     edited(written.path, each(*(set_place(name, location="model.onnx.data") for name in stored)))
     assert lint(written.path, written.input_scales) == []
 
@@ -586,7 +1185,9 @@ def test_no_weight_is_read(decoder: Decoders) -> None:
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"model\.onnx: is no ONNX model, or (is cut short|holds no node); export it again"):
+    with pytest.raises(
+        InputError, match=r"model\.onnx: is no ONNX model, or (is cut short|holds no node); export it again"
+    ):
         lint(path)
 
 

@@ -32,32 +32,62 @@ LAYER = "/model/layers.0/mlp/down_proj"
 
 def node(operator: str, inputs: str, output: str, name: str | None = None, **attributes: Any) -> NodeProto:
     """A node, named as ModelOpt names it."""
-    scope = f"{'input' if inputs.startswith('x') else 'weight'}_quantizer/" if operator.endswith("quantizeLinear") or operator == "QuantizeLinear" else ""
-    return helper.make_node(operator, inputs.split(), [output], name=f"{LAYER}/{scope}{operator}" if name is None else name, **attributes)
+    scope = (
+        f"{'input' if inputs.startswith('x') else 'weight'}_quantizer/"
+        if operator.endswith("quantizeLinear") or operator == "QuantizeLinear"
+        else ""
+    )
+    return helper.make_node(
+        operator, inputs.split(), [output], name=f"{LAYER}/{scope}{operator}" if name is None else name, **attributes
+    )
 
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Foreign:
-    """`foreign(nodes, {name: (type, values)}, opset=21)`: a graph of one product as other tools write them, x [batch, 32] to y."""
+    """`foreign(nodes, {name: (type, values)}, opset=21)`: a graph of one product as other tools write them, x [batch,
+    32] to y.
+    """
 
     def write(
-        nodes: Sequence[NodeProto], constants: dict[str, tuple[int, Any]], opset: int = 21, compute: int = TensorProto.FLOAT, x: Sequence[Any] = ("batch", 32)
+        nodes: Sequence[NodeProto],
+        constants: dict[str, tuple[int, Any]],
+        opset: int = 21,
+        compute: int = TensorProto.FLOAT,
+        x: Sequence[Any] = ("batch", 32),
     ) -> Path:
-        stored = [numpy_helper.from_array(np.asarray(values).astype(NUMPY[kind]), name) for name, (kind, values) in constants.items()]
+        stored = [
+            numpy_helper.from_array(np.asarray(values).astype(NUMPY[kind]), name)
+            for name, (kind, values) in constants.items()
+        ]
         ends = [[helper.make_tensor_value_info(name, compute, shape)] for name, shape in (("x", x), ("y", None))]
-        model = helper.make_model(helper.make_graph(nodes, "theirs", ends[0], ends[1], stored), opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+        model = helper.make_model(
+            helper.make_graph(nodes, "theirs", ends[0], ends[1], stored),
+            opset_imports=[helper.make_opsetid("", opset)],
+            ir_version=10,
+        )
         (tmp_path / "theirs.onnx").write_bytes(model.SerializeToString())
         return tmp_path / "theirs.onnx"
 
     return write
 
 
-ACTIVATION = [node("QuantizeLinear", "x x_scale x_zero", "x_codes"), node("DequantizeLinear", "x_codes x_scale x_zero", "x_value")]
+ACTIVATION = [
+    node("QuantizeLinear", "x x_scale x_zero", "x_codes"),
+    node("DequantizeLinear", "x_codes x_scale x_zero", "x_value"),
+]
 WEIGHT = np.linspace(-2, 2, 32 * 48).reshape(32, 48)
 
 
-def constants(scale: int = TensorProto.FLOAT, code: int = TensorProto.FLOAT8E4M3FN, weight: Any = WEIGHT) -> dict[str, tuple[int, Any]]:
-    return {"x_scale": (scale, 0.5), "x_zero": (code, 0), "w": (code, weight), "w_scale": (scale, 0.25), "w_zero": (code, 0)}
+def constants(
+    scale: int = TensorProto.FLOAT, code: int = TensorProto.FLOAT8E4M3FN, weight: Any = WEIGHT
+) -> dict[str, tuple[int, Any]]:
+    return {
+        "x_scale": (scale, 0.5),
+        "x_zero": (code, 0),
+        "w": (code, weight),
+        "w_scale": (scale, 0.25),
+        "w_zero": (code, 0),
+    }
 
 
 def findings(result: Any) -> list[tuple[str, str, str | None]]:
@@ -69,47 +99,85 @@ def findings(result: Any) -> list[tuple[str, str, str | None]]:
 
 
 def test_per_tensor_scales_before_a_gemm_are_good(fp8q: Fp8q, foreign: Foreign) -> None:
-    nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value"), node("Gemm", "x_value w_value bias", "y", transB=1)]
+    nodes = [
+        *ACTIVATION,
+        node("DequantizeLinear", "w w_scale w_zero", "w_value"),
+        node("Gemm", "x_value w_value bias", "y", transB=1),
+    ]
     path = foreign(nodes, constants(weight=WEIGHT.T) | {"bias": (TensorProto.FLOAT, np.zeros(48))})
     result = fp8q("lint", path)
     assert (result.code, result.err) == (0, "")
-    assert result.out == f"{path}: opset 21, 1 products, 1 on FP8 codes on both sides; nothing promised of it\nno findings\n"
+    assert (
+        result.out
+        == f"{path}: opset 21, 1 products, 1 on FP8 codes on both sides; nothing promised of it\nno findings\n"
+    )
 
 
 def test_scales_in_fp16_are_errors_that_name_node_and_module(fp8q: Fp8q, foreign: Foreign) -> None:
-    nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value"), node("MatMul", "x_value w_value", "y")]
+    nodes = [
+        *ACTIVATION,
+        node("DequantizeLinear", "w w_scale w_zero", "w_value"),
+        node("MatMul", "x_value w_value", "y"),
+    ]
     path = foreign(nodes, constants(TensorProto.FLOAT16), opset=19, compute=TensorProto.FLOAT16)
     result = fp8q("lint", path, "--json")
     assert result.code == 3
     assert json.loads(result.out)["findings"][0] == {
-        "rule": "F103", "severity": "error", "node": f"{LAYER}/weight_quantizer/DequantizeLinear", "module": "model.layers.0.mlp.down_proj",
+        "rule": "F103",
+        "severity": "error",
+        "node": f"{LAYER}/weight_quantizer/DequantizeLinear",
+        "module": "model.layers.0.mlp.down_proj",
         "message": "scale w_scale is FLOAT16; store it as FLOAT and state output_dtype (from opset 23 on)",
-    }  # fmt: skip
+    }
     assert [finding[0] for finding in findings(result)] == ["F103", "F103"]
-    first = f"F103 scale-type: {LAYER}/weight_quantizer/DequantizeLinear: scale w_scale is FLOAT16; store it as FLOAT and state output_dtype (from opset 23 on)"
+    first = (
+        f"F103 scale-type: {LAYER}/weight_quantizer/DequantizeLinear: scale w_scale is FLOAT16; store it as FLOAT and "
+        "state output_dtype (from opset 23 on)"
+    )
     assert result.err == f"fp8q: {path}: 2 errors, first {first}\n"
 
 
 def test_int8_called_fp8_is_told(fp8q: Fp8q, foreign: Foreign) -> None:
-    nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value"), node("MatMul", "x_value w_value", "y", name="product")]
+    nodes = [
+        *ACTIVATION,
+        node("DequantizeLinear", "w w_scale w_zero", "w_value"),
+        node("MatMul", "x_value w_value", "y", name="product"),
+    ]
     result = fp8q("lint", foreign(nodes, constants(code=TensorProto.INT8)))
     assert result.code == 3
     assert result.out.splitlines()[1:] == [
         "error   F205 nothing-quantized: of its products (1) none takes FP8 on both sides; quantize weights and inputs",
-        f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/input_quantizer/DequantizeLinear); quantize to FLOAT8E4M3FN for FP8",
-        f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/weight_quantizer/DequantizeLinear); quantize to FLOAT8E4M3FN for FP8",
+        (
+            f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/input_quantizer/DequantizeLinear); "
+            "quantize to FLOAT8E4M3FN for FP8"
+        ),
+        (
+            f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/weight_quantizer/DequantizeLinear); "
+            "quantize to FLOAT8E4M3FN for FP8"
+        ),
     ]
 
 
 def test_an_int8_zero_point_on_fp8_codes_is_an_error(fp8q: Fp8q, foreign: Foreign) -> None:
-    nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value"), node("MatMul", "x_value w_value", "y")]
+    nodes = [
+        *ACTIVATION,
+        node("DequantizeLinear", "w w_scale w_zero", "w_value"),
+        node("MatMul", "x_value w_value", "y"),
+    ]
     result = fp8q("lint", foreign(nodes, constants() | {"w_zero": (TensorProto.INT8, 0)}), "--json")
-    assert (result.code, findings(result)) == (3, [("F106", f"{LAYER}/weight_quantizer/DequantizeLinear", "model.layers.0.mlp.down_proj")])
+    assert (result.code, findings(result)) == (
+        3,
+        [("F106", f"{LAYER}/weight_quantizer/DequantizeLinear", "model.layers.0.mlp.down_proj")],
+    )
 
 
 def test_convolutions_count_as_products_and_their_scales_run_along_the_channels(fp8q: Fp8q, foreign: Foreign) -> None:
     def convolution(axis: int) -> Any:
-        nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale", "w_value", axis=axis), node("Conv", "x_value w_value", "y")]
+        nodes = [
+            *ACTIVATION,
+            node("DequantizeLinear", "w w_scale", "w_value", axis=axis),
+            node("Conv", "x_value w_value", "y"),
+        ]
         held = constants(weight=np.ones((48, 32, 3, 3))) | {"w_scale": (TensorProto.FLOAT, np.ones((48, 32)[axis]))}
         return fp8q("lint", foreign(nodes, held, x=("batch", 32, 8, 8)), "--json")
 
@@ -118,7 +186,11 @@ def test_convolutions_count_as_products_and_their_scales_run_along_the_channels(
 
 
 def test_a_weight_quantized_in_the_graph_is_a_warning_and_exit_code_0(fp8q: Fp8q, foreign: Foreign) -> None:
-    nodes = [*ACTIVATION, node("QuantizeLinear", "w w_scale w_zero", "w_codes"), node("DequantizeLinear", "w_codes w_scale w_zero", "w_value")]
+    nodes = [
+        *ACTIVATION,
+        node("QuantizeLinear", "w w_scale w_zero", "w_codes"),
+        node("DequantizeLinear", "w_codes w_scale w_zero", "w_value"),
+    ]
     path = foreign([*nodes, node("MatMul", "x_value w_value", "y")], constants() | {"w": (TensorProto.FLOAT, WEIGHT)})
     result = fp8q("lint", path, "--json")
     assert (result.code, result.err, [rule for rule, _, _ in findings(result)]) == (0, "", ["F111"])
@@ -126,7 +198,10 @@ def test_a_weight_quantized_in_the_graph_is_a_warning_and_exit_code_0(fp8q: Fp8q
 
 def test_a_weight_quantized_in_the_graph_may_have_a_scale_for_each_channel(fp8q: Fp8q, foreign: Foreign) -> None:
     def rules(axis: int) -> list[str]:
-        pair = node("QuantizeLinear", "w w_scale", "w_codes", axis=1, output_dtype=17), node("DequantizeLinear", "w_codes w_scale", "w_value", axis=axis)
+        pair = (
+            node("QuantizeLinear", "w w_scale", "w_codes", axis=1, output_dtype=17),
+            node("DequantizeLinear", "w_codes w_scale", "w_value", axis=axis),
+        )
         held = constants() | {"w": (TensorProto.FLOAT, WEIGHT), "w_scale": (TensorProto.FLOAT, np.ones(48))}
         path = foreign([*ACTIVATION, *pair, node("MatMul", "x_value w_value", "y")], held)
         return [rule for rule, _, _ in findings(fp8q("lint", path, "--json"))]
@@ -135,7 +210,11 @@ def test_a_weight_quantized_in_the_graph_may_have_a_scale_for_each_channel(fp8q:
 
 
 def test_nameless_nodes_and_dimensions_and_idle_domains_are_warnings(fp8q: Fp8q, foreign: Foreign) -> None:
-    nodes = [*ACTIVATION, node("DequantizeLinear", "w w_scale w_zero", "w_value", name=""), node("MatMul", "x_value w_value", "y", name="")]
+    nodes = [
+        *ACTIVATION,
+        node("DequantizeLinear", "w w_scale w_zero", "w_value", name=""),
+        node("MatMul", "x_value w_value", "y", name=""),
+    ]
     path = foreign(nodes, constants(), x=(None, 32))
     model = onnx.load_model(path)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
@@ -145,7 +224,11 @@ def test_nameless_nodes_and_dimensions_and_idle_domains_are_warnings(fp8q: Fp8q,
     assert result.out.splitlines()[1:] == [
         "warning F309 unnamed-node: nodes have no name (2 of 4); name them",
         "warning F310 unused-domain: imports the domain com.microsoft and uses nothing of it; drop the import",
-        "warning F311 unnamed-dimension: the input x has a dynamic dimension without a name (axis 0); name it, such as batch or seq",
+        (
+            "warning F311 unnamed-dimension: the input x has a dynamic dimension without a name (axis 0); name it, "
+            "such "
+            "as batch or seq"
+        ),
     ]
 
 
@@ -161,13 +244,26 @@ def test_what_onnx_runtime_quantizes_to_fp8_has_no_findings(fp8q: Fp8q, foreign:
 
         def get_next(self) -> dict[str, Any] | None:
             self.left -= 1
-            return {"x": np.linspace(-1, 1, 128, dtype=np.float32).reshape(4, 32) * self.left} if self.left >= 0 else None
+            return (
+                {"x": np.linspace(-1, 1, 128, dtype=np.float32).reshape(4, 32) * self.left} if self.left >= 0 else None
+            )
 
-    kinds = {"activation_type": quantization.QuantType.QFLOAT8E4M3FN, "weight_type": quantization.QuantType.QFLOAT8E4M3FN}
-    quantization.quantize_static(float_graph, tmp_path / "quantized.onnx", Rows(), calibrate_method=quantization.CalibrationMethod.Distribution, **kinds)
+    kinds = {
+        "activation_type": quantization.QuantType.QFLOAT8E4M3FN,
+        "weight_type": quantization.QuantType.QFLOAT8E4M3FN,
+    }
+    quantization.quantize_static(
+        float_graph,
+        tmp_path / "quantized.onnx",
+        Rows(),
+        calibrate_method=quantization.CalibrationMethod.Distribution,
+        **kinds,
+    )
     result = fp8q("lint", tmp_path / "quantized.onnx")
     assert result.code == 0
-    assert result.out.endswith("opset 19, 1 products, 1 on FP8 codes on both sides; nothing promised of it\nno findings\n")
+    assert result.out.endswith(
+        "opset 19, 1 products, 1 on FP8 codes on both sides; nothing promised of it\nno findings\n"
+    )
 
 
 def test_many_findings_of_one_rule_are_counted_and_json_has_them_all(fp8q: Fp8q, decoder: Callable[..., Any]) -> None:
@@ -185,7 +281,10 @@ def test_the_graphs_of_a_run_are_held_against_its_promises(fp8q: Fp8q, demo_run:
     for graph in (demo_run.onnx, demo_run.onnx_fp32):
         result = fp8q("lint", graph)
         assert result.code == 0
-        assert result.out == f"{graph}: opset 23, 30 products, 28 on FP8 codes on both sides; held against {demo_run.scales}\nno findings\n"
+        assert result.out == (
+            f"{graph}: opset 23, 30 products, 28 on FP8 codes on both sides; held against {demo_run.scales}\nno "
+            "findings\n"
+        )
 
 
 def test_another_runs_graph_breaks_the_promise(fp8q: Fp8q, demo_run: Run, decoder: Callable[..., Any]) -> None:
@@ -232,7 +331,9 @@ def test_a_run_that_is_none(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
 # Files that are none.
 
 
-def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(fp8q: Fp8q, decoder: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(
+    fp8q: Fp8q, decoder: Callable[..., Any], tmp_path: Path
+) -> None:
     good = decoder().path
     files = {
         tmp_path / "nowhere.onnx": "there is no such file",
@@ -255,21 +356,38 @@ def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(fp8q: Fp8q, decoder: C
         ("graph.node.name", lambda model: setattr(model.graph.node[-1], "name", "MARK")),
         ("graph.node.op_type", lambda model: setattr(model.graph.node[-1], "op_type", "MARK")),
         ("graph.node.domain", lambda model: setattr(model.graph.node[-1], "domain", "MARK")),
-        ("graph.node.attribute.g.node.output", lambda model: model.graph.node[-1].attribute.add(name="body", type=5).g.node.add().output.append("MARK")),
-        ("graph.initializer.external_data.value", lambda model: setattr(model.graph.initializer[-1].external_data[0], "value", "MARK")),
-        ("graph.input.type.tensor_type.shape.dim.dim_param", lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[0], "dim_param", "MARK")),
+        (
+            "graph.node.attribute.g.node.output",
+            lambda model: model.graph.node[-1].attribute.add(name="body", type=5).g.node.add().output.append("MARK"),
+        ),
+        (
+            "graph.initializer.external_data.value",
+            lambda model: setattr(model.graph.initializer[-1].external_data[0], "value", "MARK"),
+        ),
+        (
+            "graph.input.type.tensor_type.shape.dim.dim_param",
+            lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[0], "dim_param", "MARK"),
+        ),
     ],
 )
-def test_text_that_is_no_utf_8_is_damage_and_no_fault(fp8q: Fp8q, decoder: Callable[..., Any], field: str, spoil: Callable[[onnx.ModelProto], Any]) -> None:
+def test_text_that_is_no_utf_8_is_damage_and_no_fault(
+    fp8q: Fp8q, decoder: Callable[..., Any], field: str, spoil: Callable[[onnx.ModelProto], Any]
+) -> None:
     path = decoder().path
     model = onnx.load_model(path, load_external_data=False)
     spoil(model)
     path.write_bytes(model.SerializeToString().replace(b"MARK", b"MAR\xff"))
     result = fp8q("lint", path)
-    assert (result.code, result.out, result.err) == (2, "", f"fp8q: {path}: is damaged ({field} is no UTF-8); export it again\n")
+    assert (result.code, result.out, result.err) == (
+        2,
+        "",
+        f"fp8q: {path}: is damaged ({field} is no UTF-8); export it again\n",
+    )
 
 
-def test_cut_anywhere_a_graph_is_an_input_error_or_has_an_error_and_never_a_fault(decoder: Callable[..., Any], tmp_path: Path) -> None:
+def test_cut_anywhere_a_graph_is_an_input_error_or_has_an_error_and_never_a_fault(
+    decoder: Callable[..., Any], tmp_path: Path
+) -> None:
     written = decoder()
     data = written.path.read_bytes()
     cut = written.path.with_name("cut.onnx")
@@ -283,16 +401,24 @@ def test_a_graph_over_four_gigabytes_takes_no_memory(fp8q: Fp8q, tmp_path: Path)
     out, wide = 65_536, 65_536  # 4.3 GB of codes, in a file with a hole
     with open(tmp_path / "weights.bin", "wb") as handle:
         handle.truncate(4 + out * wide)
-    weight = TensorProto(name="w", data_type=TensorProto.FLOAT8E4M3FN, dims=[out, wide], data_location=TensorProto.EXTERNAL)
+    weight = TensorProto(
+        name="w", data_type=TensorProto.FLOAT8E4M3FN, dims=[out, wide], data_location=TensorProto.EXTERNAL
+    )
     for key, value in (("location", "weights.bin"), ("offset", 4)):
         weight.external_data.add(key=key, value=str(value))
     scale = numpy_helper.from_array(np.array(0.5, np.float32), "s")
     nodes = [
-        node("QuantizeLinear", "x s", "codes", name="q", output_dtype=17), node("DequantizeLinear", "codes s", "value", name="dq", output_dtype=1),
-        node("DequantizeLinear", "w s", "wide", output_dtype=1), node("Gemm", "value wide", "y", transB=1),
-    ]  # fmt: skip
+        node("QuantizeLinear", "x s", "codes", name="q", output_dtype=17),
+        node("DequantizeLinear", "codes s", "value", name="dq", output_dtype=1),
+        node("DequantizeLinear", "w s", "wide", output_dtype=1),
+        node("Gemm", "value wide", "y", transB=1),
+    ]
     ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", wide])] for name in "xy"]
-    model = helper.make_model(helper.make_graph(nodes, "large", ends[0], ends[1], [scale, weight]), opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    model = helper.make_model(
+        helper.make_graph(nodes, "large", ends[0], ends[1], [scale, weight]),
+        opset_imports=[helper.make_opsetid("", 23)],
+        ir_version=11,
+    )
     (tmp_path / "large.onnx").write_bytes(model.SerializeToString())
     tracemalloc.start()
     try:
@@ -302,7 +428,9 @@ def test_a_graph_over_four_gigabytes_takes_no_memory(fp8q: Fp8q, tmp_path: Path)
         tracemalloc.stop()
 
 
-def test_the_lint_needs_nothing_but_the_base_install(base_install: Callable[..., subprocess.CompletedProcess[str]], demo_run: Run) -> None:
+def test_the_lint_needs_nothing_but_the_base_install(
+    base_install: Callable[..., subprocess.CompletedProcess[str]], demo_run: Run
+) -> None:
     shown = base_install("lint", demo_run.onnx)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.endswith(f"held against {demo_run.scales}\nno findings\n")

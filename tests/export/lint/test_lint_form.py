@@ -1,4 +1,6 @@
-"""Files that no exporter should write and that a lint must survive: each gets a finding, or none where it is valid, and never a fault or an endless walk."""
+"""Files that no exporter should write and that a lint must survive: each gets a finding, or none where it is valid, and
+never a fault or an endless walk.
+"""
 
 import json
 from collections.abc import Callable
@@ -16,15 +18,25 @@ Change = Callable[[ModelProto], Any]
 def quantized(change: Change, directory: Path) -> Path:
     """A product of FP8 codes (x [batch, 32] quantized with `s`, `w` [32, 16] with the scales `ws`), changed."""
     weight = helper.make_tensor("w", TensorProto.FLOAT8E4M3FN, [32, 16], bytes(512), raw=True)
-    scales = [helper.make_tensor("s", TensorProto.FLOAT, [], [0.5]), helper.make_tensor("ws", TensorProto.FLOAT, [16], [1.0] * 16)]
+    scales = [
+        helper.make_tensor("s", TensorProto.FLOAT, [], [0.5]),
+        helper.make_tensor("ws", TensorProto.FLOAT, [16], [1.0] * 16),
+    ]
     nodes = [
         node("QuantizeLinear", "x s", "q", output_dtype=TensorProto.FLOAT8E4M3FN),
         node("DequantizeLinear", "q s", "v", output_dtype=TensorProto.FLOAT),
         node("DequantizeLinear", "w ws", "wv", axis=1, output_dtype=TensorProto.FLOAT),
         node("MatMul", "v wv", "y"),
     ]
-    x, y = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])] for name, size in (("x", 32), ("y", 16)))
-    model = helper.make_model(helper.make_graph(nodes, "product", x, y, [weight, *scales]), opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    x, y = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])]
+        for name, size in (("x", 32), ("y", 16))
+    )
+    model = helper.make_model(
+        helper.make_graph(nodes, "product", x, y, [weight, *scales]),
+        opset_imports=[helper.make_opsetid("", 23)],
+        ir_version=11,
+    )
     change(model)
     (directory / "data.bin").write_bytes(bytes(64))
     (directory / "model.onnx").write_bytes(model.SerializeToString())
@@ -32,7 +44,9 @@ def quantized(change: Change, directory: Path) -> Path:
 
 
 def node(operator: str, inputs: str, outputs: str, **attributes: Any) -> NodeProto:
-    return helper.make_node(operator, inputs.split(), outputs.split(), name=f"{outputs or inputs}_{operator}", **attributes)
+    return helper.make_node(
+        operator, inputs.split(), outputs.split(), name=f"{outputs or inputs}_{operator}", **attributes
+    )
 
 
 def with_nodes(*nodes: NodeProto) -> Change:
@@ -63,7 +77,13 @@ def test_a_constant_is_read_whichever_attribute_holds_it(tmp_path: Path, change:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("s", {"value_float": 0.0}), ("s", {"value_int": 0}), ("ws", {"value_floats": [0.0] * 16}), ("ws", {"value_ints": [0] * 16})]
+    ("name", "value"),
+    [
+        ("s", {"value_float": 0.0}),
+        ("s", {"value_int": 0}),
+        ("ws", {"value_floats": [0.0] * 16}),
+        ("ws", {"value_ints": [0] * 16}),
+    ],
 )
 def test_a_constants_numbers_are_held_against_the_rules(tmp_path: Path, name: str, value: dict[str, Any]) -> None:
     found = {finding.rule for finding in lint(quantized(constant(name, **value), tmp_path))}
@@ -73,8 +93,18 @@ def test_a_constants_numbers_are_held_against_the_rules(tmp_path: Path, name: st
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (with_nodes(node("Transpose", "b", "a"), node("Transpose", "a", "b"), node("MatMul", "a wv", "z")), {"F202", "F313"}),
-        (with_nodes(node("Identity", "b", "a"), node("Identity", "a", "b"), node("DequantizeLinear", "q a", "z", output_dtype=1)), {"F104", "F313"}),
+        (
+            with_nodes(node("Transpose", "b", "a"), node("Transpose", "a", "b"), node("MatMul", "a wv", "z")),
+            {"F202", "F313"},
+        ),
+        (
+            with_nodes(
+                node("Identity", "b", "a"),
+                node("Identity", "a", "b"),
+                node("DequantizeLinear", "q a", "z", output_dtype=1),
+            ),
+            {"F104", "F313"},
+        ),
     ],
 )
 def test_a_graph_that_runs_in_a_circle_ends(tmp_path: Path, change: Change, expected: set[str]) -> None:
@@ -83,8 +113,14 @@ def test_a_graph_that_runs_in_a_circle_ends(tmp_path: Path, change: Change, expe
 
 FORM = [
     (with_nodes(node("MatMul", "v", "z")), "z_MatMul: MatMul has 1 inputs and takes 2 at least"),
-    (with_nodes(node("DequantizeLinear", "", "z")), "z_DequantizeLinear: DequantizeLinear has 0 inputs and takes 2 at least"),
-    (with_nodes(node("QuantizeLinear", "x s", "")), "x s_QuantizeLinear: QuantizeLinear has 0 outputs and takes 1 at least"),
+    (
+        with_nodes(node("DequantizeLinear", "", "z")),
+        "z_DequantizeLinear: DequantizeLinear has 0 inputs and takes 2 at least",
+    ),
+    (
+        with_nodes(node("QuantizeLinear", "x s", "")),
+        "x s_QuantizeLinear: QuantizeLinear has 0 outputs and takes 1 at least",
+    ),
     (with_nodes(node("Constant", "q", "z", value_float=1.0)), "z_Constant: Constant has 1 inputs and takes 0 at most"),
     (with_nodes(node("Constant", "", "", value_float=1.0)), "_Constant: Constant has 0 outputs and takes 1 at least"),
     (with_nodes(helper.make_node("Transpose", [""], ["z"], name="t")), "t: Transpose lacks one of its inputs"),
@@ -101,7 +137,9 @@ FORM = [
 
 
 @pytest.mark.parametrize(("change", "message"), FORM, ids=lambda case: case[:40] if isinstance(case, str) else "")
-def test_what_the_other_rules_take_for_granted_is_said_and_nothing_else(fp8q: Callable[..., Any], tmp_path: Path, change: Change, message: str) -> None:
+def test_what_the_other_rules_take_for_granted_is_said_and_nothing_else(
+    fp8q: Callable[..., Any], tmp_path: Path, change: Change, message: str
+) -> None:
     path = quantized(change, tmp_path)
     assert [str(finding) for finding in lint(path)] == [f"F314 form: {message}; export the graph again"]
     assert fp8q("lint", path).code == 3

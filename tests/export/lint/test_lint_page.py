@@ -1,4 +1,6 @@
-"""`docs/lint.md` against the rules: every rule has its section, its reason is the rule's own, and its example breaks it with the words that are printed."""
+"""`docs/lint.md` against the rules: every rule has its section, its reason is the rule's own, and its example breaks it
+with the words that are printed.
+"""
 
 import json
 import re
@@ -23,7 +25,9 @@ ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
 
 @dataclass(frozen=True)
 class Section:
-    """A rule's section: its title, what stands under it, the difference to the good graph, and what the lint says of that."""
+    """A rule's section: its title, what stands under it, the difference to the good graph, and what the lint says of
+    that.
+    """
 
     title: str
     text: str
@@ -39,7 +43,9 @@ def blocks() -> tuple[str, list[Section]]:
 
 
 def section(part: str) -> Section:
-    match = re.fullmatch(r"(.+?)\n\n(.+?)\n\n```diff\n(.*?)\n```\n\n```text\n(.*?)\n```\n(?:\n## .*)?\n*", part, re.DOTALL)
+    match = re.fullmatch(
+        r"(.+?)\n\n(.+?)\n\n```diff\n(.*?)\n```\n\n```text\n(.*?)\n```\n(?:\n## .*)?\n*", part, re.DOTALL
+    )
     assert match, f"the section {part[:60]!r} has another form"
     return Section(match[1], match[2], match[3].split("\n"), match[4].split("\n"))
 
@@ -48,7 +54,9 @@ GOOD, SECTIONS = blocks()
 
 
 def changed(difference: list[str]) -> str:
-    """The good graph with a difference applied: what follows removed lines takes their place, what follows none stands before the line it names."""
+    """The good graph with a difference applied: what follows removed lines takes their place, what follows none stands
+    before the line it names.
+    """
     lines = GOOD.split("\n")
     at = None
     for line in difference:
@@ -72,10 +80,16 @@ def undotted(word: re.Match[str]) -> str:
 
 
 def write(text: str, directory: Path) -> Path:
-    """The graph of a text in ONNX's own syntax, which has no dots in names, and its safetensors file, whose data begin at byte 256."""
+    """The graph of a text in ONNX's own syntax, which has no dots in names, and its safetensors file, whose data begin
+    at byte 256.
+    """
     parts = text.split('"')  # the dots inside quotes are file names'
-    dotted = '"'.join(re.sub(r"[A-Za-z_][\w.]*", undotted, part) if index % 2 == 0 else part for index, part in enumerate(parts))
-    model = text_format.Parse(text_format.MessageToString(onnx.parser.parse_model(dotted)).replace("__dot__", "."), onnx.ModelProto())
+    dotted = '"'.join(
+        re.sub(r"[A-Za-z_][\w.]*", undotted, part) if index % 2 == 0 else part for index, part in enumerate(parts)
+    )
+    model = text_format.Parse(
+        text_format.MessageToString(onnx.parser.parse_model(dotted)).replace("__dot__", "."), onnx.ModelProto()
+    )
     (directory / "model.onnx").write_bytes(model.SerializeToString())
     entries = {
         "up.weight_scale": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
@@ -83,7 +97,9 @@ def write(text: str, directory: Path) -> Path:
     }
     header = json.dumps(entries).ljust(248).encode()
     assert len(header) == 248
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + WEIGHT_SCALES["up"].tobytes() + bytes(512))
+    (directory / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + WEIGHT_SCALES["up"].tobytes() + bytes(512)
+    )
     return directory / "model.onnx"
 
 
@@ -109,7 +125,8 @@ def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: 
 
 def test_the_good_graph_is_good(tmp_path: Path) -> None:
     assert lint(write(GOOD, tmp_path)) == []
-    assert {finding.rule for finding in lint(tmp_path / "model.onnx", PROMISED, WEIGHT_SCALES)} == {"F306"}  # it is a layer, not a whole model
+    # it is a layer, not a whole model
+    assert {finding.rule for finding in lint(tmp_path / "model.onnx", PROMISED, WEIGHT_SCALES)} == {"F306"}
 
 
 @pytest.mark.parametrize("finding", [finding for entry in SECTIONS for finding in entry.findings])
@@ -117,6 +134,7 @@ def test_every_finding_ends_with_what_to_do(finding: str) -> None:
     what, _, remedy = finding.rpartition("; ")
     assert what
     assert re.match(
-        r"(let|quantize|store|keep|set|leave|take|use|dequantize|move|run|calibrate|export|write|express|name|give|make|rename|put|copy|drop|state|the engine)\b",
+        r"(let|quantize|store|keep|set|leave|take|use|dequantize|move|run|calibrate"
+        r"|export|write|express|name|give|make|rename|put|copy|drop|state|the engine)\b",
         remedy,
     )

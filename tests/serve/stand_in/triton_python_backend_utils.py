@@ -1,8 +1,9 @@
-"""What Triton's stub process gives a Python model, as far as fp8q's model uses it, and as strict as Triton is or stricter.
+"""What Triton's stub process gives a Python model, as far as fp8q's model uses it, and as strict as Triton is or
+stricter.
 
-As in Triton, the classes are put into this module by the stub after it has imported the model (`install`), tensors carry the dtype that
-their data type has, and a sender that was sent the final flag takes nothing more. Unlike Triton, which lets any shape pass, a
-response's tensors are held against config.pbtxt.
+As in Triton, the classes are put into this module by the stub after it has imported the model (`install`), tensors
+carry the dtype that their data type has, and a sender that was sent the final flag takes nothing more. Unlike Triton,
+which lets any shape pass, a response's tensors are held against config.pbtxt.
 """
 
 import threading
@@ -117,4 +118,9 @@ def _array(value: Any, declared: Any) -> NDArray[Any]:
 
 def install() -> None:
     """Do what the stub does once the model's module is imported."""
-    globals().update(Tensor=_Tensor, TritonError=_TritonError, InferenceResponse=_InferenceResponse, InferenceRequest=_InferenceRequest)
+    globals().update(
+        Tensor=_Tensor,
+        TritonError=_TritonError,
+        InferenceResponse=_InferenceResponse,
+        InferenceRequest=_InferenceRequest,
+    )
