@@ -1,5 +1,5 @@
 """`python -m fp8q`."""
 
-from .cli.commands import main
+from .cli.main import main
 
 main()

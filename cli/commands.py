@@ -4,10 +4,8 @@ Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or lib
 """
 
 import json
-import os
 import re
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +16,7 @@ import typer
 
 from .. import __version__
 from ..calibrate.ranks.place import place
-from ..errors import Fp8qError, GateError, InputError
+from ..errors import GateError, InputError
 from ..options import (
     CalibrateOptions,
     Clipping,
@@ -582,44 +580,3 @@ def showing(speak: "Terminal", path: Path, as_json: bool) -> Iterator[None]:
         views.summary(speak, path, as_json)
         raise
     views.summary(speak, path, as_json)
-
-
-def main() -> None:
-    """Run the command line; every failure is one unwrapped line on standard error."""
-    try:
-        here = place()
-    except InputError as error:
-        sys.exit(complain(str(error), error.exit_code))
-    try:
-        code = app(standalone_mode=False)
-        if code == INTERRUPTED:
-            code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
-    except UsageError as error:
-        said, code = error.format_message(), InputError.exit_code  # type: ignore[attr-defined]
-        if said:  # without a command the help has been shown, and there is nothing to add
-            complain(f"{said.rstrip('.')}. See `fp8q --help`, or --help after a command.", code)
-    except Fp8qError as error:
-        told = here.rank and getattr(error, "told", False)  # by the rank that failed
-        code = error.exit_code if told else complain(str(error), error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback helps few
-        if os.environ.get("FP8Q_DEBUG"):
-            traceback.print_exc()
-        code = complain(
-            f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)",
-            1,
-        )
-    if (
-        code and here.ranks > 1
-    ):  # threads of torch may still wait for a rank that is gone, and Python would wait for them
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code or 0)
-
-
-def complain(message: str, code: int) -> int:
-    """Print one line on standard error; returns `code`."""
-    sys.stderr.write(f"fp8q: {' '.join(message.split())}\n")
-    return code

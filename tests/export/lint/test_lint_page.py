@@ -15,7 +15,7 @@ from google.protobuf import text_format
 
 from fp8q.export.lint.check import RULES, lint
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "lint.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "lint.md"
 SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
 #: What the page says that scales.json and the checkpoint hold.
 PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
