@@ -523,8 +523,10 @@ CASES = [
     Case(
         "F109",
         (
-            f"relu: Relu reads FP8 codes {DOWN}.input.quantize_output (opset 23 allows no FP8 there); "
-            "dequantize them first",
+            (
+                f"relu: Relu reads FP8 codes {DOWN}.input.quantize_output (opset 23 allows no FP8 there); "
+                "dequantize them first"
+            ),
         ),
         relu_of_codes,
     ),
