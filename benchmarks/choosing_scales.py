@@ -27,8 +27,8 @@ from synthetic import commit
 from torch import nn
 
 from fp8q.calibrate.measure.in_memory import measure
-from fp8q.calibrate.measure.observe import attention_modules
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import Source, load_model, load_tokenizer, open_source
 from fp8q.calibrate.text import corpus
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod

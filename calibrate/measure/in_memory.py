@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...reporter import Reporter
+from ..model.products import observed_products, output_axis
 from .moments import SecondMoments
-from .observe import Watch, matrix_products, output_axis, output_head, probe_groups
+from .observe import Watch, probe_groups
 from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord
 
 
@@ -37,12 +38,6 @@ def measure(
             advance(ids.size)
     record = StatisticsRecord(model=identity, corpus=corpus, tokens=tokens, groups=groups)
     return Statistics(record, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})
-
-
-def observed_products(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """The matrix products that are measured, by name: all but the output head."""
-    head = output_head(model)
-    return {name: module for name, module in matrix_products(model).items() if name != head}
 
 
 def cut_batches(

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.measure.in_memory import measure
-from fp8q.calibrate.measure.observe import Watch, matrix_products, output_head, probe_groups
+from fp8q.calibrate.measure.observe import Watch, probe_groups
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, save_arrays
+from fp8q.calibrate.model.products import matrix_products, output_head
 from fp8q.quantize.formats import E4M3
 from fp8q.reporter import SILENT
 
