@@ -95,7 +95,7 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
 def has_graphs(run: Run) -> bool:
     """Whether the graphs in the run are what this version exported.
 
-    A checkpoint that they no longer fit took them away (`export.carry`).
+    A checkpoint that they no longer fit took them away (`export.graph.carry`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__:
