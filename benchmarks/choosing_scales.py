@@ -39,8 +39,8 @@ from fp8q.quantize.kv_cache import FP8Cache
 from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
 from fp8q.quantize.scales import group_of, tensor_scale
 from fp8q.quantize.weights import channel_scales
+from fp8q.record import library_versions
 from fp8q.reporter import SILENT
-from fp8q.run import library_versions
 from fp8q.stages import corpora, sources
 from fp8q.validate.compare import Forward, compare
 from fp8q.validate.perplexity import Evaluation, cut

@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, save_statistics
+from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
 from ..errors import InputError
 from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
-from ..run import Run, library_versions
+from ..record import library_versions
+from ..run import Run
 from .corpora import Tokens, digest, load_tokens
 from .other_text import read_other
 from .sources import source_of
@@ -227,9 +228,8 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     from ..calibrate.measure.measurement import Measurement
     from ..calibrate.model.source import load_tokenizer
     from ..calibrate.text import corpus
-    from ..files import read_document
 
-    record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
+    record, source = load_record(run), source_of(run)
     size = record.corpus.seq_len
     ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
     if len(ids) < size:
