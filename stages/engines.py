@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ..errors import BackendError, GateError, InputError
-from ..run import FP8_STAGES, Run
+from ..record import FP8_STAGES
+from ..run import Run
 
 if TYPE_CHECKING:
     from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
