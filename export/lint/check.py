@@ -15,8 +15,10 @@ from ...quantize.scales import AttentionScales
 from ...run import Run
 from .. import names
 from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # enter their rules
-from .indexed import Array, Indexed, load_graph
+from .indexed import Indexed
+from .loading import load_graph
 from .rules import RULES, Finding, Promise, Rule
+from .tensors import Array
 
 #: The rule that the others take for granted.
 FORM = "F314"
