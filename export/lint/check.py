@@ -75,4 +75,5 @@ def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
     """
     if malformed := list(RULES[FORM].findings(graph, promise)):
         return malformed
-    return [finding for number in sorted(RULES) for finding in RULES[number].findings(graph, promise)]
+    others = (RULES[number] for number in sorted(RULES) if number != FORM)
+    return [finding for rule in others for finding in rule.findings(graph, promise)]

@@ -20,7 +20,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto
 from .. import names
 from .constants import Constants, Numbers
 from .order import in_order
-from .tensors import Places, attribute, constant_of, every_tensor
+from .tensors import Place, Places, Stored, attribute, constant_of, every_tensor, stored_at
 
 #: The FP8 element types of ONNX.
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
@@ -127,6 +127,30 @@ class Indexed:
     def places(self) -> Places:
         """The files of external data."""
         return Places(self.directory)
+
+    @cached_property
+    def placeless(self) -> list[tuple[str, str]]:
+        """The tensors of which it cannot be said where their data lie, and why."""
+        return [(name, str(where)) for name, _, where in self._stored if isinstance(where, ValueError)]
+
+    @cached_property
+    def external(self) -> list[tuple[str, TensorProto, Stored, Place]]:
+        """The tensors whose data lie outside the file: what to call it, where, and what is there."""
+        return [
+            (name, tensor, where, self.places.at(where.location))
+            for name, tensor, where in self._stored
+            if isinstance(where, Stored)
+        ]
+
+    @cached_property
+    def _stored(self) -> list[tuple[str, TensorProto, Stored | ValueError | None]]:
+        found: list[tuple[str, TensorProto, Stored | ValueError | None]] = []
+        for name, tensor in self.tensors:
+            try:
+                found.append((name, tensor, stored_at(tensor)))
+            except ValueError as error:
+                found.append((name, tensor, error))
+        return found
 
     @cached_property
     def inputs(self) -> Mapping[str, ValueInfoProto]:

@@ -7,7 +7,6 @@ specification).
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -19,7 +18,7 @@ from onnx.external_data_helper import uses_external_data
 from .indexed import FP8_TYPES, Indexed
 from .rules import Broken, rule
 from .rules_codes import type_name
-from .tensors import Place, Stored, bytes_of, elements_of, stored_at
+from .tensors import bytes_of, elements_of
 
 AGAIN = "export the graph again"
 #: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.
@@ -37,30 +36,14 @@ LONGEST_HEADER = 100_000_000
 COPY = "copy the graph's whole directory again"
 
 
-def external(graph: Indexed) -> Iterator[tuple[str, TensorProto, Stored, Place]]:
-    """Every tensor whose data lie outside the file: what to call it, and where; those with unreadable numbers are left
-    to F401.
-    """
-    for name, tensor in graph.tensors:
-        try:
-            where = stored_at(tensor)
-        except ValueError:
-            continue
-        if where is not None:
-            yield name, tensor, where, graph.places.at(where.location)
-
-
 @rule("F401", "external-location")
 def external_location(graph: Indexed) -> Broken:
     """External data lie in the graph's directory or below, symbolic links followed: a graph must not make its reader
     open other files.
     """
-    for name, tensor in graph.tensors:
-        try:
-            stored_at(tensor)
-        except ValueError as error:
-            yield name, f"its place {error}; {AGAIN}"
-    for name, _, where, place in external(graph):
+    for name, error in graph.placeless:
+        yield name, f"its place {error}; {AGAIN}"
+    for name, _, where, place in graph.external:
         if Path(where.location).is_absolute() or not place.inside:
             yield (
                 name,
@@ -75,7 +58,7 @@ def external_location(graph: Indexed) -> Broken:
 def external_missing(graph: Indexed) -> Broken:
     """The files of external data are there, and are files: opening a pipe or a device may never end."""
     missing: dict[str, list[str]] = {}
-    for name, _, where, place in external(graph):
+    for name, _, where, place in graph.external:
         if place.inside and place.size is None:
             missing.setdefault(where.location, []).append(name)
     for location, tensors in missing.items():
@@ -87,7 +70,7 @@ def external_bounds(graph: Indexed) -> Broken:
     """External data lie within their file: one that was cut short is found here, not when a kernel reads past its
     end.
     """
-    for name, tensor, where, place in external(graph):
+    for name, tensor, where, place in graph.external:
         end = where.offset + (where.length if where.length is not None else bytes_of(tensor))
         if place.size is None:
             continue
@@ -100,7 +83,7 @@ def external_bounds(graph: Indexed) -> Broken:
 @rule("F404", "external-size")
 def external_size(graph: Indexed) -> Broken:
     """The length of external data is that of the tensor's type and shape."""
-    for name, tensor, where, _ in external(graph):
+    for name, tensor, where, _ in graph.external:
         if where.length is not None and where.length != bytes_of(tensor):
             kind = type_name(tensor.data_type)
             yield (
@@ -115,7 +98,7 @@ def external_tensor(graph: Indexed) -> Broken:
     one shape are easily taken for each other.
     """
     header = cache(safetensors_header)
-    for name, tensor, where, place in external(graph):
+    for name, tensor, where, place in graph.external:
         if place.size is None or place.path.suffix != ".safetensors":
             continue
         stored = header(place.path)
@@ -172,7 +155,7 @@ def external_overlap(graph: Indexed) -> Broken:
     """Two tensors share all of their data (a tied weight) or none: a part in common is a wrong offset."""
     places = sorted(
         (where.location, where.offset, where.offset + bytes_of(tensor), name)
-        for name, tensor, where, _ in external(graph)
+        for name, tensor, where, _ in graph.external
     )
     for (file, start, end, name), (other_file, other_start, other_end, other) in pairwise(places):
         if file == other_file and other_start < end and (start, end) != (other_start, other_end):
