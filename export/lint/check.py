@@ -22,7 +22,9 @@ from .tensors import Array
 
 #: The rule that the others take for granted.
 FORM = "F314"
-__all__ = ["FORM", "RULES", "Finding", "Rule", "lint", "lint_graph", "promised_attention"]
+#: The rules that a file keeps whose external data can be opened.
+PLACES = ("F401", "F402", "F403")
+__all__ = ["FORM", "RULES", "Finding", "Rule", "lint", "lint_graph", "promised_attention", "sound_graph"]
 
 
 def lint(
@@ -41,6 +43,19 @@ def lint(
     return lint_graph(
         load_graph(onnx_file), None if promised is None else Promise(promised, weight_scales or {}, attention or {})
     )
+
+
+def sound_graph(onnx_file: Path) -> Indexed:
+    """Read an ONNX file that a runtime is about to open, and with it whatever it names.
+
+    Raises InputError where nodes or tensors are not of their form, and for external data that lie outside its
+    directory, are no file, or are cut short.
+    """
+    graph = load_graph(onnx_file)
+    for number in (FORM, *PLACES):
+        for finding in RULES[number].findings(graph, None):
+            raise InputError(f"{onnx_file}: {finding}")
+    return graph
 
 
 def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
