@@ -138,7 +138,7 @@ def external_data(graph: Path) -> list[str]:
     """
     from ..export.lint.check import sound_graph
 
-    names = sorted({where.location for _, _, where, _ in sound_graph(graph).external})
+    names = sorted({where.location for _, _, where, _ in sound_graph(graph).storage.external})
     for name in names:
         if Path(name).name != name:
             raise InputError(

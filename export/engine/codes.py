@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from .. import names
+from ..lint.external import stored_at
 from ..lint.indexed import Indexed
 from ..lint.rules_products import weight_of
-from ..lint.tensors import bytes_of, stored_at
+from ..lint.tensors import bytes_of
 
 Codes = npt.NDArray[np.uint8]
 #: Bytes on both sides of the last weight found that are searched before the whole engine is: neighbours in the model
@@ -56,7 +57,7 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
     where = stored_at(found)
     if where is None or len(found.dims) != 2:
         return np.zeros((0, 0), np.uint8)
-    place, end = graph.places.at(where.location), where.offset + bytes_of(found)
+    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(found)
     if place.size is None:
         raise InputError(f"{place.path}: {place.why or 'lies outside model/'}; copy the whole of model/ again")
     if where.offset < 0 or end > place.size:

@@ -14,7 +14,14 @@ from ...files import read_document
 from ...quantize.scales import AttentionScales
 from ...run import Run
 from .. import names
-from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # enter their rules
+from . import (  # noqa: F401  # enter their rules
+    rules_codes,
+    rules_form,
+    rules_graph,
+    rules_interface,
+    rules_products,
+    rules_storage,
+)
 from .indexed import Indexed
 from .loading import load_graph
 from .rules import RULES, Finding, Promise, Rule
