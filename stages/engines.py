@@ -56,7 +56,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     tell, so only the record does.
     """
     from ..export.engine.info import load_engines
-    from ..export.lint.indexed import load_graph
+    from ..export.lint.loading import load_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))

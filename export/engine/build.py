@@ -24,7 +24,8 @@ from ...reporter import Reporter
 from ...run import GRAPH, Run
 from .. import names
 from ..lint.check import lint, promised_attention
-from ..lint.indexed import load_graph
+from ..lint.loading import load_graph
+from ..lint.rules import places
 from . import targets
 from .build_progress import Progress
 from .failures import explain
@@ -139,7 +140,7 @@ def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str
         if finding.severity == "error"
     ]
     if errors:
-        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+        more = f" ({places(errors) - 1} more)" if len(errors) > 1 else ""
         raise InputError(f"{onnx_file}: {errors[0]}{more}")
 
 
