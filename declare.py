@@ -43,19 +43,21 @@ def option(
     panel: Group,
     help: str,
     unit: str | None = None,
-    default: str | bool | None = None,
+    default: str | None = None,
     text: Rule | None = None,
     **more: Any,
 ) -> Parameter:
     """How an option is shown: in which panel of the help, with which words, and what stands for its value.
 
-    `default`: in words, where it depends on something; False where there is nothing to say. `text`: the rule that reads
+    `default`: in words, where it depends on something. `text`: the rule that reads
     it, where it is written as text and held as something else. `more`: what cyclopts' Parameter takes, such as a `name`
     that is not the field's.
     """
+    if default is not None:  # what is left out, a class may say for all its fields
+        more |= {"show_default": default}
     if text:
-        more = more | {"converter": FromText(text), "n_tokens": 1}
-    return Parameter(group=panel, help=help, metavar=unit, show_default=default, **({"negative": ()} | more))
+        more |= {"converter": FromText(text), "n_tokens": 1}
+    return Parameter(group=panel, help=help, metavar=unit, **more)
 
 
 def between(least: int, most: int | None = None) -> Rule:

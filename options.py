@@ -78,7 +78,6 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class Clipping(Options):
     """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of
@@ -131,7 +130,6 @@ class History(Clipping):
     method: Annotated[Literal["delayed"], Parameter(parse=False)] = "delayed"
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class ScaleOptions(Options):
     """What follows from the statistics, without running the model: options of `fp8q merge`, and of `calibrate` too."""
@@ -145,12 +143,12 @@ class ScaleOptions(Options):
     ] = "off"
     skip: Annotated[
         tuple[str, ...],
-        option(SCALES, "Keep modules whose name matches (* and ?) in BF16. Repeatable.", "PATTERN", False),
+        option(SCALES, "Keep modules whose name matches (* and ?) in BF16. Repeatable.", "PATTERN"),
         not_empty,
     ] = ()
     only: Annotated[
         tuple[str, ...],
-        option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN", False),
+        option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
         not_empty,
     ] = ()
     weight_rounding: Annotated[
@@ -177,7 +175,6 @@ class RescaleOptions(ScaleOptions):
         return replace(before, **self.given)
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class CalibrateOptions(ScaleOptions):
     """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
@@ -197,7 +194,7 @@ class CalibrateOptions(ScaleOptions):
     batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8
     revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
     trust_remote_code: Annotated[
-        bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.", default=False)
+        bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
     ] = False
     stream: Annotated[
         bool | None,
@@ -210,7 +207,7 @@ class CalibrateOptions(ScaleOptions):
     ] = None
     chat_template: Annotated[
         bool,
-        option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template.", default=False),
+        option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),
     ] = False
     seed: Annotated[
         int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0)
@@ -226,7 +223,6 @@ class CalibrateOptions(ScaleOptions):
     ] = None
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class ExportOptions(Options):
     """Options of `fp8q export`.
@@ -258,7 +254,6 @@ class ExportOptions(Options):
             )
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class ValidateOptions(Options):
     """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
@@ -288,7 +283,6 @@ class ValidateOptions(Options):
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class EngineOptions(Options):
     """Options of `fp8q build-engine`.

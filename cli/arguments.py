@@ -58,7 +58,7 @@ PlanFile = Annotated[
 ]
 Delayed = Annotated[
     bool,
-    option(OPTIONS, "Also how often the next batch would have saturated under a history of amax.", default=False),
+    option(OPTIONS, "Also how often the next batch would have saturated under a history of amax."),
 ]
 Against = Annotated[
     str | None,
@@ -70,13 +70,11 @@ Json = Annotated[
     option(
         OPTIONS,
         "Print one JSON object on one line, and nothing else, on standard output.",
-        default=False,
         name="--json",
     ),
 ]
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class Common(Options):
     """What every command on runs takes, and no file of options holds."""
@@ -87,7 +85,7 @@ class Common(Options):
         option(OPTIONS, "Take what is not given here from this TOML file; its paths are relative to it.", "FILE"),
     ] = None
     print_config: Annotated[
-        bool, option(OPTIONS, "Print the TOML file that repeats this command, and do nothing else.", default=False)
+        bool, option(OPTIONS, "Print the TOML file that repeats this command, and do nothing else.")
     ] = False
 
 

@@ -5,9 +5,10 @@ Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or lib
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from inspect import BoundArguments
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +64,9 @@ app = App(
     version=f"fp8q {__version__}",
     group_parameters=OPTIONS,
     # of an option given twice the last counts, as wherever a command is made longer at its end
-    default_parameter=Parameter(allow_repeating=True, negative=()),
+    default_parameter=Parameter(
+        allow_repeating=True, negative=(), show_default=lambda value: None if value in (None, False, ()) else value
+    ),
 )
 #: The commands that several processes can run together.
 TOGETHER = ("calibrate", "run")
@@ -77,16 +80,8 @@ def launch(words: Sequence[str]) -> int:
     if not words:
         app.help_print([])
         return InputError.exit_code
-    understood: list[tuple[str, ArgumentCollection]] = []
-
-    def from_file(_: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        config.fill(arguments, commands[0])
-        understood.append((commands[0], arguments))
-
-    app.config = (from_file,)
-    action, given, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
-    given.apply_defaults()
-    for name, arguments in understood:  # none for --help and --version
+    action, given, understood = understand(words)
+    for name, arguments in understood.items():
         if (ranks := place().ranks) > 1 and name not in TOGETHER:
             raise InputError(
                 f"fp8q {name}: is the work of one process, and {ranks} ranks were started; run it without torchrun, "
@@ -97,6 +92,22 @@ def launch(words: Sequence[str]) -> int:
             return 0
     action(*given.args, **given.kwargs)
     return 0
+
+
+def understand(words: Sequence[str]) -> tuple[Callable[..., None], BoundArguments, dict[str, ArgumentCollection]]:
+    """The function that `words` call and what they call it with, options from a file included; and the command's
+    arguments by its name (none for --help and --version, which are no commands).
+    """
+    understood: dict[str, ArgumentCollection] = {}
+
+    def from_file(_: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        config.fill(arguments, commands[0])
+        understood[commands[0]] = arguments
+
+    app.config = (from_file,)
+    action, given, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
+    given.apply_defaults()
+    return action, given, understood
 
 
 def terminal() -> "Terminal":

@@ -161,17 +161,22 @@ def written(arguments: ArgumentCollection, given: BoundArguments, command: str) 
         if name is None:
             continue
         owner = reduce(getattr, argument.keys[:-1], given.arguments[root])
-        field = argument.keys[-1] if argument.keys else ""
-        value = getattr(owner, field) if field else owner
-        said = argument.parameter.show_default
-        unsaid = (
-            value in (None, ()) or said == AS_THE_RUN_HAS_IT or (isinstance(owner, Clipping) and field in owner.idle)
-        )
-        if argument.tokens or not unsaid:
+        value = getattr(owner, argument.keys[-1]) if argument.keys else owner
+        if argument.tokens or not (said := unsaid(argument, owner, value)):
             lines.append(f"{name} = {toml(argument, value)}")
         else:
-            lines.append(f"# {name}: {said if isinstance(said, str) else 'none'}")
+            lines.append(f"# {name}: {said}")
     return "\n".join(lines) + "\n"
+
+
+def unsaid(argument: Argument, owner: object, value: object) -> str | None:
+    """Why a value that nobody gave is not written: what it stands for, or which method it is for; None to write it."""
+    said = argument.parameter.show_default
+    if isinstance(owner, Clipping) and argument.keys[-1] in owner.idle:
+        return f"for --method {owner.declared()[argument.keys[-1]].of}"
+    if value in (None, ()) or said == AS_THE_RUN_HAS_IT:
+        return said if isinstance(said, str) else "none"
+    return None
 
 
 def toml(argument: Argument, value: Any) -> str:
