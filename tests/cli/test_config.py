@@ -247,6 +247,18 @@ def test_a_file_repeats_where_the_command_was_not_started(tmp_path: Path, demo_c
     assert tomllib.loads(again.stdout)["data"] == [f"{demo_checkpoint.parent}/calibration.txt=2"]
 
 
+def test_the_example_of_the_documentation_is_the_file_of_the_demo() -> None:
+    root = Path(__file__).resolve().parents[2]
+    example = root / "examples" / "demo" / "run.toml"
+    given = understood("run", "--config", example)
+    assert given["calibrate"] == CalibrateOptions(kv_cache="fp8", skip=("*.down_proj",))
+    assert given["engine"] == EngineOptions(targets=("sm89",), min_fp8_share=1.0)
+    assert given["validate"] == ValidateOptions(max_ppl_increase=0.05)
+    assert (given["model"], given["eval_data"]) == (f"{example.parent}/checkpoint", f"{example.parent}/evaluation.txt")
+    shown = [line.strip() for line in (root / "docs" / "options.md").read_text(encoding="utf-8").splitlines()]
+    assert {line for line in example.read_text().splitlines() if line and line[0] != "#"} <= set(shown)
+
+
 def test_a_command_runs_from_a_file_alone(fp8q: Fp8q, tmp_path: Path) -> None:
     file = file_of(tmp_path, 'path = "graph.onnx"\n')
     assert str(tmp_path / "graph.onnx") in fp8q("lint", "--config", file).complaint()
