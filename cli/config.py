@@ -100,8 +100,10 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
         return Token(keyword=argument.name, value=value, source=str(file))
     kind, inner = kinds(argument)
     items = value if isinstance(value, list) and kind in (list, tuple) else [value]
-    if inner is float and type(items[0]) is int:
-        items = [float(str(items[0]))]  # infinity where it is too large for one
+    if inner is float:  # infinity where a whole number is too large for one
+        items = [float(str(item)) if type(item) is int else item for item in items]
+    if any(isinstance(item, str) and "\0" in item for item in items):
+        raise InputError(f"{file}: {argument.name}: holds a NUL, which no name or path has; take it out")
     if any(type(item) is not (str if inner is Path else inner) for item in items):
         return None
     found = [place(argument, item, file.absolute().parent) if isinstance(item, str) else item for item in items]
@@ -122,7 +124,7 @@ def kinds(argument: Argument) -> tuple[type, type]:
 def place(argument: Argument, text: str, folder: Path) -> str | Path:
     """What `text` names for somebody in `folder`: an absolute path, where it may name one; else the text itself."""
     if kinds(argument)[1] is Path:
-        return folder / Path(text).expanduser()
+        return at(folder, text)
     if PATH_OR_NAME not in getattr(argument.field_info.annotation, "__metadata__", ()):
         return text
     return path_or_name(text, folder)
@@ -136,18 +138,26 @@ def path_or_name(text: str, folder: Path) -> str:
     from ..calibrate.hub import is_hub_name
 
     head, equals, weight = text.rpartition("=")
-    if equals and not lies_at(folder / text) and lies_at(folder / head):
-        return f"{folder / head}={weight}"
+    if equals and not lies_at(folder, text) and lies_at(folder, head):
+        return f"{at(folder, head)}={weight}"
     spec = head if equals else text
-    is_path = spec.endswith(TEXTS) or not is_hub_name(spec.partition(":")[0]) or lies_at(Path(spec))
-    return str(folder / Path(text).expanduser()) if is_path or lies_at(folder / text) else text
+    is_path = spec.endswith(TEXTS) or not is_hub_name(spec.partition(":")[0]) or lies_at(Path(), spec)
+    return str(at(folder, text)) if is_path or lies_at(folder, text) else text
 
 
-def lies_at(path: Path) -> bool:
-    """Whether something lies at `path`; nothing where no file can be called so."""
+def at(folder: Path, text: str) -> Path:
+    """The path `text` as seen from `folder`, ~ included; of nobody's home it stays as it is."""
     try:
-        return path.expanduser().exists()
-    except (OSError, RuntimeError, ValueError):
+        return folder / Path(text).expanduser()
+    except RuntimeError:
+        return folder / text
+
+
+def lies_at(folder: Path, text: str) -> bool:
+    """Whether something lies at `text`, seen from `folder`; nothing where no file can be called so."""
+    try:
+        return at(folder, text).exists()
+    except (OSError, ValueError):
         return False
 
 

@@ -94,6 +94,15 @@ def test_a_name_that_lies_in_the_working_directory_alone_is_not_taken_from_there
     assert understood("calibrate", "--config", file)["data"] == ["text"]
 
 
+def test_the_home_directory_is_known_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = file_of(tmp_path, 'model = "~/m"\ndata = ["~/t.txt=2", "~nobody-at-all/t.txt"]\nout = "~nobody-at-all/r"\n')
+    given = understood("calibrate", "--config", file)
+    assert given["model"] == f"{tmp_path}/home/m"
+    assert given["data"] == [f"{tmp_path}/home/t.txt=2", f"{tmp_path}/~nobody-at-all/t.txt"]
+    assert given["out"] == tmp_path / "~nobody-at-all" / "r"
+
+
 def test_an_empty_array_takes_back_what_the_run_skips(tmp_path: Path) -> None:
     given = understood("scales", "run", "--config", file_of(tmp_path, "skip = []\n"))
     assert given["options"].given == {"skip": (), "clip": Clipping()}
@@ -121,6 +130,7 @@ def test_an_empty_array_takes_back_what_the_run_skips(tmp_path: Path) -> None:
         ("skip = [1]", "skip: must be a text in quotes, or an array of such, and is [1]"),
         (f"skip = [1, '{'x' * 99}']", f'skip: must be a text in quotes, or an array of such, and is [1, "{"x" * 55}…'),
         ("batches = [0.5, 8]", "batches: must be a whole number, or an array of such, or as on the command line, and "),
+        ('out = "a\\u0000b"', "--out: holds a NUL, which no name or path has; take it out"),
         ("samples =", "is no TOML (Invalid value (at end of document)); mend it there"),
         (f"samples = {'[' * 5000}", "is no TOML (maximum recursion depth exceeded); mend it there"),
     ],
