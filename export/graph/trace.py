@@ -27,7 +27,7 @@ from ...quantize.linear import CODE
 from ...quantize.scales import Scales
 from ...reporter import Reporter
 from ...run import GRAPH, GRAPH_FP32, Run
-from . import operators, passes
+from . import naming, operators, passes
 from .heads import split_by_heads
 from .modules import Graph, GraphPlan, cache_shape, prepare
 
@@ -105,13 +105,18 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
             ) from error
     assert exported is not None, "torch.onnx.export without a file returns its program"
     onnx_model: ir.Model = exported.model
-    passes.name_interface(onnx_model, len(graph.attention))
-    passes.name_nodes(onnx_model, graph.attention.values())
-    stored = {name: tensor.shape for name, tensor in passes.stored_tensors(directory).items()}
-    passes.point_at_weights(onnx_model, directory, tied_names(model) | renamed_in(config, type(model), stored), buffers)
+    naming.name_interface(onnx_model, sorted(graph.attention))
+    naming.read_sizes_first(onnx_model)
+    naming.name_nodes(onnx_model, graph.attention.values())
+    stored = passes.stored_tensors(directory)
+    aliases = tied_names(model) | renamed_in(config, type(model), {name: at.shape for name, at in stored.items()})
+    passes.point_at_weights(onnx_model, passes.Tensors(directory, stored, aliases, buffers))
+    named = frozenset(onnx_model.graph.initializers)
     passes.simplify(onnx_model)
     split_by_heads(onnx_model)
     passes.widen_initializers(onnx_model)
+    naming.name_the_rest(onnx_model, named)
+    passes.order_initializers(onnx_model)
     passes.strip(onnx_model)
     return onnx_model
 
