@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.linear import CODE, replace_linears
 from . import operators
+from .layers import OwnIndex
 
 ATTENTION = "fp8q"
 
@@ -145,12 +146,29 @@ class GraphLayer(DynamicLayer):
         return pairs[0][0], pairs[1][0]
 
 
+class GraphCache(DynamicCache):
+    """The cache while the graph is traced, by the index of the layer."""
+
+    def __init__(self, layers: Mapping[int, GraphLayer]):
+        super().__init__()
+        self.layers = [*layers.values()]
+        self.of = dict(layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int | OwnIndex, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take keys and values of a layer; return the past's and theirs."""
+        index = layer_idx.number if isinstance(layer_idx, OwnIndex) else layer_idx
+        return self.of[index].update(key_states, value_states, *args, **kwargs)
+
+
 class Graph(nn.Module):
     """The traced module: inputs and outputs of the ONNX graph, in its order."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        #: Layer index -> its attention, of the layers that are traced.
         self.attention = attention_modules(model)
 
     def forward(
@@ -164,17 +182,16 @@ class Graph(nn.Module):
         capacity = past[0][0].shape[2]
         slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
         keys = torch.cat([slots, position_ids], dim=1)
-        cache = DynamicCache()
-        layers = [
-            GraphLayer(self.model.get_submodule(self.attention[i]), pair)
+        layers = {
+            i: GraphLayer(self.model.get_submodule(self.attention[i]), pair)
             for i, pair in zip(sorted(self.attention), past, strict=True)
-        ]
-        cache.layers = [*layers]
+        }
+        cache = GraphCache(layers)
         with attending(position_ids, keys, attention_mask):
             logits = self.model(
                 input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True
             ).logits
-        return (logits, *(new for layer in layers for new in layer.new))
+        return (logits, *(new for layer in layers.values() for new in layer.new))
 
 
 _mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -1,7 +1,7 @@
 """What nodes, values and constants of the graph are called: after the Hugging Face module that made them.
 
 Names come from the module and from the order within it, never from a count over the whole graph: a layer's names are
-those of any layer of its kind but for the index, so one can be made from another, and whoever reads a name
+those of any layer of its kind but for the index, so one can be made from another (`stamp`), and whoever reads a name
 knows where to look.
 """
 

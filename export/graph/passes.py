@@ -94,6 +94,12 @@ class Tensors:
             at.file, at.offset, at.length, at.dtype, shape=shape, name=name, base_dir=self.directory
         )
 
+    def like(self, name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        """The tensor `name`, of a layer, as `tensor` is the same of another layer: stored, computed, or a constant."""
+        if isinstance(tensor, ir.ExternalTensor):
+            return self.external(name, tensor.shape)
+        return self.computed[name] if name in self.computed else ir.Tensor(tensor.numpy(), tensor.dtype, name=name)
+
 
 def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
     """Make every initializer external data in the safetensors of the model's directory.

@@ -16,6 +16,7 @@ from typing import Literal
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.measure.statistics import StatisticsRecord
@@ -29,7 +30,9 @@ from ...reporter import Reporter
 from ...run import GRAPH, GRAPH_FP32, Run
 from . import naming, operators, passes
 from .heads import split_by_heads
+from .layers import NotAlikeError, kinds_of, layer_prefix, skip
 from .modules import Graph, GraphPlan, cache_shape, prepare
+from .stamp import stamp
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]
@@ -76,10 +79,57 @@ def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str
 
 
 def trace(directory: Path, plan: GraphPlan) -> ir.Model:
-    """The ONNX model of the checkpoint in `directory`, its initializers external data there."""
+    """The ONNX model of the checkpoint in `directory`, its initializers external data there.
+
+    Of each kind of layers a few are traced, and the others are made from them (`layers`, `stamp`); all are traced where
+    that cannot be.
+    """
+    try:
+        return stamped(directory, plan)
+    except (NotAlikeError, BackendError, AttributeError):  # the last: of modules that a skipped layer no longer has
+        return whole(directory, plan)
+
+
+def stamped(directory: Path, plan: GraphPlan) -> ir.Model:
+    """The same, with layers made from others of their kind. Raises NotAlikeError where there is nothing to save, or the
+    layers are not what they seemed.
+    """
+    model, tensors = _opened(directory, plan)
+    graph = prepare(model, plan)
+    prefix = layer_prefix(model)
+    kinds = kinds_of(model, prefix, tensors.types(), tensors.computed) if prefix else []
+    if prefix is None or not any(kind.skipped for kind in kinds):
+        raise NotAlikeError("every layer is one of the first two or the last of its kind")
+    skip(model, prefix, kinds)
+    traced = {index: graph.attention[index] for kind in kinds for index in kind.traced}
+    graph.attention = traced
+    exported = _finished(_exported(graph, plan), graph, tensors)
+    stamp(exported, prefix, kinds, tensors.like)
+    RemoveUnusedOpsetsPass()(exported)
+    passes.order_initializers(exported)
+    return exported
+
+
+def whole(directory: Path, plan: GraphPlan) -> ir.Model:
+    """The same, with every layer traced. Raises BackendError where torch's exporter cannot trace the architecture."""
+    model, tensors = _opened(directory, plan)
+    graph = prepare(model, plan)
+    return _finished(_exported(graph, plan), graph, tensors)
+
+
+def _opened(directory: Path, plan: GraphPlan) -> tuple[PreTrainedModel, passes.Tensors]:
+    """The empty model of a checkpoint, and where its tensors are."""
     config = AutoConfig.from_pretrained(directory)
     model, buffers = empty_model(config, plan.dtype)
-    graph = prepare(model, plan)
+    stored = passes.stored_tensors(directory)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    aliases = tied_names(model) | renamed_in(config, type(model), shapes)
+    return model, passes.Tensors(directory, stored, aliases, buffers)
+
+
+def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
+    """What torch's exporter makes of `graph`."""
+    config = graph.model.config
     with quiet(), torch.no_grad():
         inputs, shapes = example(graph, config, plan)
         try:
@@ -104,21 +154,23 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
                 f"({_first_line(error)}); `model/` is complete, serve it with vLLM or transformers"
             ) from error
     assert exported is not None, "torch.onnx.export without a file returns its program"
-    onnx_model: ir.Model = exported.model
-    naming.name_interface(onnx_model, sorted(graph.attention))
-    naming.read_sizes_first(onnx_model)
-    naming.name_nodes(onnx_model, graph.attention.values())
-    stored = passes.stored_tensors(directory)
-    aliases = tied_names(model) | renamed_in(config, type(model), {name: at.shape for name, at in stored.items()})
-    passes.point_at_weights(onnx_model, passes.Tensors(directory, stored, aliases, buffers))
-    named = frozenset(onnx_model.graph.initializers)
-    passes.simplify(onnx_model)
-    split_by_heads(onnx_model)
-    passes.widen_initializers(onnx_model)
-    naming.name_the_rest(onnx_model, named)
-    passes.order_initializers(onnx_model)
-    passes.strip(onnx_model)
-    return onnx_model
+    return exported.model
+
+
+def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Model:
+    """`model` after all passes, in place."""
+    naming.name_interface(model, sorted(graph.attention))
+    naming.read_sizes_first(model)
+    naming.name_nodes(model, graph.attention.values())
+    passes.point_at_weights(model, tensors)
+    named = frozenset(model.graph.initializers)
+    passes.simplify(model)
+    split_by_heads(model)
+    passes.widen_initializers(model)
+    naming.name_the_rest(model, named)
+    passes.order_initializers(model)
+    passes.strip(model)
+    return model
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, ir.TensorProtocol]]:
