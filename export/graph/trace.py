@@ -8,7 +8,7 @@ does not grow with the model, and the run is all that is needed.
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,13 +63,28 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
     Raises BackendError where torch's exporter cannot trace the architecture.
     """
     plans = {directory / GRAPH: plan, directory / GRAPH_FP32: replace(plan, dtype=torch.float32)}
-    with report.track("Exporting to ONNX", len(plans), "graphs") as advance:
+    layers: int = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
+    with report.track("Exporting to ONNX", len(plans) * 2 * layers, "layers") as advance:
         for path, planned in plans.items():
-            model = trace(directory, planned)
+            tell = at_most(2 * layers, advance)  # a layer counts when the model has run it, and when it is in the graph
+            model = trace(directory, planned, tell)
             with replacing(path) as partial:
                 ir.save(model, partial)
-            advance(1)
+            tell(2 * layers)
     return list(plans)
+
+
+def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """`advance`, which never hears of more than `total` units in all."""
+    told = 0
+
+    def tell(done: int) -> None:
+        nonlocal told
+        done = min(done, total - told)
+        told += done
+        advance(done)
+
+    return tell
 
 
 def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
@@ -78,19 +93,19 @@ def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str
     return {members[0]: members for members in kept if members}
 
 
-def trace(directory: Path, plan: GraphPlan) -> ir.Model:
+def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
     """The ONNX model of the checkpoint in `directory`, its initializers external data there.
 
     Of each kind of layers a few are traced, and the others are made from them (`layers`, `stamp`); all are traced where
-    that cannot be.
+    that cannot be. `ran` is called with the number of layers that the model has run.
     """
     try:
-        return stamped(directory, plan)
+        return stamped(directory, plan, ran)
     except (NotAlikeError, BackendError, AttributeError):  # the last: of modules that a skipped layer no longer has
-        return whole(directory, plan)
+        return whole(directory, plan, ran)
 
 
-def stamped(directory: Path, plan: GraphPlan) -> ir.Model:
+def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
     """The same, with layers made from others of their kind. Raises NotAlikeError where there is nothing to save, or the
     layers are not what they seemed.
     """
@@ -102,6 +117,7 @@ def stamped(directory: Path, plan: GraphPlan) -> ir.Model:
         raise NotAlikeError("every layer is one of the first two or the last of its kind")
     skip(model, prefix, kinds)
     traced = {index: graph.attention[index] for kind in kinds for index in kind.traced}
+    _count(graph, prefix, ran)
     graph.attention = traced
     exported = _finished(_exported(graph, plan), graph, tensors)
     stamp(exported, prefix, kinds, tensors.like)
@@ -110,11 +126,19 @@ def stamped(directory: Path, plan: GraphPlan) -> ir.Model:
     return exported
 
 
-def whole(directory: Path, plan: GraphPlan) -> ir.Model:
+def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
     """The same, with every layer traced. Raises BackendError where torch's exporter cannot trace the architecture."""
     model, tensors = _opened(directory, plan)
     graph = prepare(model, plan)
+    if prefix := layer_prefix(model):
+        _count(graph, prefix, ran)
     return _finished(_exported(graph, plan), graph, tensors)
+
+
+def _count(graph: Graph, prefix: str, ran: Callable[[int], None]) -> None:
+    """Call `ran` whenever a decoder layer has run."""
+    for index in graph.attention:
+        graph.model.get_submodule(f"{prefix}{index}").register_forward_hook(lambda *_: ran(1))
 
 
 def _opened(directory: Path, plan: GraphPlan) -> tuple[PreTrainedModel, passes.Tensors]:

@@ -1,6 +1,7 @@
 """Layers made from others of their kind are, byte for byte, what tracing each of them gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from fp8q.export.graph.layers import NotAlikeError
 from fp8q.export.graph.modules import GraphPlan
-from fp8q.export.graph.trace import stamped, whole
+from fp8q.export.graph.trace import export_graphs, stamped, whole
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 TINY: dict[str, Any] = {
@@ -73,3 +74,29 @@ def test_a_model_whose_layers_compute_with_their_index_is_not_copied(
     plan = as_if_quantized(tmp_path, config, "", torch.bfloat16)
     with pytest.raises(NotAlikeError, match="every layer is one of the first two or the last of its kind"):
         stamped(tmp_path, plan)
+
+
+class Counting:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.total = (0, "")
+
+    def note(self, line: str) -> None:
+        """Notes do not matter here."""
+
+    @contextmanager
+    def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+        """Keep each number."""
+        self.total = (total, unit)
+        yield self.told.append
+
+
+def test_the_bar_moves_with_each_layer_and_ends_at_its_total(
+    tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]
+) -> None:
+    plan, report = as_if_quantized(tmp_path, LlamaConfig(**TINY, num_hidden_layers=2), "", torch.bfloat16), Counting()
+    export_graphs(tmp_path, plan, report)
+    assert report.total == (8, "layers")
+    assert report.told == [1, 1, 2] * 2
