@@ -29,9 +29,10 @@ from ...quantize.scales import Scales
 from ...reporter import Reporter
 from ...run import GRAPH, GRAPH_FP32, Run
 from . import naming, operators, passes
+from .cache import cache_shape
 from .heads import split_by_heads
 from .layers import NotAlikeError, kinds_of, layer_prefix, skip
-from .modules import Graph, GraphPlan, cache_shape, prepare
+from .modules import Graph, GraphPlan, prepare
 from .stamp import stamp
 
 OPSET = 23
