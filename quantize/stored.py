@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+from ..headers import read_header
 from ..run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
@@ -27,8 +28,7 @@ def stored_tensors(directory: Path) -> Mapping[str, str]:
         "weight_map"
     ]
     if (directory / CACHE_FILE).is_file():
-        with safe_open(directory / CACHE_FILE, "np") as opened:
-            index |= dict.fromkeys(opened.keys(), CACHE_FILE)
+        index |= dict.fromkeys(read_header(directory / CACHE_FILE), CACHE_FILE)
     return index
 
 
