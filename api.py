@@ -20,10 +20,9 @@ from .options import (
     Clipping,
     EngineOptions,
     ExportOptions,
-    KvCache,
+    RescaleOptions,
     ScaleOptions,
     ValidateOptions,
-    WeightMethod,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
@@ -73,6 +72,7 @@ __all__ = [
     "Histogram",
     "InputError",
     "Inspection",
+    "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
     "TritonOptions",
@@ -240,22 +240,18 @@ def lint(path: Path, run: Path | None = None) -> linting.Linted:
     return linting.lint(Path(path), open_run(run) if run else None)
 
 
-def scales(
-    path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
-    skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
-) -> Run:  # fmt: skip
+def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
     model is not run.
 
-    What is None stays as the run has it. The source checkpoint is read, for the weights. Raises InputError when it is
-    no longer there, or not the same.
+    What `options` are not given stays as the run has it. The source checkpoint is read, for the weights. Raises
+    InputError when it is no longer there, or not the same.
     """
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip, only)
-    source = sources.source_of(found)
-    choosing.quantize(found, source, sources.products_of(source, options.skip, options.only), options, notes)
+    chosen, source = choosing.rescaled(found, options), sources.source_of(found)
+    choosing.quantize(found, source, sources.products_of(source, chosen.skip, chosen.only), chosen, notes)
     graphs.export(found, graphs.exported_options(found), notes)
     return found
 

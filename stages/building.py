@@ -37,5 +37,5 @@ def build(run: Run, options: EngineOptions, notes: Notes) -> "list[EngineInfo]":
             log.outputs += build_engines(run, promised, options, notes)
     built = load_engines(run, precision)
     if precision == "fp8":
-        check_share(built, options.min_fp8_share)
+        check_share(built, options.share)
     return built

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..files import replacing, write_document
-from ..options import Clipping, KvCache, ScaleOptions, WeightMethod
+from ..options import RescaleOptions, ScaleOptions
 from ..run import Run
 from .graphs import has_graphs
 from .steps import Notes, stage
@@ -61,33 +61,21 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         ]
 
 
-def rescaled(
-    run: Run,
-    clip: Clipping,
-    weight_method: WeightMethod | None,
-    kv_cache: KvCache | None,
-    skip: tuple[str, ...] | None,
-    only: tuple[str, ...] | None = None,
-) -> ScaleOptions:
-    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does
-    not tell.
+def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
+    """What to choose the run's scales by: what `options` are not given stays as it was, or takes the default where a
+    killed run does not tell.
 
     Raises InputError when the run was not measured.
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
     before = run.record().stages.get("quantize")
-    kept = asdict(ScaleOptions()) | (before.options if before else {})
-    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip, "only": only}
-    chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
-    return ScaleOptions(
-        clip,
-        chosen["weight_method"],
-        chosen["kv_cache"],
-        tuple(chosen["skip"]),
-        tuple(chosen["only"]),
-        kept["weight_rounding"],
-    )
+    recorded = before.options if before else {}
+    names = ScaleOptions.declared().keys() & recorded.keys()
+    kept: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
+    }
+    return options.over(ScaleOptions(**kept))
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
