@@ -147,6 +147,7 @@ HOSTILE = {
     "lines": ("a\nb\u2028c", r"a\nb\u2028c"),
     "direction": ("\u202eevil\u2066", r"\u202eevil\u2066"),
     "C1": ("\x9b31m", r"\x9b31m"),
+    "escapes alone": ("\x1b" * 4096, r"\x1b" * 25 + " … (16,384 characters) … " + "1b" + r"\x1b" * 12),
     "length": ("n" * 4096, "n" * 100 + " … (4,096 characters) … " + "n" * 50),
 }
 
