@@ -35,7 +35,7 @@ from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.repository import TritonOptions
 from .stages import baselines, choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
-from .stages.steps import Notes, device, stage
+from .stages.steps import Notes, alone, device, stage
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -122,6 +122,7 @@ def open_run(path: Path) -> Run:
     return found
 
 
+@alone("out")
 def calibrate(
     model: str,
     data: str | Sequence[str],
@@ -195,6 +196,7 @@ def _measured(
     return source, products
 
 
+@alone("out")
 def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
@@ -243,6 +245,7 @@ def check_model(found: Run, before: Mapping[str, str], source: "Source") -> None
         )
 
 
+@alone("path")
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
@@ -269,6 +272,7 @@ def lint(path: Path, run: Path | None = None) -> linting.Linted:
     return linting.lint(Path(path), open_run(run) if run else None)
 
 
+@alone("path")
 def scales(
     path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
     skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
@@ -289,6 +293,7 @@ def scales(
     return found
 
 
+@alone("path")
 def build_engine(
     path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
 ) -> "list[EngineInfo]":
@@ -333,6 +338,7 @@ def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) ->
     return engines.view_engines(open_run(path), tuple(targets), plan)
 
 
+@alone("path")
 def validate(
     path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT
 ) -> "Accuracy":
@@ -391,6 +397,7 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
             )
 
 
+@alone("path")
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
     """Write the Triton model repository of the run at `path`; returns its files."""
     from .serve.repository import write_repository
@@ -403,6 +410,7 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
     return [found.root / name for name in found.record().stages["triton"].outputs]
 
 
+@alone("path")
 def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`; returns their paths."""
     from .validate.report import write_report
@@ -496,6 +504,7 @@ class RunOptions:
     triton: TritonOptions = TritonOptions()
 
 
+@alone("out")
 def run(
     model: str,
     data: str | Sequence[str],

@@ -10,8 +10,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -35,22 +36,46 @@ class Strict(BaseModel):
 Document = TypeVar("Document", bound=BaseModel)
 
 
+#: What the operating system refuses, and what helps; of any other refusal fp8q knows neither.
+REFUSALS = {
+    errno.ENOENT: "is not there, or no longer; restore it, and run the same command again",
+    errno.ENOSPC: "no space left on the disk; free some or name another directory",
+    errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
+    errno.EACCES: "permission denied; name a place you have the right to, or give it to yourself",
+    errno.EPERM: "not permitted; name a place you have the right to, or give it to yourself",
+    errno.EROFS: "the file system is read-only; name a directory you may write to",
+    errno.EFBIG: "the file grew larger than it may; raise the limit (`ulimit -f`), or name another directory",
+    errno.EIO: "the disk failed (input/output error); see the system's log, and name another directory",
+    errno.ENAMETOOLONG: "the name is longer than the file system allows; name a shorter one",
+    errno.ELOOP: "the links there lead in a circle; mend them, or name another",
+    errno.ENOTDIR: "a part of the path is a file, not a directory; name another",
+    errno.EISDIR: "is a directory where a file belongs; remove it, or name another",
+    errno.EMFILE: "too many files are open; raise the limit (`ulimit -n`)",
+    errno.ENFILE: "too many files are open on this machine; end what holds them",
+}
+
+
+def refusal(error: OSError | SafetensorError, where: Path | None = None) -> InputError | None:
+    """What the operating system refused, named with its file (or else `where`) and the remedy; None for what is no
+    refusal of its.
+    """
+    number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
+    if number not in REFUSALS:
+        return None
+    name = getattr(error, "filename", None)
+    place = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else where
+    return InputError(f"{place}: {REFUSALS[number]}" if place else REFUSALS[number])
+
+
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write into an InputError that names the directory and the remedy."""
+    """Turn the operating system's refusals into an InputError that names the file, or else `where`, and the remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
-        remedies = {
-            errno.ENOSPC: "no space left on the disk; free some or name another directory",
-            errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
-            errno.EACCES: "permission denied; name a directory you may write to",
-            errno.EROFS: "the file system is read-only; name a directory you may write to",
-        }
-        if number not in remedies:
+        if (told := refusal(error, where)) is None:
             raise
-        raise InputError(f"{getattr(error, 'filename', None) or where}: {remedies[number]}") from error
+        raise told from error
 
 
 @contextmanager
@@ -104,6 +129,53 @@ def share(source: Path, target: Path) -> None:
             fcntl.ioctl(written.fileno(), FICLONE, read.fileno())
         except OSError:
             shutil.copyfileobj(read, written, 16 << 20)
+
+
+#: The locks that this thread keeps until `keeping_locks` ends; none where it does not keep them.
+_kept: ContextVar[dict[Path, TextIO] | None] = ContextVar("kept locks", default=None)
+
+
+@contextmanager
+def keeping_locks() -> Iterator[None]:
+    """Keep every lock that the block takes until it ends: between two stages no other process comes in."""
+    if _kept.get() is not None:
+        yield
+        return
+    locks: dict[Path, TextIO] = {}
+    token = _kept.set(locks)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        for handle in locks.values():
+            handle.close()
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock on `file`, which is made, against other processes, for the block or as long as `keeping_locks`
+    does; on a file system without locks, against none.
+
+    Raises BlockingIOError where another holds it.
+    """
+    kept, key = _kept.get(), file.resolve()
+    if kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink:  # else it went with its folder
+        yield
+        return
+    handle = open(file, "w")  # noqa: SIM115  # who keeps it closes it
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise
+    except OSError:
+        pass  # network file systems may have none
+    if kept is not None:
+        kept[key] = handle
+        yield
+        return
+    with handle:
+        yield
 
 
 def write_document(path: Path, document: BaseModel) -> None:

@@ -7,13 +7,12 @@ wrote and the options it was given: a stage is done again when any of these, or 
 file that is not the one its stage wrote is refused instead of used.
 """
 
-import fcntl
 import json
 import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +22,8 @@ from pydantic import Field, JsonValue
 
 from . import __version__
 from .errors import InputError
-from .files import PARTIAL, Strict, disk_errors, read_document, remove, replacing, sha256_file, write_document
+from .files import PARTIAL, Strict, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
+from .undo import undoing
 
 #: How the folder ends that a killed stage goes on from.
 WORK = ".work"
@@ -214,33 +214,29 @@ class Run:
         self.record()  # refuses a directory that is no run before anything is written
         with disk_errors(self.root):
             created = self._create()
-        with self._lock():
+        with self.lock():
             before = self.record()
-            try:
-                with disk_errors(self.root):
-                    self._clear_partial()
-                    others = {other: done for other, done in before.stages.items() if other != name}
-                    record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
-                    write_document(self.record_file, record)
-                    log, start = StageLog(), time.monotonic()
-                    _reset_peak_memory()
-                    yield log
-                    done = StageRecord(
-                        inputs=dict(inputs),
-                        options=json.loads(json.dumps(dict(options))),
-                        outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
-                        version=__version__,
-                        libraries=library_versions(),
-                        notes=log.notes,
-                        seconds=round(time.monotonic() - start, 3),
-                        peak_memory_bytes=peak_memory_bytes(),
-                        machine=log.machine,
-                    )
-                    write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
-                    remove(self._work_folder(name))
-            except BaseException:
-                self._give_up(before, name, created)
-                raise
+            with undoing(lambda: self._give_up(before, name, created)), disk_errors(self.root):
+                self.sweep(name)
+                others = {other: done for other, done in before.stages.items() if other != name}
+                record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
+                write_document(self.record_file, record)
+                log, start = StageLog(), time.monotonic()
+                _reset_peak_memory()
+                yield log
+                done = StageRecord(
+                    inputs=dict(inputs),
+                    options=json.loads(json.dumps(dict(options))),
+                    outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
+                    version=__version__,
+                    libraries=library_versions(),
+                    notes=log.notes,
+                    seconds=round(time.monotonic() - start, 3),
+                    peak_memory_bytes=peak_memory_bytes(),
+                    machine=log.machine,
+                )
+                write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
+                remove(self._work_folder(name))
 
     def _create(self) -> bool:
         """Make the directory; whether it was not there before."""
@@ -254,6 +250,9 @@ class Run:
         """Leave nothing half-written of a stage that failed; what it had made another time still counts, where it has
         not been touched.
         """
+        with suppress(OSError, InputError):
+            if name in self.record().stages:  # it was recorded in the very moment
+                return
         if created:
             shutil.rmtree(self.root, ignore_errors=True)
             return
@@ -303,7 +302,8 @@ class Run:
             with replacing(written) as partial:
                 partial.write_text(wanted, encoding="utf-8")
         try:
-            yield folder
+            with disk_errors(folder):
+                yield folder
         except (InputError, OSError):
             with suppress(OSError):  # a rank may still be writing there
                 remove(folder) if not rank else self.leave_work(name, rank)
@@ -321,17 +321,27 @@ class Run:
         return folder / f"rank-{rank}" if rank else folder
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
-        with disk_errors(self.root):
-            handle = open(self.root / LOCK, "w")  # noqa: SIM115  # its `with` is the next line
-        with handle:
+    def lock(self) -> Iterator[None]:
+        """Work here alone, as long as `files.locked` says.
+
+        Raises InputError where another process works here, or the directory cannot be written to.
+        """
+        with disk_errors(self.root), ExitStack() as held:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                held.enter_context(locked(self.root / LOCK))
+            except BlockingIOError:
                 raise InputError(
                     f"{self.root}: another fp8q process is working here; wait for it, or name another directory"
                 ) from None
             yield
+
+    def sweep(self, current: str | None = None) -> None:
+        """Remove what killed calls left: all that is half-written, and the folders that finished stages went on from,
+        but for the `current` one's. For who holds the lock.
+        """
+        self._clear_partial()
+        for name in self.record().stages.keys() - {current}:
+            remove(self._work_folder(name))
 
     def _clear_partial(self) -> None:
         for path in [*self.root.glob(f"**/.*{PARTIAL}")]:

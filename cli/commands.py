@@ -1,6 +1,7 @@
 """The command line. Results on standard output (one JSON object with --json), everything else on standard error.
 
-Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 anything else.
+Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 interrupted
+(Ctrl-C), 143 stopped by SIGTERM, 1 anything else.
 """
 
 import json
@@ -95,8 +96,8 @@ if TYPE_CHECKING:
     from .console import Terminal
 
 EXIT_CODES = (
-    "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 "
-    "anything else."
+    "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 "
+    "interrupted (Ctrl-C), 143 stopped by SIGTERM, 1 anything else."
 )
 app = typer.Typer(
     name="fp8q",
@@ -108,8 +109,6 @@ app = typer.Typer(
 )
 #: What typer raises for wrong usage; its own name for the class is private.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-#: What typer returns for Ctrl-C.
-INTERRUPTED = 130
 #: The commands that several processes can run together.
 TOGETHER = ("calibrate", "run")
 

@@ -3,8 +3,6 @@ ranks, and on other text.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
@@ -13,12 +11,15 @@ from ..errors import InputError
 from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
 from ..run import Run, library_versions
+from ..undo import scratch
 from .corpora import Tokens, digest, load_tokens
 from .other_text import read_other
 from .sources import source_of
 from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..calibrate.measure.moments import SecondMoments
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
@@ -266,6 +267,6 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
         name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size
     )
     if streamed(source, None, notes):
-        with TemporaryDirectory() as folder:
-            return measure_streamed(source, windows, record.model, measured, notes, Path(folder), device())
+        with scratch() as folder:
+            return measure_streamed(source, windows, record.model, measured, notes, folder, device())
     return run_model(load_model(source, torch.bfloat16, device()), windows, record.model, measured, notes)

@@ -1,10 +1,21 @@
 """What every stage needs: a reporter that remembers, the record of a stage, and the device models run on."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import errno
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+from ..calibrate.ranks.place import place
+from ..errors import InputError
+from ..files import keeping_locks
 from ..reporter import Reporter
 from ..run import Run, StageLog
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
 class Notes:
@@ -50,3 +61,35 @@ def stage(
     with run.stage(name, inputs, options, model) as log:
         yield log
         log.notes, notes.lines = notes.lines, []
+
+
+def alone(argument: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """Let a function work alone on the run that `argument` names, from its first stage to its last: another process
+    that would write there meanwhile is refused. What killed calls left of finished stages goes first.
+    """
+
+    def wrapped(function: Callable[Given, Made]) -> Callable[Given, Made]:
+        names = inspect.signature(function)
+
+        @wraps(function)
+        def working(*given: Given.args, **named: Given.kwargs) -> Made:
+            run = Run(Path(names.bind(*given, **named).arguments[argument]))
+            with keeping_locks(), ExitStack() as held:
+                if run.exists() and place().rank == 0:
+                    _take(run, held)
+                return function(*given, **named)
+
+        return working
+
+    return wrapped
+
+
+def _take(run: Run, held: ExitStack) -> None:
+    """Lock `run` and sweep it; where it may not be written to, leave that to the stage that must write."""
+    try:
+        held.enter_context(run.lock())
+    except InputError as error:
+        if isinstance(error.__cause__, PermissionError) or getattr(error.__cause__, "errno", None) == errno.EROFS:
+            return
+        raise
+    run.sweep()

@@ -7,10 +7,14 @@ run yet says which command to run.
 """
 
 import math
+import os
+import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 from ..calibrate.measure.statistics import load_statistics
@@ -20,6 +24,7 @@ from ..options import WITHOUT_FP8
 from ..quantize.formats import E4M3
 from ..reporter import Reporter
 from ..run import Run
+from ..undo import scratch, undoing
 from . import columns, curves, tables
 from .accuracy import Protocol, load_accuracy, load_tokens
 from .columns import Table
@@ -184,7 +189,15 @@ def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     from jupyter_client.manager import AsyncKernelManager
 
-    with TemporaryDirectory() as private:
+    started: list[int] = []
+
+    def end_kernel() -> None:
+        for group in started:
+            with suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+
+    # Signals stay ours: in the main thread nbclient would put handlers of its own in their place, and leave Python's.
+    with scratch() as private, ThreadPoolExecutor(1, "notebook") as pool, undoing(end_kernel):
 
         class OwnKernel(AsyncKernelManager):
             def __init__(self, **traits: Any) -> None:
@@ -193,11 +206,22 @@ def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
                     kernel_spec_manager=own, transport="ipc", connection_file=f"{private}/kernel.json", **traits
                 )
 
+            async def _async_launch_kernel(self, kernel_cmd: list[str], **kw: Any) -> None:
+                await super()._async_launch_kernel(kernel_cmd, **kw, stdout=DEVNULL, stderr=DEVNULL)
+                started.append(self.provisioner.pid)  # type: ignore[union-attr]  # leads a session and group of its own
+
         engine = {"kernel_manager_class": OwnKernel, "extra_arguments": [f"--ipython-dir={private}"]}
         try:
-            done = papermill.execute_notebook(
-                notebook, None, parameters, kernel_name="python3", progress_bar=False, cwd=directory, **engine
-            )
+            done = pool.submit(
+                papermill.execute_notebook,
+                notebook,
+                None,
+                parameters,
+                kernel_name="python3",
+                progress_bar=False,
+                cwd=directory,
+                **engine,
+            ).result()
         except (NoSuchKernel, RuntimeError) as error:
             raise BackendError(
                 f"no Jupyter kernel starts to execute the report ({error}); install one with `pip install "
