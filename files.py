@@ -81,22 +81,23 @@ def disk_errors(where: Path) -> Iterator[None]:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends
-    well.
+    well. Raises InputError, naming `path`, for what the disk refuses.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f".{path.name}{PARTIAL}"
-    remove(partial)
-    try:
-        yield partial
-        _readable(partial)
-        if partial.is_file():
-            with open(partial, "rb+") as handle:
-                os.fsync(handle.fileno())
-        elif path.is_dir():
-            remove(path)
-        partial.rename(path)
-    finally:
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
+        try:
+            yield partial
+            _readable(partial)
+            if partial.is_file():
+                with open(partial, "rb+") as handle:
+                    os.fsync(handle.fileno())
+            elif path.is_dir():
+                remove(path)
+            partial.rename(path)
+        finally:
+            remove(partial)
 
 
 def _readable(path: Path) -> None:

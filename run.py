@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, JsonValue
+from safetensors import SafetensorError
 
 from . import __version__
 from .errors import InputError
@@ -216,7 +217,7 @@ class Run:
             created = self._create()
         with self.lock():
             before = self.record()
-            with undoing(lambda: self._give_up(before, name, created)), disk_errors(self.root):
+            with undoing(lambda: self._give_up(before, name, created)), self._blamed(name):
                 self.sweep(name)
                 others = {other: done for other, done in before.stages.items() if other != name}
                 record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
@@ -262,7 +263,7 @@ class Run:
             (self.root / path).is_file() and sha256_file(self.root / path) == digest
             for path, digest in old.outputs.items()
         ):
-            with suppress(OSError):
+            with suppress(OSError, InputError):
                 write_document(self.record_file, before)
 
     def is_stale(self, stage: str) -> bool:
@@ -291,8 +292,8 @@ class Run:
         stage is done.
 
         `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk
-        is to blame for leaves nothing behind. `rank`: of several processes that run the stage, each has a folder of its
-        own, inside that of rank 0.
+        is to blame for leaves nothing behind: rank 0's goes when the stage fails. `rank`: of several processes that run
+        the stage, each has a folder of its own, inside that of rank 0.
         """
         folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
@@ -302,11 +303,21 @@ class Run:
             with replacing(written) as partial:
                 partial.write_text(wanted, encoding="utf-8")
         try:
-            with disk_errors(folder):
-                yield folder
-        except (InputError, OSError):
+            yield folder
+        except (InputError, OSError, SafetensorError):
+            if rank:  # rank 0's goes with its stage
+                self.leave_work(name, rank)
+            raise
+
+    @contextmanager
+    def _blamed(self, name: str) -> Iterator[None]:
+        """Remove what the stage `name` would go on from when the user, or the disk, is to blame."""
+        try:
+            with disk_errors(self.root):
+                yield
+        except InputError:
             with suppress(OSError):  # a rank may still be writing there
-                remove(folder) if not rank else self.leave_work(name, rank)
+                remove(self._work_folder(name))
             raise
 
     def leave_work(self, name: str, rank: int) -> None:
