@@ -92,7 +92,7 @@ def test_the_wheel_installs_the_command_and_carries_the_licence(
     info = f"fp8q-{fp8q.__version__}.dist-info"
     assert wheel.read(f"{info}/entry_points.txt").decode().split("\n")[:2] == [
         "[console_scripts]",
-        "fp8q = fp8q.cli:main",
+        "fp8q = fp8q.cli.main:main",
     ]
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
     assert wheel_metadata["License-Expression"] == "Apache-2.0"

@@ -282,9 +282,9 @@ def test_without_streaming_nothing_of_a_stopped_stream_stays(demo_checkpoint: Pa
 CHILD = """
 import sys, numpy as np
 from pathlib import Path
-from fp8q.calibrate.source import open_source
+from fp8q.calibrate.model.source import open_source
 from fp8q.options import CalibrateOptions
-from fp8q.progress import SILENT
+from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages.measuring import measure
 from fp8q.stages.steps import Notes
