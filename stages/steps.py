@@ -11,8 +11,9 @@ from typing import ParamSpec, TypeVar
 from ..calibrate.ranks.place import place
 from ..errors import InputError
 from ..files import keeping_locks
+from ..record import StageLog
 from ..reporter import Reporter
-from ..run import Run, StageLog
+from ..run import Run
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
