@@ -181,7 +181,8 @@ def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
 
     The kernel is the running interpreter's own, whatever kernels the user has installed under the name `python3`; it
     reads none of the user's IPython start-up files, and talks over sockets in a temporary directory, not over TCP. What
-    papermill notes of paths and times is left out: the result says the same wherever the run lies. Raises BackendError when no kernel starts.
+    papermill notes of paths and times is left out: the result says the same wherever the run lies. Raises BackendError
+    when no kernel starts.
     """
     import nbformat
     import papermill
