@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticSerializationError
 from safetensors import SafetensorError
 
 from .errors import InputError
@@ -210,11 +211,15 @@ def regular_file(path: Path) -> int:
 
 
 def write_document(path: Path, document: BaseModel) -> None:
-    """Write a pydantic model as indented JSON, atomically."""
+    """Write a pydantic model as indented JSON, atomically. Raises InputError for a name that is no text in UTF-8."""
+    try:
+        text = document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n"
+    except PydanticSerializationError:
+        raise InputError(
+            f"{path}: would hold the name of a file or directory that is no text in UTF-8; rename what is called so"
+        ) from None
     with replacing(path) as partial:
-        partial.write_text(
-            document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n", encoding="utf-8"
-        )
+        partial.write_text(text, encoding="utf-8")
 
 
 def read_document(path: Path, kind: type[Document]) -> Document:

@@ -121,6 +121,18 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_stage(run: Run) -> No
     assert not left.exists()
 
 
+def test_a_name_that_is_not_utf8_is_not_recorded(tmp_path: Path) -> None:
+    fresh = Run(tmp_path / "new")
+    with (
+        pytest.raises(
+            InputError, match=r"run\.json: would hold the name of a file or directory that is no text in UTF-8"
+        ),
+        fresh.stage("measure", {}, {}, {"path": "caf\udce9"}),
+    ):
+        pass
+    assert not fresh.root.exists()
+
+
 def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
     message = rf"^{run.root}: another fp8q process is working here; wait for it, or name another directory$"
     with run.stage("measure", {}, {}):
