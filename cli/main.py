@@ -56,18 +56,16 @@ def _run() -> int:
             raise InputError(
                 f"{argument}: is no text in UTF-8, and names are kept in files that are; rename what is called so"
             )
-    from .commands import app
+    from .commands import launch
 
-    code = app(standalone_mode=False)
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    return int(code or 0)
+    return launch(sys.argv[1:])
 
 
 def ended(error: BaseException) -> tuple[int, str | None]:
     """The exit code for what a command raised, and the line to say; None where all has been said, or there is nobody to
     say it to.
     """
+    from cyclopts import CycloptsError
     from safetensors import SafetensorError
 
     from ..files import refusal
@@ -83,23 +81,16 @@ def ended(error: BaseException) -> tuple[int, str | None]:
         return INTERRUPTED, f"interrupted; {KEPT}"
     if isinstance(error, SystemExit):
         return int(error.code or 0), None
-    if (usage := usage_error(error)) is not None:
-        # without a command the help has been shown, and there is nothing to add
-        said = f"{usage.rstrip('.')}. See `fp8q --help`, or --help after a command." if usage else None
-        return InputError.exit_code, said
+    if isinstance(error, CycloptsError):
+        said = str(error)
+        end = "" if said.endswith((".", "?")) else "."
+        return InputError.exit_code, f"{said}{end} See `fp8q --help`, or --help after a command."
     if os.environ.get("FP8Q_DEBUG"):
         traceback.print_exception(error)
     if remedy := exhausted(error):
         return BackendError.exit_code, remedy
     kind = type(error).__name__
     return 1, f"{kind}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
-
-
-def usage_error(error: BaseException) -> str | None:
-    """What is wrong with the command line, where that is what `error` says."""
-    from .commands import UsageError
-
-    return str(error.format_message()) if isinstance(error, UsageError) else None  # type: ignore[attr-defined]
 
 
 def exhausted(error: BaseException) -> str | None:

@@ -2,14 +2,15 @@
 
 import errno
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ..calibrate.ranks.place import place
-from ..errors import InputError
+from ..errors import BackendError, InputError
 from ..files import keeping_locks
 from ..record import StageLog
 from ..reporter import Reporter
@@ -17,6 +18,18 @@ from ..run import Run
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
+
+#: What the extra `calibrate` brings, by the names they are imported under.
+CALIBRATE_MODULES = ("torch", "transformers", "datasets", "modelopt", "compressed_tensors", "onnxscript")
+
+
+def needs(extra: str, modules: Sequence[str]) -> None:
+    """Raise BackendError, naming the extra, when one of `modules` is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
+        )
 
 
 class Notes:
