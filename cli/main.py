@@ -5,7 +5,7 @@ import sys
 import traceback
 
 from ..errors import INTERRUPTED, BackendError, Fp8qError, InputError
-from .signals import KEPT, listen
+from .signals import KEPT, deafen, listen
 
 
 def main() -> None:
@@ -19,6 +19,7 @@ def main() -> None:
     streams.settle()
     console.tame_warnings()
     code = command()
+    deafen()
     # threads of torch may still wait for a rank that is gone, and Python would wait for them
     if code and os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)

@@ -35,6 +35,11 @@ def listen() -> None:
             signal.signal(number, end)
 
 
+def deafen() -> None:
+    """Let Ctrl-C change nothing any more: the work is done and its exit code stands, while Python clears up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def line(number: int) -> str:
     """What is said of a signal."""
     return f"{TOLD[signal.Signals(number)]}; {KEPT}"

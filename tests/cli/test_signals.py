@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fp8q import __version__
 from fp8q.run import Run
 from fp8q.undo import all_open, at_end, scratch, undoing
 
@@ -151,6 +152,14 @@ def test_on_a_terminal_the_line_stands_below_the_bar_and_the_cursor_is_shown_aga
     os.close(ours)
     assert process.returncode == 130
     assert drawn.decode().endswith(f"\r\n\x1b[?25h{INTERRUPTED[:-1]}\r\n")
+
+
+def test_when_all_is_done_an_interrupt_changes_nothing() -> None:
+    """Python puts the system's own handlers back while it clears up, and would die of the signal without a word."""
+    late = "import atexit, os, signal; atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))"
+    code = f"{late}; import sys; sys.argv[1:] = ['--version']; from fp8q.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"fp8q {__version__}\n", "")
 
 
 def test_who_ignores_interrupts_is_not_interrupted(tmp_path: Path) -> None:
