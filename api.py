@@ -46,7 +46,7 @@ from .stages import (
 )
 from .stages.inspecting import Inspection
 from .stages.opening import open_run
-from .stages.steps import CALIBRATE_MODULES, Notes, needs, stage
+from .stages.steps import CALIBRATE_MODULES, Notes, alone, needs, stage
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -104,6 +104,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@alone("out")
 def calibrate(
     model: str,
     data: str | Sequence[str],
@@ -177,6 +178,7 @@ def _measured(
     return source, products
 
 
+@alone("out")
 def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
@@ -214,6 +216,7 @@ def merge(
     return found
 
 
+@alone("path")
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
@@ -240,6 +243,7 @@ def lint(path: Path, run: Path | None = None) -> linting.Linted:
     return linting.lint(Path(path), open_run(run) if run else None)
 
 
+@alone("path")
 def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
     model is not run.
@@ -256,6 +260,7 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     return found
 
 
+@alone("path")
 def build_engine(
     path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
 ) -> "list[EngineInfo]":
@@ -280,6 +285,7 @@ def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) ->
     return engines.view_engines(open_run(path), tuple(targets), plan)
 
 
+@alone("path")
 def validate(
     path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT
 ) -> "Accuracy":
@@ -293,6 +299,7 @@ def validate(
     return validating.validate(found, data, options, notes)
 
 
+@alone("path")
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
     """Write the Triton model repository of the run at `path`; returns its files."""
     from .serve.repository import write_repository
@@ -305,6 +312,7 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
     return [found.root / name for name in found.record().stages["triton"].outputs]
 
 
+@alone("path")
 def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`; returns their paths."""
     from .validate.report import write_report
@@ -361,6 +369,7 @@ class RunOptions:
     triton: TritonOptions = TritonOptions()
 
 
+@alone("out")
 def run(
     model: str,
     data: str | Sequence[str],
