@@ -57,7 +57,10 @@ def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> 
     `place` says where the tensor of a layer lies, by its name. Raises NotAlikeError.
     """
     blocks = blocks_of(model, prefix)
-    patterns = {index: _pattern(blocks, kind) for kind in kinds for index in kind.skipped}
+    patterns: dict[int, Pattern] = {}
+    for kind in kinds:
+        if kind.skipped:
+            patterns |= dict.fromkeys(kind.skipped, _pattern(blocks, kind))
     for marker in [node for node in model.graph if (node.domain, node.op_type) == SKIPPED]:
         index = marker.attributes["index"].as_int()
         _replace(model, marker, patterns.pop(index), index, place)
