@@ -22,6 +22,7 @@ each number in it. So what a statement multiplies by is read from where the prog
 Found by reading plans of TensorRT-RTX 1.7.1 for sm89 and sm120; the format is undocumented. What does not read is None.
 """
 
+import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -50,9 +51,11 @@ _PRODUCT = (
     rb"[a-z](?P<more>[^\n]*)"
 )
 _KERNEL = (
-    rb"function=\{ name=(?P<kernel>\S+) [^\n]*? input_args=\{(?P<taken>[^\n]*?)\} "
+    rb"(?:function|runtime_fusion)=\{ name=(?P<kernel>\S+) [^\n]*?input_args=\{(?P<taken>[^\n]*?)\} "
     rb"[^\n]*?output_args=\{(?P<given>[^\n]*?)\} (?P<rest>[^\n]*)"
 )
+# A multiplication by one number, in the program of a kernel that is finished at run time: FP32 bits in hexadecimal.
+_SCALING = re.compile(rb"^  mul=\{ [^\n]* alpha=([0-9A-F]{8})f32 ([^\n]*)", re.MULTILINE)
 _STATEMENT = re.compile(rb"^  (?:" + _PRODUCT + rb"|" + _KERNEL + rb")", re.MULTILINE)
 # What a program runs on; that of a single kernel may say `*`, any.
 _TARGET = re.compile(rb"^  accelerators=\{([^\n}]*)\}$", re.MULTILINE)
@@ -93,8 +96,9 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """The program of one optimization profile, or of a single kernel: `bound` are the inputs and outputs of the
-    engine.
+    """The program of one optimization profile, or of a single kernel: `bound` are its inputs and outputs.
+
+    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, their profile and that number.
     """
 
     profile: int
@@ -102,6 +106,12 @@ class Program:
     statements: tuple[Statement, ...]
     targets: frozenset[str] = frozenset()
     bound: tuple[str, ...] = ()
+    scalings: tuple[tuple[str, int, np.float32], ...] = ()
+
+    def width(self, name: str) -> int:
+        """The numbers of one row of a tensor: its rows are what is known at run time only."""
+        sizes = self.tensors[name].dims if name in self.tensors else ()
+        return math.prod(size for size in sizes if size)
 
     def type(self, name: str) -> str:
         """The element type of a tensor; `unknown` where it is not told."""
@@ -157,6 +167,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
     for match in _PROGRAM.finditer(memoryview(plan).cast("B")):
         text = match.group()
         statements = [_statement(found) for found in _STATEMENT.finditer(text)]
+        scalings = [(node, bits) for bits, rest in _SCALING.findall(text) for node in map(node_of, _layers(rest))]
         profile = max((profile for profile, _ in statements), default=0)
         yield Program(
             profile,
@@ -164,6 +175,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
             tuple(statement for _, statement in statements),
             frozenset(name for listed in _TARGET.findall(text) for name in listed.decode().split()),
             tuple(name for listed in _BOUND.findall(text) for name in _quoted(listed)),
+            tuple((*node, np.uint32(int(bits, 16)).view(np.float32)) for node, bits in scalings),
         )
 
 
@@ -233,7 +245,7 @@ def _quoted(names: bytes) -> tuple[str, ...]:
 def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, Tensor]]:
     """The tensor of a line, under its name."""
     told = {key: (text or listed or word) for key, text, listed, word in _FIELD.findall(fields)}
-    if (name := told.get(b"name")) is None:
+    if (name := told.get(b"name")) is None or b"offset" not in told:
         return
     base = told.get(b"base")
     yield (
@@ -242,13 +254,17 @@ def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, Tensor]]:
             type_name(kind.decode()),
             _numbers(told.get(b"dims", b"")),
             _numbers(told.get(b"strides", b"")),
-            _number(told[b"offset"]) if b"const_payload_size" in told and b"offset" in told else None,
+            _number(told[b"offset"])
+            if b"const_payload_size" in told and _POOLED.match(told.get(b"region", b""))
+            else None,
             base.decode(errors="replace") if base is not None else None,
             _number(told.get(b"const_offset", b"0")),
         ),
     )
 
 
+# Constants of the pool; those of kernels finished at run time (runtime-fusion-consts) lie elsewhere.
+_POOLED = re.compile(rb"__mye\d+-consts")
 _SIZE = re.compile(rb'"[^"]*"|\d+')
 
 
