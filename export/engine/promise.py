@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from onnx import numpy_helper
 
 from ...errors import InputError
 from .. import names
-from ..lint.indexed import Indexed, Operand, bytes_of, stored_at
+from ..lint.indexed import Indexed, Operand
 from ..lint.indexed import Product as GraphProduct
 from ..lint.rules_products import activation_of, output_axis, quantize_of, weight_of
+from ..lint.tensors import bytes_of, stored_at
 
 Codes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
@@ -76,14 +78,13 @@ def _turned(product: GraphProduct, side: Operand, codes: Codes) -> Codes:
 
 
 def stored_codes(graph: Indexed, tensor: str) -> Codes:
-    """The codes of a weight, uint8 [rows, columns], mapped from its file; empty where they do not lie in one.
+    """The codes of a weight, uint8 [rows, columns], mapped from its file.
 
     Raises InputError for a file cut short or gone.
     """
     found = graph.initializers[tensor]
-    where = stored_at(found)
-    if where is None or len(found.dims) != 2:
-        return np.zeros(0, np.uint8)
+    if (where := stored_at(found)) is None:
+        return numpy_helper.to_array(found).view(np.uint8)
     path = graph.directory / where.location
     if not path.is_file() or path.stat().st_size < where.offset + bytes_of(found):
         what = (
