@@ -239,7 +239,7 @@ def _input(
         return
     if scales:
         yield seen.differs(
-            promise, INPUT, f"its input is quantized with the scale {scales[0]:.9g}", f"{promise.scale:.9g}"
+            promise, INPUT, f"its input is quantized with the scale {scales[0]:.6g}", f"{promise.scale:.6g}"
         )
     else:
         yield seen.untold(promise, INPUT, f"{maker.name} takes no constant that could be it")
@@ -284,5 +284,5 @@ def _folded(
     scale = sides[0] * sides[1] / float(alpha)
     if not math.isclose(scale, promise.scale, rel_tol=RELATIVE):
         yield seen.differs(
-            promise, INPUT, f"{label} quantizes its input with the scale {scale:.9g}", f"{promise.scale:.9g}"
+            promise, INPUT, f"{label} quantizes its input with the scale {scale:.6g}", f"{promise.scale:.6g}"
         )

@@ -86,7 +86,10 @@ def prove(data: Buffer, plan: Plan | None, pledge: Pledge, profiles: Sequence[st
             for module in missing
             for what in (CODES, FACTORS, INPUT)
         ),
-        *compare(plan, pool, promised, pledge.attention or {}, profiles),
+        *sorted(
+            compare(plan, pool, promised, pledge.attention or {}, profiles),
+            key=lambda each: pledge.modules.index(each.module),
+        ),
         *_cache(plan, pledge, profiles),
         *attention,
         *(_attention_scales(plan, pool, pledge.attention or {}, profiles) if pool is not None else ()),
@@ -121,9 +124,11 @@ def _attention_scales(
     for program in plan.programs:
         for statement in program.statements:
             node = next((node for node in statement.nodes if node in promised), None)
-            if node is None or program.type(statement.outputs[0]) == "fp8" or len(statement.inputs) <= _ALPHA:
+            types = [program.type(name) for name in (*statement.inputs[:_ALPHA], *statement.outputs)]
+            if node is None or types[:_ALPHA] != ["fp8"] * _ALPHA or "fp8" in types[_ALPHA:]:
                 continue
-            alpha, (left, right) = pool.read(program.tensors.get(statement.inputs[_ALPHA])), promised[node]
+            alpha = pool.read(program.tensors.get(next(iter(statement.inputs[_ALPHA:]), "")))
+            left, right = promised[node]
             profile, wanted = profiles[program.profile], left * right
             if alpha is None or alpha.dtype != np.float32 or alpha.size != 1:
                 yield Difference(node, profile, FACTORS, "the product states no alpha", "", told=False)
