@@ -101,7 +101,7 @@ def compare(
     `attention`: as `lint.check.promised_attention` gives it; `profiles`: their names, in order.
     """
     by_node, named = {promise.node: promise for promise in promised}, dict(enumerate(profiles))
-    literals = [(node, named.get(at), number) for each in plan.programs for node, at, number in each.scalings]
+    literals = [(node, named.get(each.profile), number) for each in plan.programs for node, number in each.scalings]
     same: set[tuple[str, int | None]] = set()  # codes that were compared already: profiles share their constants
     for program in plan.programs:
         profile = named.get(program.profile, str(program.profile))

@@ -98,7 +98,7 @@ class Statement:
 class Program:
     """The program of one optimization profile, or of a single kernel: `bound` are its inputs and outputs.
 
-    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, their profile and that number.
+    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, each with that number.
     """
 
     profile: int
@@ -106,7 +106,7 @@ class Program:
     statements: tuple[Statement, ...]
     targets: frozenset[str] = frozenset()
     bound: tuple[str, ...] = ()
-    scalings: tuple[tuple[str, int, np.float32], ...] = ()
+    scalings: tuple[tuple[str, np.float32], ...] = ()
 
     def width(self, name: str) -> int:
         """The numbers of one row of a tensor: its rows are what is known at run time only."""
@@ -167,7 +167,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
     for match in _PROGRAM.finditer(memoryview(plan).cast("B")):
         text = match.group()
         statements = [_statement(found) for found in _STATEMENT.finditer(text)]
-        scalings = [(node, bits) for bits, rest in _SCALING.findall(text) for node in map(node_of, _layers(rest))]
+        scalings = [(node_of(node)[0], bits) for bits, rest in _SCALING.findall(text) for node in _layers(rest)]
         profile = max((profile for profile, _ in statements), default=0)
         yield Program(
             profile,
@@ -175,7 +175,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
             tuple(statement for _, statement in statements),
             frozenset(name for listed in _TARGET.findall(text) for name in listed.decode().split()),
             tuple(name for listed in _BOUND.findall(text) for name in _quoted(listed)),
-            tuple((*node, np.uint32(int(bits, 16)).view(np.float32)) for node, bits in scalings),
+            tuple((node, np.uint32(int(bits, 16)).view(np.float32)) for node, bits in scalings),
         )
 
 

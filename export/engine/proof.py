@@ -15,7 +15,7 @@ from onnx import TensorProto
 from .. import names
 from ..lint.indexed import Indexed
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
-from .plan import Evidence, Plan, evidence
+from .plan import Evidence, Kernel, Plan, evidence
 from .program import Buffer, Pool, read_pool
 from .promise import promises
 
@@ -28,6 +28,8 @@ _ELEMENTS: dict[int, str] = {
     TensorProto.FLOAT: "fp32",
 }
 _ALPHA = 2
+#: What cannot be told of a product of attention inside a kernel.
+INSIDE = "types inside a kernel"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ class Proof:
 def broken(differences: Sequence[Difference]) -> list[Difference]:
     """What an engine must not pass with: each of a module once, what differs before what cannot be told.
 
-    The scale of an input that cannot be told is no such: a kernel may have it in its code.
+    What lies inside a kernel's code, and so cannot be told, is no such: the scale of an input, fused attention.
     """
     once = {(each.module, each.what, each.told): each for each in reversed(differences)}
-    kept = [each for each in reversed(once.values()) if each.told or each.what != INPUT]
+    kept = [each for each in reversed(once.values()) if each.told or each.what not in (INPUT, INSIDE)]
     return sorted(kept, key=lambda each: not each.told)
 
 
@@ -107,11 +109,24 @@ def _attention(
             if wide := [product for product in shown if not product.fp8]:
                 yield Difference(node, profile, "types", f"the product is {wide[0]}", "FP8 on both sides")
             elif not shown:
-                yield Difference(node, profile, "types", "the engine has no such product", "one on FP8 codes")
+                yield _fused(plan.kernels.get(index, ()), node, profile)
         for product in plan.profiles.get(index, ()):
             for node in product.nodes:
                 if product.fp8 and node not in promised and names.module_of(node) and names.product_of(node) == node:
                     yield Difference(node, profile, "types", f"the product is {product}", "attention not in FP8")
+
+
+def _fused(kernels: Sequence[Kernel], node: str, profile: str) -> Difference:
+    """A promised product of attention that is none of its own: a kernel that attends as a whole may have rounded its
+    operands to codes, and with which types it then multiplies is not told.
+    """
+    module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
+    kernel = next((kernel for kernel in kernels if node in kernel.layers), None)
+    if kernel is None:
+        return Difference(node, profile, "types", "the engine has no such product", "one on FP8 codes")
+    if names.attention_quantize(module, quantized) in kernel.layers:
+        return Difference(node, profile, INSIDE, f"{kernel.name} quantizes and multiplies in one", "", told=False)
+    return Difference(node, profile, "types", f"{kernel.name} attends in it without codes", "FP8 on both sides")
 
 
 def _attention_scales(
