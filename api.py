@@ -179,7 +179,8 @@ def _measured(
     """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the
     corpus, measure.
     """
-    from .calibrate.model.source import load_tokenizer, open_source
+    from .calibrate.model.source import open_source
+    from .calibrate.model.tokenizer import load_tokenizer
 
     before = found.record().model
     with notes.held():

@@ -249,7 +249,8 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
 
     from ..calibrate.measure.in_memory import measure as run_model
     from ..calibrate.measure.stream import measure_streamed
-    from ..calibrate.model.source import load_model, load_tokenizer
+    from ..calibrate.model.source import load_model
+    from ..calibrate.model.tokenizer import load_tokenizer
     from ..calibrate.text import corpus
     from ..files import read_document
 
