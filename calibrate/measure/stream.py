@@ -23,9 +23,9 @@ from ...errors import InputError
 from ...reporter import Reporter
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.materialize import Materializer
-from ..model.silence import quiet
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
+from ..silence import quiet
 from .in_memory import cut_batches, observed_products, weight_amax
 from .moments import SecondMoments
 from .observe import Watch, noting_groups, output_head

@@ -21,10 +21,10 @@ from ...errors import BackendError, InputError
 from ...reporter import SILENT, Reporter
 from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
+from ..silence import quiet
 from .architecture import load_config, max_positions, read_config, refuse_experts
 from .companions import check_companions, tokenizer_digests
 from .fields import check_sizes
-from .silence import quiet
 from .weights import Weights, find_weights, read_headers
 
 if TYPE_CHECKING:

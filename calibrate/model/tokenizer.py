@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import InputError
 from ..given import foreign, one_line
+from ..silence import muted, quiet
 from .companions import REMEDY
-from .silence import muted, quiet
 from .source import Source
 
 if TYPE_CHECKING:
