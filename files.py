@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,15 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
+
+#: What may bear a file's name and must not be opened for one: reading it may never end.
+NO_FILES = (
+    (stat.S_ISDIR, "directory"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
 
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -106,6 +116,26 @@ def share(source: Path, target: Path) -> None:
             shutil.copyfileobj(read, written, 16 << 20)
 
 
+def regular_file(path: Path) -> int:
+    """The size of a file in bytes, links followed, before any of it is read.
+
+    Raises InputError for one that is not there, may not be read, or is a directory, pipe, socket or device.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        raise InputError(f"{path}: {what}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    for is_one, kind in NO_FILES:
+        if is_one(found.st_mode):
+            raise InputError(f"{path}: is a {kind}; name a file")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read ({os.strerror(errno.EACCES)})")
+    return found.st_size
+
+
 def write_document(path: Path, document: BaseModel) -> None:
     """Write a pydantic model as indented JSON, atomically."""
     with replacing(path) as partial:
@@ -119,10 +149,9 @@ def read_document(path: Path, kind: type[Document]) -> Document:
 
     Raises InputError naming the file, the first field that is wrong and what it holds.
     """
+    regular_file(path)
     try:
         return kind.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"

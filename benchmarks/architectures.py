@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 from fp8q.api import CalibrateOptions, EngineOptions, ValidateOptions, build_engine, calibrate, scales, validate
 from fp8q.options import KvCache
 from fp8q.quantize.scales import load_scales
-from fp8q.run import Run, library_versions
+from fp8q.record import library_versions
+from fp8q.run import Run
 
 PYTHON, STORIES = (
     ("python-calibration.txt", "python-evaluation.txt"),

@@ -24,9 +24,10 @@ from synthetic import commit
 from transformers import LlamaForCausalLM
 
 from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
+from fp8q.record import library_versions
 from fp8q.reporter import SILENT
-from fp8q.run import library_versions
 
 LIMIT_RATIO = 1.15
 
@@ -37,7 +38,7 @@ def ours(model: LlamaForCausalLM) -> Series:
 
     def series(batches: int) -> None:
         corpus = Corpus(name="random", fingerprint="0", windows=batches * BATCH, seq_len=WINDOW, batch_size=BATCH)
-        measure(model, tokens(batches), identity, corpus, SILENT)
+        measure(model, Measurement(tokens(batches), identity, corpus), SILENT)
 
     return series
 

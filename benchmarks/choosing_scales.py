@@ -27,8 +27,9 @@ from synthetic import commit
 from torch import nn
 
 from fp8q.calibrate.measure.in_memory import measure
-from fp8q.calibrate.measure.observe import attention_modules
+from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
@@ -39,8 +40,8 @@ from fp8q.quantize.kv_cache import FP8Cache
 from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
 from fp8q.quantize.scales import group_of, tensor_scale
 from fp8q.quantize.weights import channel_scales
+from fp8q.record import library_versions
 from fp8q.reporter import SILENT
-from fp8q.run import library_versions
 from fp8q.stages import corpora, sources
 from fp8q.validate.compare import Forward, compare
 from fp8q.validate.perplexity import Evaluation, cut
@@ -183,7 +184,7 @@ def evaluate(
     ids = corpus.windows(corpus.encode(corpus.load_texts(data), tokenizer), context, 4 * windows)
     record = Corpus(name=data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
-    statistics = measure(model, ids, identity, record, SILENT)
+    statistics = measure(model, Measurement(ids, identity, record), SILENT)
     products = sources.products_of(source, ())
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(

@@ -25,7 +25,8 @@ import torch
 from synthetic import DEMO, commit, sampled, write_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.run import Run, library_versions
+from fp8q.record import library_versions
+from fp8q.run import Run
 
 LIMIT_BYTES = 1_500_000_000
 

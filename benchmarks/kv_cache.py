@@ -31,8 +31,9 @@ from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.kv_cache import FP8Layer
 from fp8q.quantize.reference import load_reference
+from fp8q.record import library_versions
 from fp8q.reporter import SILENT
-from fp8q.run import Run, library_versions
+from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
 from fp8q.validate.compare import Forward, compare

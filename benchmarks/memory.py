@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from synthetic import DEMO, commit, layer_shapes, sampled, write_checkpoint
 
-from fp8q.run import library_versions
+from fp8q.record import library_versions
 
 FIXED_BYTES, LAYERS_HELD = 1_200_000_000, 3
 #: A layer may add this share of itself to the peak: what its statistics weigh, and the sampling.

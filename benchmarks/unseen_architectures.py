@@ -31,7 +31,7 @@ from fp8q.api import CalibrateOptions, EngineOptions, InputError, build_engine, 
 from fp8q.calibrate.model.source import open_source
 from fp8q.export.graph.modules import GraphPlan, cache_shape, prepare
 from fp8q.quantize.reference import load_reference
-from fp8q.run import library_versions
+from fp8q.record import library_versions
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import products_of

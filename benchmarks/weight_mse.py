@@ -30,7 +30,7 @@ from fp8q import __version__
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import encode
 from fp8q.quantize.weight_mse import mse_scales
-from fp8q.run import library_versions
+from fp8q.record import library_versions
 
 #: Of the clock, of the processors.
 Seconds = tuple[float, float]

@@ -34,8 +34,9 @@ from fp8q.quantize.reference import Reference, load_reference
 from fp8q.quantize.scales import group_of
 from fp8q.quantize.weight_rounding import Compensations
 from fp8q.quantize.weights import Rounding, WeightMethod
+from fp8q.record import library_versions
 from fp8q.reporter import SILENT
-from fp8q.run import Run, library_versions
+from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
 from fp8q.validate.compare import Forward, compare

@@ -1,5 +1,6 @@
 """The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
     Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only`
     that match nothing or leave nothing.
     """
-    from ..calibrate.measure.observe import matrix_products, other_products, output_head, takes_quantizers
+    from ..calibrate.model.products import matrix_products, other_products, output_head, takes_quantizers
     from ..calibrate.model.source import meta_model
     from ..export.graph.support import unsupported
     from ..quantize.policy import Products, select
@@ -58,6 +59,17 @@ def source_of(run: Run) -> "Source":
             "it, or calibrate again into another directory"
         )
     return source
+
+
+def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
+    """Raise InputError when the directory of `run` holds a run of another model than `source`, by its record
+    `before`.
+    """
+    if before and before["fingerprint"] != source.fingerprint:
+        raise InputError(
+            f"{run.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, "
+            f"not {source.fingerprint[:12]}); name another directory with --out"
+        )
 
 
 def check_same(source: "Source", world: "World") -> None:

@@ -180,12 +180,12 @@ class Result:
 @pytest.fixture
 def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """`fp8q("inspect", run, "--json")`: the command line, in this process."""
-    from fp8q.cli import commands as cli
+    from fp8q.cli.main import main
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main()
         captured = capsys.readouterr()
         return Result(int(stop.value.code or 0), captured.out, captured.err)
 

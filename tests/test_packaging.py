@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 import fp8q
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"calibrate", "quantize", "export", "validate", "serve", "stages"}
+FOLDERS = {"calibrate", "cli", "quantize", "export", "validate", "serve", "stages"}
 HEAVY = {
     "torch",
     "transformers",
@@ -92,7 +92,7 @@ def test_the_wheel_installs_the_command_and_carries_the_licence(
     info = f"fp8q-{fp8q.__version__}.dist-info"
     assert wheel.read(f"{info}/entry_points.txt").decode().split("\n")[:2] == [
         "[console_scripts]",
-        "fp8q = fp8q.cli:main",
+        "fp8q = fp8q.cli.main:main",
     ]
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
     assert wheel_metadata["License-Expression"] == "Apache-2.0"

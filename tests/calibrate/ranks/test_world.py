@@ -164,11 +164,11 @@ def test_another_rank_killed_fails_the_first_with_its_name_and_both_go_on_from_t
 CHILD = """
 import sys, time
 from pathlib import Path
-from fp8q.calibrate.heartbeat import RankError
-from fp8q.calibrate.ranks import joined
-from fp8q.calibrate.statistics import Statistics, StatisticsRecord, load_arrays, save_arrays
+from fp8q.calibrate.ranks.heartbeat import RankError
+from fp8q.calibrate.ranks.world import joined
+from fp8q.calibrate.measure.statistics import Statistics, StatisticsRecord, load_arrays, save_arrays
 from fp8q.errors import InputError
-from fp8q.run import read_document
+from fp8q.files import read_document
 folder = Path(sys.argv[1])
 try:
     with joined() as world:
