@@ -2,7 +2,9 @@
 licence. They are looked at before any library opens them, and go into the FP8 checkpoint as they are.
 """
 
+import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,13 @@ REMEDY = "copy the files of the tokenizer it was trained with beside config.json
 
 
 def companions(path: Path) -> Iterator[Path]:
-    """The companions in a checkpoint's directory, each once; what is there but is no file too. No directories."""
-    seen: set[Path] = set()
-    for pattern in COMPANIONS:
-        for found in sorted(path.glob(pattern)):
-            if found not in seen and not found.is_dir():
-                seen.add(found)
-                yield found
+    """The companions in a checkpoint's directory, in name order; also what bears such a name and is no file. A folder
+    is one only where a file is expected.
+    """
+    for name in sorted(os.listdir(path)):
+        file = name.endswith((".json", ".jinja", ".model", ".txt"))
+        if any(fnmatchcase(name, pattern) for pattern in COMPANIONS) and (file or not (path / name).is_dir()):
+            yield path / name
 
 
 def tokenizer_files(path: Path) -> list[Path]:

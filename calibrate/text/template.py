@@ -1,7 +1,7 @@
 """A tokenizer's chat template, run in a process of its own that can be ended.
 
 A template is a program of somebody else's. Jinja's sandbox keeps it from the machine, and not from the processor or the
-memory: two loops inside each other, or `9 ** 9 ** 9`, which Jinja computes before the template runs, never come to an
+memory: two loops inside each other, or `9 ** (9 ** 9)`, which Jinja computes before the template runs, never come to an
 end, and no signal interrupts a product of large integers. So it runs in a child, which has so much memory beyond its
 own, and is killed when its time is up: `START` seconds, and `EACH` for every row that it has rendered.
 
