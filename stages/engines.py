@@ -61,8 +61,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     """
     from ..export.engine.info import load_engines
     from ..export.engine.proof import Pledge
-    from ..export.lint.check import promised_attention
-    from ..export.lint.loading import load_graph
+    from ..export.lint.check import promised_attention, sound_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -76,7 +75,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     chosen = [info for info in engines if not targets or info.target in targets]
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
-    scales, graph = load_scales(run), load_graph(run.require(run.onnx, "export"))
+    scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
     pledge = Pledge(scales.promised, graph, tuple(scales.kv_cache), promised_attention(run))
     return [view(info, engine_file(run, info, plan), pledge, scales) for info in chosen]
 

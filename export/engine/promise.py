@@ -13,10 +13,11 @@ from onnx import numpy_helper
 
 from ...errors import InputError
 from .. import names
+from ..lint.external import stored_at
 from ..lint.indexed import Indexed, Operand
 from ..lint.indexed import Product as GraphProduct
 from ..lint.rules_products import activation_of, output_axis, quantize_of, weight_of
-from ..lint.tensors import bytes_of, stored_at
+from ..lint.tensors import bytes_of
 
 Codes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
@@ -85,18 +86,15 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
     found = graph.initializers[tensor]
     if (where := stored_at(found)) is None:
         return numpy_helper.to_array(found).view(np.uint8)
-    path = graph.directory / where.location
-    if not path.is_file() or path.stat().st_size < where.offset + bytes_of(found):
-        what = (
-            "is missing"
-            if not path.is_file()
-            else (
-                f"is cut short: the codes of {tensor} end at byte {where.offset + bytes_of(found)}, and it has "
-                f"{path.stat().st_size}"
-            )
+    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(found)
+    if place.size is None:
+        raise InputError(f"{place.path}: {place.why or 'lies outside model/'}; copy the whole of model/ again")
+    if where.offset < 0 or end > place.size:
+        raise InputError(
+            f"{place.path}: is cut short: the codes of {tensor} end at byte {end}, and it has {place.size}; copy the "
+            "whole of model/ again"
         )
-        raise InputError(f"{path}: {what}; copy the whole of model/ again")
-    return np.memmap(path, np.uint8, "r", where.offset, tuple(found.dims))
+    return np.memmap(place.path, np.uint8, "r", where.offset, tuple(found.dims))
 
 
 def _norms(graph: Indexed, value: str, width: int) -> Iterator[Numbers]:

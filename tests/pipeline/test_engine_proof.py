@@ -21,8 +21,8 @@ from fp8q import api
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.info import load_engines
 from fp8q.export.engine.plan import read_plan
+from fp8q.export.lint.external import Places, read_tensor
 from fp8q.export.lint.loading import load_graph
-from fp8q.export.lint.tensors import Places, read_tensor
 from fp8q.files import share
 from fp8q.quantize.scales import load_scales
 from fp8q.reporter import SILENT
@@ -85,7 +85,7 @@ def multiply(model: ModelProto, directory: Path, end: str, factor: float) -> Non
         if tensor.name in names:
             values = read_tensor(tensor, Places(directory))
             assert values is not None
-            tensor.CopyFrom(numpy_helper.from_array(values * np.float32(factor), tensor.name))
+            tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32) * np.float32(factor), tensor.name))
 
 
 def unchanged(model: ModelProto, directory: Path) -> None:
