@@ -266,6 +266,7 @@ def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) ->
             "promised_products",
             "fp8_products",
             "wide_products",
+            "narrow_products",
             "evidence",
             "profiles",
             "build_seconds",

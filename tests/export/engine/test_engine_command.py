@@ -440,15 +440,16 @@ def test_a_checkpoint_cut_short_or_gone_is_one_line(fp8q: Fp8q, demo_run: Run, t
     result = fp8q("engine", run.root)
     assert (result.code, result.out) == (2, "")
     assert re.fullmatch(
-        (
-            rf"fp8q: {shard}: is cut short: the codes of model\.\S+\.weight end at byte \d+, and it has 2000000; copy "
-            r"the "
-            r"whole of model/ again\n"
-        ),
+        rf"fp8q: {run.onnx}: F403 external-bounds: model\.\S+\.weight: its data end at byte \d+ of {shard.name}, which has "
+        r"2000000; copy the graph's whole directory again\n",
         result.err,
     )
     shard.unlink()
-    assert fp8q("engine", run.root).err == f"fp8q: {shard}: is missing; copy the whole of model/ again\n"
+    assert re.fullmatch(
+        rf"fp8q: {run.onnx}: F402 external-missing: model\.\S+\.weight: its file {shard.name} is missing \(tensors in it: "
+        r"\d+\); copy the graph's whole directory again\n",
+        fp8q("engine", run.root).err,
+    )
 
 
 def test_a_run_without_engines_says_what_to_run(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
