@@ -18,7 +18,16 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from fp8q.api import CalibrateOptions, EngineOptions, ValidateOptions, build_engine, calibrate, scales, validate
+from fp8q.api import (
+    CalibrateOptions,
+    EngineOptions,
+    RescaleOptions,
+    ValidateOptions,
+    build_engine,
+    calibrate,
+    scales,
+    validate,
+)
 from fp8q.options import KvCache
 from fp8q.quantize.scales import load_scales
 from fp8q.record import library_versions
@@ -81,7 +90,7 @@ def measure(
         )
         options = ValidateOptions(context=context)
         off = outcome(run, options)
-        return {"off": off, "fp8": outcome(scales(run.root, kv_cache="fp8"), options)}
+        return {"off": off, "fp8": outcome(scales(run.root, RescaleOptions(kv_cache="fp8")), options)}
 
 
 def row(name: str, result: dict[KvCache, dict[str, object]]) -> str:

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
 from ..files import replacing, write_document
 from ..options import RescaleOptions, ScaleOptions
 from ..run import Run
@@ -62,25 +61,14 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         ]
 
 
-def refuse_part(run: Run) -> None:
-    """Raise InputError where only some of the batches were measured (`--batches`): scales are chosen of all."""
-    measured = run.record().stages.get("measure")
-    if measured and isinstance(batches := measured.options.get("batches"), list):
-        raise InputError(
-            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
-            "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
-        )
-
-
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     """What to choose the run's scales by: what `options` are not given stays as it was, or takes the default where a
     killed run does not tell.
 
-    Raises InputError when the run was not measured, or in part.
+    Raises InputError when the run was not measured.
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
-    refuse_part(run)
     before = run.record().stages.get("quantize")
     recorded = before.options if before else {}
     names = ScaleOptions.declared().keys() & recorded.keys()

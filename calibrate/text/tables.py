@@ -8,11 +8,11 @@ over the network in its own order, so of that the first are read.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ...reporter import Reporter
+from ...undo import scratch
 from ..hub import hub_errors, quiet_hub
 from .excerpts import spread, told
 from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
@@ -112,8 +112,8 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
     with quiet_hub(), quiet_datasets(), hub_errors("data set", name, None, offline):
         HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute
         remedy = f"name one of its configurations as {name}:config, or save its text to a file and give that"
-        with unreadable(spec, remedy), TemporaryDirectory() as cache:
-            found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=cache)
+        with unreadable(spec, remedy), scratch() as cache:
+            found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=str(cache))
             rows = found[choose_split(spec, list(found), reading)]
             column = choose_column(spec, kinds_of(rows.take(HEAD)), reading)
             numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns([column.name]), 1))

@@ -2,11 +2,9 @@
 
 The weights lie in files beside the graph, at an offset; here is checked that they are there, and are the right ones.
 
-Only sizes and the headers of safetensors files are read (8 bytes of length, JSON, data: the format's whole
-specification).
+Only sizes and the headers of safetensors files are read.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -15,10 +13,11 @@ from pathlib import Path
 from onnx import TensorProto, helper
 from onnx.external_data_helper import uses_external_data
 
+from ...errors import InputError
+from ...headers import Stored, read_header
 from .indexed import FP8_TYPES, Indexed
 from .rules import Broken, rule
-from .rules_codes import type_name
-from .tensors import bytes_of, elements_of
+from .tensors import bytes_of, elements_of, type_name
 
 AGAIN = "export the graph again"
 #: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.
@@ -31,8 +30,6 @@ ONE_EACH = (
     TensorProto.INT32,
     *FP8_TYPES,
 )
-#: The longest header of a safetensors file, in bytes: what its own library takes.
-LONGEST_HEADER = 100_000_000
 COPY = "copy the graph's whole directory again"
 
 
@@ -41,9 +38,9 @@ def external_location(graph: Indexed) -> Broken:
     """External data lie in the graph's directory or below, symbolic links followed: a graph must not make its reader
     open other files.
     """
-    for name, error in graph.placeless:
+    for name, error in graph.storage.placeless:
         yield name, f"its place {error}; {AGAIN}"
-    for name, _, where, place in graph.external:
+    for name, _, where, place in graph.storage.external:
         if Path(where.location).is_absolute() or not place.inside:
             yield (
                 name,
@@ -58,11 +55,14 @@ def external_location(graph: Indexed) -> Broken:
 def external_missing(graph: Indexed) -> Broken:
     """The files of external data are there, and are files: opening a pipe or a device may never end."""
     missing: dict[str, list[str]] = {}
-    for name, _, where, place in graph.external:
+    for name, _, where, place in graph.storage.external:
         if place.inside and place.size is None:
             missing.setdefault(where.location, []).append(name)
     for location, tensors in missing.items():
-        yield tensors[0], f"its file {location} {graph.places.at(location).why} (tensors in it: {len(tensors)}); {COPY}"
+        yield (
+            tensors[0],
+            f"its file {location} {graph.storage.places.at(location).why} (tensors in it: {len(tensors)}); {COPY}",
+        )
 
 
 @rule("F403", "external-bounds")
@@ -70,7 +70,7 @@ def external_bounds(graph: Indexed) -> Broken:
     """External data lie within their file: one that was cut short is found here, not when a kernel reads past its
     end.
     """
-    for name, tensor, where, place in graph.external:
+    for name, tensor, where, place in graph.storage.external:
         end = where.offset + (where.length if where.length is not None else bytes_of(tensor))
         if place.size is None:
             continue
@@ -83,7 +83,7 @@ def external_bounds(graph: Indexed) -> Broken:
 @rule("F404", "external-size")
 def external_size(graph: Indexed) -> Broken:
     """The length of external data is that of the tensor's type and shape."""
-    for name, tensor, where, _ in graph.external:
+    for name, tensor, where, _ in graph.storage.external:
         if where.length is not None and where.length != bytes_of(tensor):
             kind = type_name(tensor.data_type)
             yield (
@@ -97,26 +97,25 @@ def external_tensor(graph: Indexed) -> Broken:
     """Data in a safetensors file are one of its tensors, of the type, and the one of that name if there is one: two of
     one shape are easily taken for each other.
     """
-    header = cache(safetensors_header)
-    for name, tensor, where, place in graph.external:
+    cached = cache(header_of)
+    for name, tensor, where, place in graph.storage.external:
         if place.size is None or place.path.suffix != ".safetensors":
             continue
-        stored = header(place.path)
-        if stored is None:
+        header = cached(place.path)
+        if header is None:
             yield name, f"its file {where.location} has no safetensors header; {COPY}"
             continue
-        here = stored.names.get(where.offset)
+        here = header.names.get(where.offset)
         if here is None:
             yield name, f"no tensor of {where.location} begins at byte {where.offset}; {AGAIN}"
-        elif stored.starts.get(tensor.name, where.offset) != where.offset:
+            continue
+        dtype, named = header.stored[here].dtype, header.stored.get(tensor.name)
+        if named and named.start != where.offset:
             yield name, f"its data are those of {here} in {where.location}; {AGAIN}"
-        elif stored.types[here] != _SAFETENSORS.get(type_name(tensor.data_type), stored.types[here]):
+        elif dtype != _SAFETENSORS.get(type_name(tensor.data_type), dtype):
             yield (
                 name,
-                (
-                    f"its data are {stored.types[here]} in {where.location}, and {type_name(tensor.data_type)} in the "
-                    f"graph; {AGAIN}"
-                ),
+                f"its data are {dtype} in {where.location}, and {type_name(tensor.data_type)} in the graph; {AGAIN}",
             )
 
 
@@ -129,25 +128,19 @@ _SAFETENSORS = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of its tensors: `starts` in the file and `types` by name, and `names` by start."""
+    """What a safetensors file says of its tensors: `stored` by name, and `names` by the byte they begin at."""
 
-    starts: dict[str, int]
-    types: dict[str, str]
+    stored: dict[str, Stored]
     names: dict[int, str]
 
 
-def safetensors_header(path: Path) -> Header | None:
-    """The header of a safetensors file; None when it does not read, or is longer than the format allows."""
+def header_of(path: Path) -> Header | None:
+    """The header of a safetensors file; None when it does not read, or names no tensor."""
     try:
-        with open(path, "rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            header = json.loads(handle.read(length)) if length <= LONGEST_HEADER else {}
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        starts = {name: 8 + length + int(entry["data_offsets"][0]) for name, entry in entries.items()}
-        types = {name: str(entry["dtype"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
+        stored = read_header(path)
+    except InputError:
         return None
-    return Header(starts, types, {start: name for name, start in reversed(starts.items())}) if starts else None
+    return Header(stored, {found.start: name for name, found in reversed(stored.items())}) if stored else None
 
 
 @rule("F406", "external-overlap")
@@ -155,7 +148,7 @@ def external_overlap(graph: Indexed) -> Broken:
     """Two tensors share all of their data (a tied weight) or none: a part in common is a wrong offset."""
     places = sorted(
         (where.location, where.offset, where.offset + bytes_of(tensor), name)
-        for name, tensor, where, _ in graph.external
+        for name, tensor, where, _ in graph.storage.external
     )
     for (file, start, end, name), (other_file, other_start, other_end, other) in pairwise(places):
         if file == other_file and other_start < end and (start, end) != (other_start, other_end):

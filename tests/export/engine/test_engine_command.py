@@ -22,7 +22,7 @@ from fp8q import api
 from fp8q.errors import InputError
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.lint.tensors import Places, read_tensor
+from fp8q.export.lint.external import Places, read_tensor
 from fp8q.files import sha256_file, share
 from fp8q.quantize.scales import load_scales
 from fp8q.reporter import SILENT
