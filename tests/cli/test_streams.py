@@ -11,7 +11,10 @@ import pytest
 
 #: A command that is quick and prints a table, help, or wrong usage.
 TABLE, HELP, WRONG = ["doctor"], ["--help"], ["nonsense"]
-NO_SUCH_COMMAND = "fp8q: No such command 'nonsense'. See `fp8q --help`, or --help after a command.\n"
+NO_SUCH_COMMAND = (
+    'fp8q: Unknown command "nonsense". Available commands: run, calibrate, scales, merge, export, lint, build-engine, '
+    "engine, ... See `fp8q --help`, or --help after a command.\n"
+)
 
 
 def shell(line: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
