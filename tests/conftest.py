@@ -188,14 +188,13 @@ class Result:
 @pytest.fixture
 def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """`fp8q("inspect", run, "--json")`: the command line, in this process."""
-    from fp8q.cli.main import main
+    from fp8q.cli.main import command
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr("sys.argv", ["fp8q", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
+        code = command()
         captured = capsys.readouterr()
-        return Result(int(stop.value.code or 0), captured.out, captured.err)
+        return Result(code, captured.out, captured.err)
 
     return run
 
