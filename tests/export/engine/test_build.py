@@ -78,6 +78,7 @@ def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) ->
             "promised_products",
             "fp8_products",
             "wide_products",
+            "narrow_products",
             "evidence",
             "profiles",
             "build_seconds",
@@ -204,7 +205,7 @@ def test_a_product_that_runs_wide_is_noted_and_fails_the_gate_and_the_engine_sta
 
 
 @RTX
-def test_scales_narrower_than_fp32_are_noted(
+def test_scales_narrower_than_fp32_are_noted_and_do_not_count(
     tmp_path: Path, decoder: Decoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = decoder(scale_type=TensorProto.BFLOAT16)
@@ -217,6 +218,16 @@ def test_scales_narrower_than_fp32_are_noted(
             "narrower than FP32"
         )
     ]
+    info = read_document(tmp_path / "engines" / "sm89.json", EngineInfo)
+    assert (info.fp8_products, info.wide_products, sorted(info.narrow_products)) == (7, [], sorted(written.modules))
+    with pytest.raises(GateError) as short:
+        check_share([info], 1.0)
+    assert str(short.value) == (
+        "sm89: 7 of 7 promised products take FP8 on both sides and 7 of them answer in less than FP32, less than "
+        f"--min-fp8-share 1; narrow: {', '.join(written.modules)}; the engine is kept, `fp8q export` again or accept "
+        "it with a smaller share"
+    )
+    check_share([info], 0)
 
 
 def info(**changes: object) -> EngineInfo:
@@ -242,6 +253,22 @@ def test_evidence_that_cannot_be_read_does_not_meet_a_share() -> None:
         "use the version that fp8q pins, or accept it with --min-fp8-share 0"
     )
     check_share([unknown], 0)
+
+
+def test_what_an_earlier_version_wrote_of_an_engine_still_reads() -> None:
+    assert info().narrow_products == []
+    check_share([info()], 1.0)
+
+
+def test_wide_and_narrow_products_are_both_named() -> None:
+    with pytest.raises(GateError) as short:
+        check_share([info(fp8_products=11, wide_products=["a"], narrow_products=["b", "c"])], 0.8)
+    assert str(short.value) == (
+        "sm89: 11 of 12 promised products take FP8 on both sides and 2 of them answer in less than FP32, less than "
+        "--min-fp8-share 0.8; wide: a; narrow: b, c; the engine is kept, `fp8q export` again or accept it with a "
+        "smaller share"
+    )
+    check_share([info(fp8_products=11, wide_products=["a"], narrow_products=["b", "c"])], 0.75)
 
 
 def test_a_gate_names_the_first_wide_products_and_counts_the_rest() -> None:
