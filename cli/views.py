@@ -186,7 +186,12 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
     from ..export.names import product_of
 
     for view in found:
-        codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
+        codes = (
+            f"; {view.codes_found} multiply the run's codes, {view.factors_found} have its factors s_x · s_w behind "
+            f"them, {view.inputs_found} its input scale before them"
+            if view.codes_found is not None
+            else ""
+        )
         told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
         head = (
             f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised "
@@ -218,6 +223,13 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
             reason = "the weights' scales are per tensor, or narrower than FP32"
             narrow = [(module, reason) for module in view.narrow]
             speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
+        differs = [
+            (row.module, row.profile, row.what, row.found, row.expected if row.told else "cannot be told")
+            for row in view.differences
+        ]
+        if differs:
+            title = f"{view.target}: what is not this run's, or cannot be told"
+            speak.table(title, ("module", "profile", "of it", "the engine", "the run"), alike(differs))
         if wide:
             speak.table(
                 f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide)
