@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Fp8qError
+from ..errors import Fp8qError, visible
 from ..run import Run
 from ..validate.columns import (
     Table,
@@ -25,7 +25,6 @@ from ..validate.columns import (
     wide_cache_table,
 )
 from ..validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
-from .console import visible
 
 if TYPE_CHECKING:
     from ..api import Inspection
