@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto
 
 from fp8q.errors import InputError
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
-from fp8q.export.engine.plan import read_plan
+from fp8q.export.engine.plan import Kernel, Plan, Product, read_plan
 from fp8q.export.engine.promise import promises
 from fp8q.export.engine.proof import Pledge, Proof, broken, prove
 from fp8q.export.lint.loading import load_graph
@@ -157,6 +157,22 @@ def test_attention_on_codes_that_nobody_promised_or_that_is_missing_is_told(engi
     assert [str(each) for each in broken(found)] == [
         f"{scores}: the product is fp8 × fp8 -> fp32, and the run has attention not in FP8"
     ]
+
+
+def test_attention_that_is_one_kernel_is_told_by_its_quantizers(engine_of: Engines) -> None:
+    """As OPT's is in decoding: whether it rounds to codes is told, the types that it multiplies are not."""
+    graph, scores = load_graph(engine_of("sm89")[0].path), "a.attention_scores"
+    pledge = Pledge(["a.o"], graph, attention={scores: (0.5, 0.5)})
+    products = {0: (Product(("a.o.matmul",), ("fp8", "fp8"), "fp32"),)}
+    for layers, wanted in (
+        ((scores, "a.q.attention_quantize"), []),
+        ((scores,), [f"{scores}: mha attends in it without codes, and the run has FP8 on both sides"]),
+    ):
+        plan = Plan(products, "inspector", {0: (Kernel("mha", layers, ("bf16",), ("bf16",)),)})
+        proof = prove(b"", plan, pledge, ["prefill"])
+        assert proof.compared is None
+        assert [str(each) for each in broken(proof.differences)] == wanted
+        assert [each.what for each in proof.differences] == ["types" if wanted else "types inside a kernel"]
 
 
 def test_a_plan_without_its_table_of_constants_tells_no_number(engine_of: Engines) -> None:
