@@ -31,6 +31,7 @@ from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.repository import TritonOptions
 from .stages import (
+    ahead,
     baselines,
     building,
     choosing,
@@ -122,11 +123,24 @@ def calibrate(
     share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
     In each of several processes that torchrun started, all measure and the first alone does the rest.
     """
+    return _calibrate(model, data, out, eval_data, RunOptions(options, export_options), None, progress)
+
+
+def _calibrate(
+    model: str,
+    data: str | Sequence[str],
+    out: Path,
+    eval_data: str | None,
+    all_options: "RunOptions",
+    later: "RunOptions | None",
+    progress: Reporter,
+) -> Run:
+    """`calibrate`, which also finds what is wrong with the options of `later` stages, where these are to follow."""
     needs("calibrate", CALIBRATE_MODULES)
     from .calibrate.model.source import open_source
     from .calibrate.ranks.world import joined
 
-    found, notes = Run(Path(out)), Notes(progress)
+    found, notes, options = Run(Path(out)), Notes(progress), all_options.calibrate
     with joined() as world:
         if world.rank:
             source = open_source(
@@ -135,7 +149,7 @@ def calibrate(
             sources.check_same(source, world)
             measuring.take_part(found, source, world, notes)
         else:
-            source, products = _measured(found, model, data, eval_data, options, notes, world)
+            source, products = _measured(found, model, (data, eval_data), all_options, later, notes, world)
     if world.rank:
         found.leave_work("measure", world.rank)
     elif options.batches:
@@ -146,35 +160,44 @@ def calibrate(
         )
     else:
         choosing.quantize(found, source, products, options, notes)
-        graphs.export(found, export_options, notes)
+        graphs.export(found, all_options.export, notes)
     return found
 
 
 def _measured(
     found: Run,
     model: str,
-    data: str | Sequence[str],
-    eval_data: str | None,
-    options: CalibrateOptions,
+    texts: tuple[str | Sequence[str], str | None],
+    all_options: "RunOptions",
+    later: "RunOptions | None",
     notes: Notes,
     world: "World",
 ) -> "tuple[Source, Products]":
     """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the
     corpus, measure.
     """
-    from .calibrate.model.source import load_tokenizer, open_source
+    from .calibrate.model.source import open_source
+    from .calibrate.model.tokenizer import load_tokenizer
 
+    options = all_options.calibrate
+    ahead.check_out(found)
     before = found.record().model
     with notes.held():
+        if later:
+            ahead.check_later(found, later.engine, later.validate)
         source = open_source(model, options.revision, options.trust_remote_code, notes)
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options.skip, options.only)
-        collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+        ahead.check_calibrate(source, options, all_options.export)
+        collected = corpora.collect(source, load_tokenizer(source), *texts, options, notes)
         measuring.check_batches(options, len(collected.windows), world)
+        if later:
+            ahead.check_fit(source, collected, later.engine, later.validate)
         sources.check_weights(found, source, notes)
-    corpora.write_corpus(found, source, collected, notes)
-    measuring.measure(found, source, options, notes, world)
+    with ahead.nothing_left(found):
+        corpora.write_corpus(found, source, collected, notes)
+        measuring.measure(found, source, options, notes, world)
     return source, products
 
 
@@ -193,6 +216,7 @@ def merge(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = Run(Path(out)), Notes(progress)
+    ahead.check_out(found)
     before = found.record().model
     with notes.held():
         if options.weight_rounding != "nearest":
@@ -210,9 +234,10 @@ def merge(
                 f"{len(left)} batches were measured by none of the runs: "
                 f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
             )
-    merging.write(found, source, merged, notes)
-    choosing.quantize(found, source, products, options, notes)
-    graphs.export(found, export_options, notes)
+    with ahead.nothing_left(found):
+        merging.write(found, source, merged, notes)
+        choosing.quantize(found, source, products, options, notes)
+        graphs.export(found, export_options, notes)
     return found
 
 
@@ -382,7 +407,7 @@ def run(
 
     A gate that is not met is raised when all is written.
     """
-    found = calibrate(model, data, out, eval_data, options.calibrate, options.export, progress)
+    found = _calibrate(model, data, out, eval_data, options, options, progress)
     if place().rank:
         return found  # the first rank alone does what follows
     gates: list[GateError] = []

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from fp8q import __version__
-from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.model.weights import Weights
 from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.quantize.clip import scale_of

@@ -226,7 +226,7 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     Raises InputError where the text fills none.
     """
     from ..calibrate.measure.measurement import Measurement
-    from ..calibrate.model.source import load_tokenizer
+    from ..calibrate.model.tokenizer import load_tokenizer
     from ..calibrate.text import corpus
 
     record, source = load_record(run), source_of(run)
