@@ -36,7 +36,8 @@ LIMIT_GROWTH = 1.1
 def calibrate(checkpoint: str, out: str) -> None:
     """All stages before `export`."""
     from fp8q.api import CalibrateOptions
-    from fp8q.calibrate.model.source import load_tokenizer, open_source
+    from fp8q.calibrate.model.source import open_source
+    from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.options import ScaleOptions
     from fp8q.reporter import SILENT
     from fp8q.stages import choosing, corpora, measuring, sources
