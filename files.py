@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticSerializationError
 from safetensors import SafetensorError
 
 from .errors import InputError
@@ -214,7 +213,7 @@ def write_document(path: Path, document: BaseModel) -> None:
     """Write a pydantic model as indented JSON, atomically. Raises InputError for a name that is no text in UTF-8."""
     try:
         text = document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n"
-    except PydanticSerializationError:
+    except ValueError:  # pydantic_core.PydanticSerializationError
         raise InputError(
             f"{path}: would hold the name of a file or directory that is no text in UTF-8; rename what is called so"
         ) from None
