@@ -2,6 +2,7 @@
 # make test      set up, then every check and the whole suite (what .ci/run calls)
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
+# make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
@@ -12,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test install lint format clean
+.PHONY: help demo test fuzz install lint format clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -27,6 +28,12 @@ demo: install
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+MINUTES ?= 10
+KILLS ?= 20
+SEED ?= 1
+fuzz: install
+	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
 
 install: $(STAMP)
 
