@@ -13,7 +13,6 @@ exit status 1 when a limit is not met.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import copyfile, rmtree
 
-import torch
-from synthetic import DEMO, commit, sampled, write_checkpoint
+from result import arguments, described, publish
+from synthetic import DEMO, sampled, write_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.run import Run, library_versions
+from fp8q.run import Run
 
 LIMIT_BYTES = 1_500_000_000
 
@@ -134,7 +133,7 @@ def export_seconds(folder: Path, depth: int) -> float:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, nargs=2, default=[5, 14])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument(
@@ -146,7 +145,7 @@ def main() -> int:
         name, checkpoint, out = options.child
         CHILDREN[name](checkpoint, out)
         return 0
-    measured = commit()
+    head = described("export_memory")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         seconds = {depth: export_seconds(folder, depth) for depth in options.depths}
@@ -155,18 +154,13 @@ def main() -> int:
         ]
     shallow, deep = min(seconds), max(seconds)
     result = {
-        "benchmark": "export_memory",
-        "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
-        "versions": library_versions(),
-        "commit": measured,
         "limit_bytes": LIMIT_BYTES,
         "checkpoints": found,
         "export_seconds": seconds,
         "export_seconds_a_further_layer": round((seconds[deep] - seconds[shallow]) / max(1, deep - shallow), 3),
         "passed": all(each["passed"] for each in found),
     }
-    print(json.dumps(result))
-    return 0 if result["passed"] else 1
+    return publish(head, result, options.save)
 
 
 if __name__ == "__main__":
