@@ -27,3 +27,12 @@ class BackendError(Fp8qError):
     """A runtime or library is missing or failed (exit code 4)."""
 
     exit_code = 4
+
+
+def visible(text: str) -> str:
+    """`text` with all that is no printable character as Python's escape of it: controls (C0, C1, of direction, of zero
+    width), the bytes of names that are not UTF-8, every space but the plain one.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

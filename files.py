@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,15 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
+
+#: What may bear a file's name and must not be opened for one: reading it may never end.
+NO_FILES = (
+    (stat.S_ISDIR, "directory"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
 
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -104,6 +114,26 @@ def share(source: Path, target: Path) -> None:
             fcntl.ioctl(written.fileno(), FICLONE, read.fileno())
         except OSError:
             shutil.copyfileobj(read, written, 16 << 20)
+
+
+def regular_file(path: Path) -> int:
+    """The size of a file in bytes, links followed, before any of it is read.
+
+    Raises InputError for one that is not there, may not be read, or is a directory, pipe, socket or device.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        raise InputError(f"{path}: {what}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    for is_one, kind in NO_FILES:
+        if is_one(found.st_mode):
+            raise InputError(f"{path}: is a {kind}; name a file")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read ({os.strerror(errno.EACCES)})")
+    return found.st_size
 
 
 def write_document(path: Path, document: BaseModel) -> None:

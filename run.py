@@ -9,89 +9,22 @@ file that is not the one its stage wrote is refused instead of used.
 
 import fcntl
 import json
-import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, JsonValue
 
 from . import __version__
 from .errors import InputError
-from .files import PARTIAL, Strict, disk_errors, read_document, remove, replacing, sha256_file, write_document
+from .files import PARTIAL, disk_errors, read_document, remove, replacing, sha256_file, write_document
+from .record import RunRecord, StageLog, StageRecord, command, library_versions, peak_memory_bytes, reset_peak_memory
 
 #: How the folder ends that a killed stage goes on from.
 WORK = ".work"
-#: The distributions whose versions are written beside what they helped to make.
-DISTRIBUTIONS = [
-    "torch",
-    "transformers",
-    "nvidia-modelopt",
-    "compressed-tensors",
-    "datasets",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "tensorrt",
-    "tensorrt-rtx",
-    "numpy",
-]
-
-
-#: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then
-#: exports.
-COMMANDS = {
-    "corpus": "calibrate",
-    "measure": "calibrate",
-    "quantize": "calibrate",
-    "queries": "export --attention fp8",
-} | {
-    f"{stage}-{precision}": f"{stage} --precision {precision}"
-    for stage in ("export", "build-engine")
-    for precision in ("bf16", "int8")
-}
-#: What the files of the FP8 runtimes come from, in the order of work.
-FP8_STAGES = ("measure", "quantize", "export")
 #: What the graph is called beside its weights, and the same graph computing in FP32.
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
-
-
-class StageRecord(Strict):
-    """How one stage's outputs came about."""
-
-    inputs: dict[str, str] = Field(description="name -> SHA-256 of what the stage read")
-    options: dict[str, JsonValue]
-    outputs: dict[str, str] = Field(description="path in the run -> SHA-256 of what the stage wrote")
-    version: str
-    libraries: dict[str, str]
-    notes: list[str]
-    seconds: float
-    peak_memory_bytes: int
-    machine: dict[str, JsonValue] = Field(
-        default_factory=dict, description="what it was computed on, where that decides its last bits"
-    )
-
-
-class RunRecord(Strict):
-    """`run.json`."""
-
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
-    model: dict[str, str] = Field(default_factory=dict, description="what identifies the source model")
-    stages: dict[str, StageRecord] = Field(default_factory=dict)
-
-
-@dataclass
-class StageLog:
-    """What a running stage says of itself; `outputs` are hashed when it ends."""
-
-    outputs: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    machine: dict[str, JsonValue] = field(default_factory=dict)
 
 
 class _Path:
@@ -130,14 +63,6 @@ class Run:
     report_html = _Path("report.html")
     report_ipynb = _Path("report.ipynb")
 
-    def checkpoint(self, precision: str) -> Path:
-        """The folder of the weights of a precision, and of their graphs: `model/` for fp8."""
-        return self.model if precision == "fp8" else self.baselines / precision
-
-    def engines_of(self, precision: str) -> Path:
-        """The folder of the engines of a precision: `engines/` for fp8."""
-        return self.engines if precision == "fp8" else self.engines / precision
-
     def exists(self) -> bool:
         """Whether a stage was begun here."""
         return self.record_file.is_file()
@@ -157,11 +82,6 @@ class Run:
             raise InputError(f"{self.root}: is a file, not a run directory; name another with --out")
         return RunRecord()
 
-    def command(self, stage: str) -> str:
-        """The command that does `stage` of this run; `calibrate` needs a model and a text, so it stands alone."""
-        name, *options = COMMANDS.get(stage, stage).split()
-        return " ".join(["fp8q", name, *([] if name == "calibrate" else [str(self.root)]), *options])
-
     def require(self, path: Path, stage: str) -> Path:
         """Return `path` when it is the file that `stage` wrote.
 
@@ -172,14 +92,14 @@ class Run:
                 f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT "
                 f"--out {self.root}`"
             )
-        recorded, command = self.record().stages.get(stage), self.command(stage)
+        recorded, again = self.record().stages.get(stage), command(stage, self.root)
         name = str(path.relative_to(self.root))
         if recorded is None or name not in recorded.outputs or not path.is_file():
-            raise InputError(f"{path}: is missing; `{command}` writes it, run that first")
+            raise InputError(f"{path}: is missing; `{again}` writes it, run that first")
         if sha256_file(path) != recorded.outputs[name]:
             raise InputError(
-                f"{path}: is not the file that `{command}` wrote (its SHA-256 differs from run.json); restore it, or "
-                f"delete it and run `{command}` again"
+                f"{path}: is not the file that `{again}` wrote (its SHA-256 differs from run.json); restore it, or "
+                f"delete it and run `{again}` again"
             )
         return path
 
@@ -223,7 +143,7 @@ class Run:
                     record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
                     write_document(self.record_file, record)
                     log, start = StageLog(), time.monotonic()
-                    _reset_peak_memory()
+                    reset_peak_memory()
                     yield log
                     done = StageRecord(
                         inputs=dict(inputs),
@@ -283,7 +203,7 @@ class Run:
             if stage in self.record().stages and self.is_stale(stage):
                 raise InputError(
                     f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made "
-                    f"anew since; run `{self.command(stage)}` again"
+                    f"anew since; run `{command(stage, self.root)}` again"
                 )
 
     @contextmanager
@@ -343,30 +263,3 @@ LOCK = ".lock"
 
 def _is_ours(path: Path) -> bool:
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith((PARTIAL, WORK)))
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the installed distributions that fp8q works with."""
-    found: dict[str, str] = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _reset_peak_memory() -> None:
-    with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the process so far
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_bytes() -> int:
-    """Peak resident memory of this process, in bytes: since the stage began on Linux, since the process began
-    elsewhere.
-    """
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -23,8 +23,9 @@ from result import arguments, described, publish
 from torch import nn
 
 from fp8q.calibrate.measure.in_memory import measure
-from fp8q.calibrate.measure.observe import attention_modules
+from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
+from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import Source, load_model, load_tokenizer, open_source
 from fp8q.calibrate.text import corpus
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
@@ -177,7 +178,7 @@ def evaluate(
     ids = corpus.windows(corpus.encode(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
     record = Corpus(name=texts.data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
-    statistics = measure(model, ids, identity, record, SILENT)
+    statistics = measure(model, Measurement(ids, identity, record), SILENT)
     products = sources.products_of(source, ())
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(

@@ -20,6 +20,7 @@ from result import arguments, described, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8q.api import CalibrateOptions, EngineOptions, ExportOptions, build_engine, calibrate, export
+from fp8q.export.engine.info import engines_of
 from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.options import Precision
 from fp8q.quantize.scales import load_scales
@@ -61,7 +62,7 @@ def measure(checkpoint: Path, target: str, folder: Path) -> dict[str, Any]:
             export(run.root, ExportOptions(precision=precision))
         engines = EngineOptions(runtime="tensorrt-rtx", targets=(target,), precision=precision)
         info = build_engine(run.root, engines)[0]
-        plan = read_plan((run.engines_of(precision) / f"{target}.plan").read_bytes())
+        plan = read_plan((engines_of(run, precision) / f"{target}.plan").read_bytes())
         assert plan is not None, "this version's plans read"
         found["bytes"][precision] = info.bytes
         found["products"][precision] = modules_by_types(plan)

@@ -133,7 +133,7 @@ def linted(found: "Linted", as_json: bool) -> None:
         emit(
             {
                 "findings": [
-                    {key: value for key, value in asdict(finding).items() if key != "name"}
+                    {key: value for key, value in asdict(finding).items() if key not in ("name", "places")}
                     for finding in found.findings
                 ]
             }
@@ -149,7 +149,9 @@ def linted(found: "Linted", as_json: bool) -> None:
     for rule, group in groupby(found.findings, lambda finding: finding.rule):
         shown = list(group)
         lines += [f"{finding.severity:<8}{finding}" for finding in shown[:LISTED]]
-        lines += [f"{'':<8}{rule}: {len(shown) - LISTED} more (--json has all)"] if len(shown) > LISTED else []
+        more = sum(finding.places for finding in shown[LISTED:])
+        listed = "all" if shown[-1].places == 1 else f"the first {len(shown) - 1}"
+        lines += [f"{'':<8}{rule}: {more} more (--json has {listed})"] if more else []
     lines += ["no findings"] if not found.findings else []
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from ..calibrate.measure.observe import attention_modules, output_axis
+from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
 from .scales import Scales
 from .stored import CACHE_FILE

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from ..calibrate.measure.observe import attention_modules, output_axis
+from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.skeleton import skeleton
 from ..calibrate.model.tensor_names import renamed_in
 from .attention import ATTENTION_SCALES, attend_in_codes

@@ -8,8 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+from ..run import Run
+
 #: Cache scales that the Hugging Face layout has no place for.
 CACHE_FILE = "kv_cache.safetensors"
+
+
+def checkpoint_of(run: Run, precision: str) -> Path:
+    """The folder of the weights of a precision, and of their graphs: `model/` for fp8."""
+    return run.model if precision == "fp8" else run.baselines / precision
 
 
 def stored_tensors(directory: Path) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..files import replacing
 from ..options import Baseline
+from ..quantize.stored import checkpoint_of
 from ..run import Run
 from .graphs import clipping_of, say
 from .sources import source_of
@@ -37,7 +38,7 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
         for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
             inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
         options = asdict(clipping_of(run))
-    name, directory = f"export-{precision}", run.checkpoint(precision)
+    name, directory = f"export-{precision}", checkpoint_of(run, precision)
     if run.is_current(name, inputs, options):
         return
     source = source_of(run)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ..errors import BackendError, GateError, InputError
-from ..run import FP8_STAGES, Run
+from ..record import FP8_STAGES
+from ..run import Run
 
 if TYPE_CHECKING:
     from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
@@ -55,7 +56,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     tell, so only the record does.
     """
     from ..export.engine.info import load_engines
-    from ..export.lint.indexed import load_graph
+    from ..export.lint.loading import load_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))

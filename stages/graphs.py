@@ -9,7 +9,9 @@ from .. import __version__
 from ..errors import Fp8qError, InputError
 from ..files import replacing, sha256_file, write_document
 from ..options import Clipping, ExportOptions, Precision
-from ..run import FP8_STAGES, GRAPH, Run
+from ..quantize.stored import checkpoint_of
+from ..record import FP8_STAGES, command
+from ..run import GRAPH, Run
 from .queries import measure_queries
 from .steps import Notes, stage
 
@@ -19,10 +21,9 @@ if TYPE_CHECKING:
 
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
-    from ..calibrate.measure.statistics import StatisticsRecord
+    from ..calibrate.measure.statistics import load_record
     from ..export.graph.trace import export_model
     from ..export.lint.check import lint, promised_attention
-    from ..files import read_document
     from ..quantize.scales import load_scales
     from ..quantize.stored import stored_scales
 
@@ -39,7 +40,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         ].outputs
     if run.is_current("export", inputs, options):
         return
-    record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    record = load_record(run)
     carried = has_graphs(run) and run.record().stages["export"].options == options
     with stage(run, "export", inputs, options, notes) as log:
         attention = write_attention(run, asked)
@@ -95,7 +96,7 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
 def has_graphs(run: Run) -> bool:
     """Whether the graphs in the run are what this version exported.
 
-    A checkpoint that they no longer fit took them away (`export.carry`).
+    A checkpoint that they no longer fit took them away (`export.graph.carry`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__:
@@ -128,10 +129,10 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
     if precision == "fp8":
         return fp8_files(run)
     hashes = _written(run, f"export-{precision}")
-    run.require(run.checkpoint(precision) / GRAPH, f"export-{precision}")
+    run.require(checkpoint_of(run, precision) / GRAPH, f"export-{precision}")
     if run.is_stale(f"export-{precision}"):
         raise InputError(
-            f"{run.checkpoint(precision)}: was made of other statistics or scales than the run has now; run `fp8q "
+            f"{checkpoint_of(run, precision)}: was made of other statistics or scales than the run has now; run `fp8q "
             f"export {run.root} --precision {precision}` again"
         )
     return hashes
@@ -147,7 +148,7 @@ def _written(run: Run, *stages: str) -> dict[str, str]:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}
         for name, digest in outputs.items():
             if not (folder := (run.root / name).parent).is_dir():
-                raise InputError(f"{folder}: is missing; `{run.command(by)}` writes it, run that first")
+                raise InputError(f"{folder}: is missing; `{command(by, run.root)}` writes it, run that first")
             run.require(run.root / name, by)
             hashes[name] = digest
     return hashes

@@ -15,8 +15,8 @@ from ..files import read_document
 from ..run import Run
 
 if TYPE_CHECKING:
-    from ..export.lint.indexed import Array
     from ..export.lint.rules import Finding, Promise
+    from ..export.lint.tensors import Array
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -43,7 +43,7 @@ def lint(path: Path, run: Run | None) -> Linted:
     Raises InputError for what is no ONNX file, and for a run whose promises do not read.
     """
     from ..export.lint.check import FORM, lint_graph
-    from ..export.lint.indexed import load_graph
+    from ..export.lint.loading import load_graph
     from ..export.lint.rules_products import is_fp8
 
     graph = load_graph(path)
@@ -86,11 +86,13 @@ def check_findings(linted: Linted) -> None:
     """Raise GateError when a rule is broken that is an error, InputError when that is for a file that is missing or cut
     short.
     """
+    from ..export.lint.rules import places
+
     errors = [finding for finding in linted.findings if finding.severity == "error"]
     if not errors:
         return
     damage = [finding for finding in errors if finding.rule in DAMAGE]
     if damage:
         raise InputError(f"{linted.path}: {damage[0]}")
-    what = f"{len(errors)} errors, first " if len(errors) > 1 else ""
+    what = f"{places(errors)} errors, first " if len(errors) > 1 else ""
     raise GateError(f"{linted.path}: {what}{errors[0]}")

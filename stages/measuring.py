@@ -3,22 +3,25 @@ ranks, and on other text.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, save_statistics
+from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
 from ..errors import InputError
 from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
-from ..run import Run, library_versions
+from ..record import library_versions
+from ..run import Run
 from .corpora import Tokens, digest, load_tokens
 from .other_text import read_other
 from .sources import source_of
 from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
+    from ..calibrate.measure.measurement import Measurement
     from ..calibrate.measure.moments import SecondMoments
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
@@ -101,17 +104,12 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
         notes.note(world.described())
     with stage(run, "measure", inputs, chosen, notes) as log:
         log.machine = world.machine()
-        if stream:
-            with (
-                run.work("measure", work_key(task, world)) as folder,
-                gathering(run, wanted, folder / "moments") as moments,
-            ):
-                announce(task, windows, world)
-                statistics = world.added(stream_share(source, task, windows, world, folder, notes, moments))
-        else:
-            with gathering(run, wanted) as moments:
-                announce(task, windows, world)
-                statistics = world.added(run_share(source, task, windows, world, notes, moments))
+        with (
+            run.work("measure", work_key(task, world)) if stream else nullcontext() as folder,
+            gathering(run, wanted, folder / "moments" if folder else None) as moments,
+        ):
+            announce(task, windows, world)
+            statistics = world.added(run_model(source, share(task, windows, world, moments), notes, folder))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
@@ -124,12 +122,11 @@ def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
     if not told:
         return
     task, windows = Task.model_validate(told), world.sent(None)
-    with disk_errors(run.root):
-        if task.stream:
-            with run.work("measure", work_key(task, world), world.rank) as folder:
-                world.added(stream_share(source, task, windows, world, folder, notes))
-        else:
-            world.added(run_share(source, task, windows, world, notes))
+    with (
+        disk_errors(run.root),
+        run.work("measure", work_key(task, world), world.rank) if task.stream else nullcontext() as folder,
+    ):
+        world.added(run_model(source, share(task, windows, world), notes, folder))
 
 
 def task_of(
@@ -183,41 +180,24 @@ def work_key(task: Task, world: "World") -> dict[str, object]:
     }
 
 
-def stream_share(
-    source: "Source",
-    task: Task,
-    windows: Tokens,
-    world: "World",
-    folder: "Path",
-    notes: Notes,
-    moments: "SecondMoments | None" = None,
-) -> Statistics:
-    """This rank's batches, decoder layer by decoder layer, its hidden states in `folder`."""
-    from ..calibrate.measure.stream import measure_streamed
+def share(task: Task, windows: Tokens, world: "World", moments: "SecondMoments | None" = None) -> "Measurement":
+    """What this rank measures."""
+    from ..calibrate.measure.measurement import Measurement
 
-    return measure_streamed(
-        source, windows, task.model, task.corpus, notes, folder, device(), world.share(task.batches), moments
-    )
+    return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments)
 
 
-def run_share(
-    source: "Source", task: Task, windows: Tokens, world: "World", notes: Notes, moments: "SecondMoments | None" = None
-) -> Statistics:
-    """This rank's batches, the model in memory."""
+def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
+    """The float model on `what`: decoder layer by decoder layer, its hidden states in `folder`; in memory without."""
     import torch
 
-    from ..calibrate.measure.in_memory import measure as run_model
+    from ..calibrate.measure.in_memory import measure
+    from ..calibrate.measure.stream import measure_streamed
     from ..calibrate.model.source import load_model
 
-    return run_model(
-        load_model(source, torch.bfloat16, device()),
-        windows,
-        task.model,
-        task.corpus,
-        notes,
-        world.share(task.batches),
-        moments,
-    )
+    if folder is not None:
+        return measure_streamed(source, what, notes, folder, device())
+    return measure(load_model(source, torch.bfloat16, device()), what, notes)
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
@@ -245,15 +225,11 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
 
     Raises InputError where the text fills none.
     """
-    import torch
-
-    from ..calibrate.measure.in_memory import measure as run_model
-    from ..calibrate.measure.stream import measure_streamed
-    from ..calibrate.model.source import load_model, load_tokenizer
+    from ..calibrate.measure.measurement import Measurement
+    from ..calibrate.model.source import load_tokenizer
     from ..calibrate.text import corpus
-    from ..files import read_document
 
-    record, source = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord), source_of(run)
+    record, source = load_record(run), source_of(run)
     size = record.corpus.seq_len
     ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
     if len(ids) < size:
@@ -265,7 +241,6 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     measured = Corpus(
         name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size
     )
-    if streamed(source, None, notes):
-        with TemporaryDirectory() as folder:
-            return measure_streamed(source, windows, record.model, measured, notes, Path(folder), device())
-    return run_model(load_model(source, torch.bfloat16, device()), windows, record.model, measured, notes)
+    what = Measurement(windows, record.model, measured)
+    with TemporaryDirectory() if streamed(source, None, notes) else nullcontext() as folder:
+        return run_model(source, what, notes, Path(folder) if folder else None)

@@ -7,7 +7,6 @@ import json
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..files import read_document
 from ..reporter import Reporter
 from ..run import Run
 from .corpora import Text, load_tokens, read
@@ -61,11 +60,11 @@ def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", repo
     The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to
     compare have none.
     """
-    from ..calibrate.measure.statistics import StatisticsRecord
+    from ..calibrate.measure.statistics import load_record
     from ..calibrate.text.corpus import fingerprint
     from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
 
-    corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
+    corpus = load_record(run).corpus
     if fingerprint(text.documents.texts) in {
         source.fingerprint for part in corpus.parts for source in part.sources or []
     }:

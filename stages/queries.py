@@ -4,7 +4,7 @@ Run once, when it is first asked for.
 """
 
 from ..errors import InputError
-from ..files import read_document, sha256_file
+from ..files import sha256_file
 from ..run import Run
 from .corpora import load_tokens
 from .measuring import streamed
@@ -20,7 +20,7 @@ def measure_queries(run: Run, notes: Notes) -> None:
     import torch
 
     from ..calibrate.measure.queries import measure_queries
-    from ..calibrate.measure.statistics import StatisticsRecord, save_arrays
+    from ..calibrate.measure.statistics import load_record, save_arrays
     from ..calibrate.model.source import load_model
 
     inputs = {
@@ -35,7 +35,7 @@ def measure_queries(run: Run, notes: Notes) -> None:
             f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold "
             "it; leave it out"
         )
-    corpus = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord).corpus
+    corpus = load_record(run).corpus
     with stage(run, "queries", inputs, {}, notes) as log:
         measured = measure_queries(
             load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes

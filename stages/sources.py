@@ -19,7 +19,7 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
     Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only`
     that match nothing or leave nothing.
     """
-    from ..calibrate.measure.observe import matrix_products, other_products, output_head, takes_quantizers
+    from ..calibrate.model.products import matrix_products, other_products, output_head, takes_quantizers
     from ..calibrate.model.source import meta_model
     from ..export.graph.support import unsupported
     from ..quantize.policy import Products, select

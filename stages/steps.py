@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from ..record import StageLog
 from ..reporter import Reporter
-from ..run import Run, StageLog
+from ..run import Run
 
 
 class Notes:

@@ -1,16 +1,18 @@
-"""Copies that take no room where the file system can share blocks.
-
-Whether this one can is not known here: both ways are taken.
+"""Copies that take no room where the file system can share blocks (whether this one can is not known here: both ways
+are taken), and files that are none.
 """
 
 import fcntl
 import os
+import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
-from fp8q.files import FICLONE, share
+from fp8q.errors import InputError
+from fp8q.files import FICLONE, regular_file, share
 
 CONTENT = bytes(range(256)) * 100
 
@@ -57,3 +59,33 @@ def test_where_no_blocks_are_shared_the_bytes_are_copied(
     monkeypatch.setattr(fcntl, "ioctl", unsupported)
     share(source, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == CONTENT
+
+
+def test_a_file_has_a_size_through_a_link_too(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(source)
+    assert regular_file(source) == regular_file(tmp_path / "link") == len(CONTENT)
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "to_a_pipe").symlink_to(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    for name, what in {
+        "pipe": "is a pipe; name a file",
+        "to_a_pipe": "is a pipe; name a file",
+        "directory": "is a directory; name a file",
+        "socket": "is a socket; name a file",
+        "dangling": "is a link to a file that is not there",
+        "circle": "cannot be read (Too many levels of symbolic links)",
+        "nothing": "there is no such file",
+        "n" * 256: "cannot be read (File name too long)",
+        "a\0b": "cannot be read (embedded null byte)",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(f"{tmp_path / name}: {what}") + "$"):
+            regular_file(tmp_path / name)
+    with pytest.raises(InputError, match=r"^/dev/zero: is a device; name a file$"):
+        regular_file(Path("/dev/zero"))

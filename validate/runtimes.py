@@ -10,6 +10,7 @@ import torch
 from ..calibrate.model.source import Source, load_model
 from ..errors import BackendError
 from ..quantize.reference import load_reference
+from ..quantize.stored import checkpoint_of
 from ..run import Run
 from ..serve.sessions import SessionError, open_session
 from .compare import Forward
@@ -37,9 +38,9 @@ def session(run: Run, runtime: str) -> Forward:
 
     Raises BackendError when the runtime is missing or refuses the graph.
     """
+    name, _, precision = runtime.partition("-")
     try:
-        name, _, precision = runtime.partition("-")
-        opened = open_session(run.checkpoint(precision or "fp8"), name)
+        opened = open_session(checkpoint_of(run, precision or "fp8"), name)
     except SessionError as error:
         raise BackendError(str(error)) from error
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..calibrate.measure.statistics import Statistics, StatisticsRecord, TensorStatistics, load_statistics
+from ..calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
 from ..export.engine.info import engine_stage, load_engines
-from ..files import read_document
 from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
-from ..run import FP8_STAGES, Run
+from ..record import FP8_STAGES
+from ..run import Run
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval
 from .findings import converged_after, outlier_channels
@@ -328,7 +328,7 @@ def stage_rows(run: Run) -> list[StageRow]:
 
 def fact_rows(run: Run) -> list[FactRow]:
     """Where the numbers come from: model, data, choices, versions."""
-    measured = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    measured = load_record(run)
     model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
     weights = {weight.method for weight in scales.weights.values()}
     clips = {scale.method for scale in scales.activations.values()}

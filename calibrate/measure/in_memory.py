@@ -6,53 +6,22 @@ import torch
 from transformers import PreTrainedModel
 
 from ...reporter import Reporter
-from .moments import SecondMoments
-from .observe import Watch, matrix_products, output_axis, output_head, probe_groups
-from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord
+from ..model.products import observed_products, output_axis
+from .measurement import Measurement
+from .observe import Watch, probe_groups
+from .statistics import Statistics
 
 
-def measure(
-    model: PreTrainedModel,
-    windows: npt.NDArray[np.int64],
-    identity: ModelIdentity,
-    corpus: Corpus,
-    report: Reporter,
-    batches: list[int] | None = None,
-    moments: SecondMoments | None = None,
-) -> Statistics:
-    """Run `model` on `windows` int64 [windows, seq_len] in batches of `corpus.batch_size`, watching every tensor that
-    could be quantized.
-
-    `batches`: indices of the batches to run, in that order; all of them by default. `moments`: where to add up the
-    second moments of the inputs too. The output head is not run.
-    """
+def measure(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
+    """Run `model` on `what`, watching every tensor that could be quantized. The output head is not run."""
     modules = observed_products(model)
     groups = probe_groups(model, modules)
-    watch = Watch(model, modules, groups, corpus.batches, moments)
-    parts = cut_batches(windows, corpus, batches)
-    tokens = sum(ids.size for ids in parts.values())
-    with report.track("Calibrating", tokens, "tokens") as advance:
-        for batch, ids in parts.items():
+    watch = Watch(model, modules, groups, what.corpus.batches, what.moments)
+    with report.track("Calibrating", what.tokens, "tokens") as advance:
+        for batch, ids in what.parts.items():
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)
-    record = StatisticsRecord(model=identity, corpus=corpus, tokens=tokens, groups=groups)
-    return Statistics(record, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})
-
-
-def observed_products(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """The matrix products that are measured, by name: all but the output head."""
-    head = output_head(model)
-    return {name: module for name, module in matrix_products(model).items() if name != head}
-
-
-def cut_batches(
-    windows: npt.NDArray[np.int64], corpus: Corpus, batches: list[int] | None
-) -> dict[int, npt.NDArray[np.int64]]:
-    """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order of `batches` (None: all of
-    them).
-    """
-    chosen = range(corpus.batches) if batches is None else batches
-    return {batch: windows[batch * corpus.batch_size : (batch + 1) * corpus.batch_size] for batch in chosen}
+    return what.found(groups, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:

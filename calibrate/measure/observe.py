@@ -1,82 +1,29 @@
 """Watch the tensors of a float model while it runs: one observer for each distinct tensor.
 
-ModelOpt's registry says which modules take quantizers; it is asked, and nothing of the model is converted, so the
-forward pass is the original one. The inputs of q, k and v (of gate and up) are the same Python object: a two-token
-probe groups modules by identity, and only the first of a group is watched. Keys and values are observed where the cache
-is written, after the rotary embedding, by a cache that stores nothing: that works for every architecture that has a
-cache, without a list of attention classes.
+Nothing of the model is converted, so the forward pass is the original one. The inputs of q, k and v (of gate and up)
+are the same Python object: a two-token probe groups modules by identity, and only the first of a group is watched. Keys
+and values are observed where the cache is written, after the rotary embedding, by a cache that stores nothing: that
+works for every architecture that has a cache, without a list of attention classes.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, reduce
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.pytorch_utils import Conv1D
 
+from ..model.products import attention_modules
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments
 from .statistics import TensorStatistics
 
 #: Fewer values a thread than these are counted sooner than shared out.
 WORTH_SHARING = 1 << 17
-#: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm,
-#: OPTLearnedPositionalEmbedding, but no NormalProjection.
-NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
-
-
-def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of `model` that multiplies by a weight matrix: linear layers, and GPT's Conv1D, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-
-
-def output_axis(module: nn.Module) -> Literal[0, 1]:
-    """Axis of the output channels of a product's weight: Conv1D stores it [in, out], a linear layer [out, in]."""
-    return 1 if isinstance(module, Conv1D) else 0
-
-
-def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of `model` with a matrix (or more) of its own that is neither a linear layer, nor an embedding or a
-    norm: a convolution, or a class of its own.
-    """
-    products = matrix_products(model)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name not in products
-        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        and not isinstance(module, nn.Embedding)
-        and not NO_PRODUCT.search(type(module).__name__)
-    }
-
-
-def takes_quantizers(module: nn.Module) -> bool:
-    """Whether ModelOpt's registry knows the module's class."""
-    from modelopt.torch.quantization.nn import QuantModuleRegistry
-
-    return module in QuantModuleRegistry
-
-
-def output_head(model: PreTrainedModel) -> str | None:
-    """Name of the module that makes the logits."""
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
-
-
-def attention_modules(model: nn.Module) -> dict[int, str]:
-    """Layer index -> name of the module that writes that layer of the cache."""
-    return {
-        module.layer_idx: name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(module).__name__.lower()
-    }
 
 
 def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:

@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import InputError
 from ...reporter import Reporter
-from .observe import Observer, attention_modules
+from ..model.products import attention_modules
+from .observe import Observer
 from .statistics import TensorStatistics
 
 

@@ -275,11 +275,16 @@ def load_arrays(path: Path) -> tuple[dict[str, TensorStatistics], dict[str, npt.
     return tensors, {name.removesuffix(WEIGHT): array for name, array in arrays.items() if name.endswith(WEIGHT)}
 
 
+def load_record(run: Run) -> StatisticsRecord:
+    """Read `statistics.json`. Raises InputError as `load_statistics` does."""
+    return read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+
+
 def load_statistics(run: Run) -> Statistics:
     """Read what `save_statistics` wrote.
 
     Raises InputError when a file is missing, damaged, or not the one `fp8q calibrate` wrote.
     """
-    record = read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
+    record = load_record(run)
     tensors, weights = load_arrays(run.require(run.statistics, "measure"))
     return Statistics(record, tensors, weights)

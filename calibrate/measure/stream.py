@@ -23,43 +23,31 @@ from ...errors import InputError
 from ...reporter import Reporter
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.materialize import Materializer
+from ..model.products import observed_products, output_head
 from ..model.silence import quiet
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
-from .in_memory import cut_batches, observed_products, weight_amax
-from .moments import SecondMoments
-from .observe import Watch, noting_groups, output_head
-from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, load_arrays, save_arrays
+from .in_memory import weight_amax
+from .measurement import Measurement
+from .observe import Watch, noting_groups
+from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
 
 
 def measure_streamed(
-    source: Source,
-    windows: npt.NDArray[np.int64],
-    identity: ModelIdentity,
-    corpus: Corpus,
-    report: Reporter,
-    folder: Path,
-    device: str = "cpu",
-    batches: list[int] | None = None,
-    moments: SecondMoments | None = None,
+    source: Source, what: Measurement, report: Reporter, folder: Path, device: str = "cpu"
 ) -> Statistics:
     """`measure` of the model in `source` on `device`, one decoder layer in memory at a time.
 
     `folder` is there, and holds the hidden states and the finished steps; what a killed call left there is gone on
-    from, so it must have been of the same arguments. `moments`: where to add up the second moments of the inputs too,
-    kept as `folder` is. Raises InputError for a model that is no chain of layers, and when the disk has no room for the
-    hidden states.
+    from, so it must have been of the same arguments, and `what.moments` kept as it is. Raises InputError for a model
+    that is no chain of layers, and when the disk has no room for the hidden states.
     """
-    parts = cut_batches(windows, corpus, batches)
-    stream = Stream(source, parts, corpus.batches, folder, device, moments)
+    stream = Stream(source, what, folder, device)
     stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
-    record = StatisticsRecord(
-        model=identity, corpus=corpus, tokens=sum(ids.size for ids in parts.values()), groups=stream.groups
-    )
-    return Statistics(record, tensors, {name: weights[name] for name in stream.products})
+    return what.found(stream.groups, tensors, {name: weights[name] for name in stream.products})
 
 
 def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
@@ -120,29 +108,14 @@ class Stream:
     Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        parts: Batches,
-        batches: int,
-        folder: Path,
-        device: str,
-        moments: SecondMoments | None = None,
-    ):
-        """Make the model without weights and find room for the hidden states of `parts`, some of `batches` batches.
+    def __init__(self, source: Source, what: Measurement, folder: Path, device: str):
+        """Make the model without weights and find room for the hidden states of `what.parts`.
 
         Raises InputError where there is none, and for a model that is no chain of layers.
         """
         with quiet():
             self.model = skeleton(deepcopy(source.config), torch.bfloat16)
-        self.source, self.parts, self.batches, self.folder, self.device, self.moments = (
-            source,
-            parts,
-            batches,
-            folder,
-            device,
-            moments,
-        )
+        self.source, self.what, self.folder, self.device = source, what, folder, device
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device)
         self.layers = find_layers(self.model, source)
@@ -152,10 +125,10 @@ class Stream:
             if self.layers.index(name) is None and name != output_head(self.model)
         ]
         self.groups, self.answer = self._probe()
-        size = sum(ids.size for ids in parts.values()) * self.answer.width * self.answer.dtype.itemsize
+        size = what.tokens * self.answer.width * self.answer.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
         _check_space(folder, files, size)
-        self.hidden = [HiddenStates(file, parts, self.answer) for file in files]
+        self.hidden = [HiddenStates(file, what.parts, self.answer) for file in files]
 
     def _probe(self) -> tuple[dict[str, list[str]], Answer]:
         """The groups of modules that receive the same tensor, and what layers return, without any layer's weights."""
@@ -180,9 +153,8 @@ class Stream:
             )
         calls = self._before(done > 0)
         remaining = range(max(done, 1), self.layers.count + 1)
-        tokens = sum(ids.size for ids in self.parts.values())
         with report.track(
-            f"Calibrating {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens"
+            f"Calibrating {len(remaining)} layers, one by one", len(remaining) * self.what.tokens, "tokens"
         ) as advance:
             for step in remaining:
                 self._layer(step, calls, advance)
@@ -195,11 +167,16 @@ class Stream:
     def _watched(self, layer: int | None) -> dict[str, list[str]]:
         return {first: members for first, members in self.groups.items() if self.layers.index(first) == layer}
 
+    def _watch(self, layer: int | None, again: bool = False) -> Watch:
+        """The observers of one layer, or of what is outside all; `again`: its moments are added up already."""
+        moments = None if again else self.what.moments
+        return Watch(self.model, self.products, self._watched(layer), self.what.corpus.batches, moments)
+
     def _weight_amax(self, layer: int | None) -> dict[str, npt.NDArray[np.float32]]:
         return {name: weight_amax(module) for name, module in self.products.items() if self.layers.index(name) == layer}
 
     def _tokens(self, batch: int) -> torch.Tensor:
-        return torch.from_numpy(self.parts[batch]).to(self.device)
+        return torch.from_numpy(self.what.parts[batch]).to(self.device)
 
     def _before(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
         """Step 0: from tokens to the hidden states that the first layer gets; returns the layers' calls for each shape
@@ -209,9 +186,9 @@ class Stream:
         text.
         """
         calls: dict[tuple[int, ...], list[Call]] = {}
-        watch = Watch(self.model, self.products, self._watched(None), self.batches, None if done else self.moments)
+        watch = self._watch(None, again=done)
         with self.weights.filled(self.outside, resident=False):
-            for batch, ids in self.parts.items():
+            for batch, ids in self.what.parts.items():
                 if done and ids.shape in calls:
                     continue
                 with watch.observing(batch) as cache:
@@ -230,12 +207,12 @@ class Stream:
         index = step - 1
         before, after = self.hidden[index % 2], self.hidden[step % 2]
         layer = self.layers.of(self.model)[index]
-        watch = Watch(self.model, self.products, self._watched(index), self.batches, self.moments)
+        watch = self._watch(index)
         with (
             self.weights.filled([name for name, _ in self.model.named_modules() if self.layers.index(name) == index]),
             torch.inference_mode(),
         ):
-            for batch, ids in self.parts.items():
+            for batch, ids in self.what.parts.items():
                 with watch.observing(batch) as cache:
                     after.write(batch, calls[ids.shape][index].run(layer, before.read(batch, self.device), cache))
                 advance(ids.size)
@@ -246,9 +223,9 @@ class Stream:
     def _after(self) -> None:
         """The last step, for models that multiply by a matrix after their layers."""
         leaving = self.hidden[self.layers.count % 2]
-        watch = Watch(self.model, self.products, self._watched(None), self.batches, self.moments)
+        watch = self._watch(None)
         with self.weights.filled(self.outside, resident=False):
-            for batch in self.parts:
+            for batch in self.what.parts:
                 run_after(
                     self.model,
                     self.layers,
@@ -261,8 +238,8 @@ class Stream:
 
     def _save(self, step: int, watch: Watch, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """End a step: its moments are complete before its statistics say so."""
-        if self.moments is not None:
-            self.moments.close()
+        if self.what.moments is not None:
+            self.what.moments.close()
         save_arrays(self._file(step), watch.statistics(), amax)
 
 

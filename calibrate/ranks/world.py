@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BackendError, Fp8qError, InputError
-from ...run import library_versions
+from ...record import library_versions
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
 from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of

@@ -19,15 +19,17 @@ from typing import Any
 from ...errors import BackendError, InputError
 from ...files import PARTIAL, replacing, write_document
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
+from ...quantize.stored import checkpoint_of
 from ...reporter import Reporter
 from ...run import GRAPH, Run
 from .. import names
 from ..lint.check import lint, promised_attention
-from ..lint.indexed import load_graph
+from ..lint.loading import load_graph
+from ..lint.rules import places
 from . import targets
 from .build_progress import Progress
 from .failures import explain
-from .info import LISTED, EngineInfo
+from .info import LISTED, EngineInfo, engines_of
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
@@ -82,7 +84,7 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
-    graph, directory = run.checkpoint(options.precision) / GRAPH, run.engines_of(options.precision)
+    graph, directory = checkpoint_of(run, options.precision) / GRAPH, engines_of(run, options.precision)
     if options.precision == "fp8":
         check_graph(graph, promised, promised_attention(run))
     wanted = profiles(
@@ -138,7 +140,7 @@ def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str
         if finding.severity == "error"
     ]
     if errors:
-        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+        more = f" ({places(errors) - 1} more)" if len(errors) > 1 else ""
         raise InputError(f"{onnx_file}: {errors[0]}{more}")
 
 

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from .. import names
-from ..lint.indexed import Indexed, bytes_of, stored_at
+from ..lint.indexed import Indexed
 from ..lint.rules_products import weight_of
+from ..lint.tensors import bytes_of, stored_at
 
 Codes = npt.NDArray[np.uint8]
 #: Bytes on both sides of the last weight found that are searched before the whole engine is: neighbours in the model

@@ -1,6 +1,7 @@
 """`engines/<target>.json`: an engine and what is known of it; and whether that is enough."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -8,6 +9,7 @@ from pydantic import Field
 from ...errors import GateError, InputError
 from ...files import Strict, read_document
 from ...options import Precision
+from ...record import command
 from ...run import Run
 from . import targets
 from .profiles import Profile
@@ -35,6 +37,11 @@ class EngineInfo(Strict):
     build_seconds: float
 
 
+def engines_of(run: Run, precision: Precision) -> Path:
+    """The folder of the engines of a precision: `engines/` for fp8."""
+    return run.engines if precision == "fp8" else run.engines / precision
+
+
 def engine_stage(precision: Precision) -> str:
     """The stage that builds the engines of a precision."""
     return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
@@ -49,7 +56,7 @@ def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
     stage = run.record().stages.get(name)
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
-        raise InputError(f"{run.engines_of(precision)}: holds no engine; run `{run.command(name)}` first")
+        raise InputError(f"{engines_of(run, precision)}: holds no engine; run `{command(name, run.root)}` first")
     return sorted(
         (read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0)
     )

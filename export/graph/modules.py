@@ -18,7 +18,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, Pre
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
-from ...calibrate.measure.observe import attention_modules, output_axis
+from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.linear import CODE, replace_linears
 from . import operators
 

@@ -15,8 +15,10 @@ from ...quantize.scales import AttentionScales
 from ...run import Run
 from .. import names
 from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # enter their rules
-from .indexed import Array, Indexed, load_graph
+from .indexed import Indexed
+from .loading import load_graph
 from .rules import RULES, Finding, Promise, Rule
+from .tensors import Array
 
 #: The rule that the others take for granted.
 FORM = "F314"
@@ -73,4 +75,5 @@ def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
     """
     if malformed := list(RULES[FORM].findings(graph, promise)):
         return malformed
-    return [finding for number in sorted(RULES) for finding in RULES[number].findings(graph, promise)]
+    others = (RULES[number] for number in sorted(RULES) if number != FORM)
+    return [finding for rule in others for finding in rule.findings(graph, promise)]

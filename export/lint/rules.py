@@ -4,13 +4,20 @@ A rule is a function from the graph, and what is promised of it, to the places w
 why the rule is there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
+from ...errors import visible
 from .. import names
-from .indexed import Array, Indexed
+from .indexed import Indexed
+from .tensors import Array
 
+#: The longest name of a node, value or tensor in characters (F314), of what a line shows of one, and of a message.
+LONGEST_TEXT, LONGEST_SHOWN, LONGEST_MESSAGE = 4096, 200, 1000
+#: How many places of one rule are listed: a file may break it a million times.
+MOST_PLACES = 1000
 Severity = Literal["error", "warning"]
 Scope = Literal["any", "promised", "foreign"]
 
@@ -30,7 +37,11 @@ class Promise:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a graph breaks: at which `node` (or tensor, or the graph: ""), of which `module`, and what to do."""
+    """A rule that a graph breaks: at which `node` (or tensor, or the graph: ""), of which `module`, and what to do.
+
+    `message` is one line of printable characters, and node and module are no longer than names are (F314), whatever
+    the file holds. `places`: how many this finding stands for, 1 but for the last of a rule that is broken everywhere.
+    """
 
     rule: str
     name: str
@@ -38,10 +49,24 @@ class Finding:
     node: str
     module: str | None
     message: str
+    places: int = 1
 
     def __str__(self) -> str:
         """As one line."""
-        return f"{self.rule} {self.name}: {self.node}{': ' if self.node else ''}{self.message}"
+        node = visible(shortened(self.node, LONGEST_SHOWN))
+        return f"{self.rule} {self.name}: {node}{': ' if node else ''}{self.message}"
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text without its middle where it has more than `longest` characters."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} … ({len(text):,} characters) … {text[-longest // 4 :]}"
+
+
+def places(findings: Iterable[Finding]) -> int:
+    """In how many places rules are broken."""
+    return sum(finding.places for finding in findings)
 
 
 #: A place where a rule is broken: node (or tensor) and message.
@@ -69,18 +94,21 @@ class Rule:
         return self.check.__doc__ or ""
 
     def findings(self, graph: Indexed, promise: Promise | None) -> Iterator[Finding]:
-        """Where the graph breaks the rule."""
+        """Where the graph breaks the rule: the first places, and how many more."""
         if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
             return
-        for node, message in self.check(graph, promise) if self.scope == "promised" else self.check(graph):
-            yield Finding(
-                self.number,
-                self.name,
-                self.severity,
-                node,
-                names.module_of(node) or _owner(node, graph) or names.scope_of(node),
-                message,
-            )
+        broken = iter(self.check(graph, promise) if self.scope == "promised" else self.check(graph))
+        for node, message in islice(broken, MOST_PLACES):
+            yield self._finding(node, message, graph)
+        if more := sum(1 for _ in broken):
+            message = f"{more:,} more places break this rule; mend those that are listed first"
+            yield replace(self._finding("", message, graph), places=more)
+
+    def _finding(self, node: str, message: str, graph: Indexed) -> Finding:
+        node = shortened(node, LONGEST_TEXT)
+        module = names.module_of(node) or _owner(node, graph) or names.scope_of(node)
+        line = visible(shortened(message, LONGEST_MESSAGE))
+        return Finding(self.number, self.name, self.severity, node, module, line)
 
 
 def _owner(tensor: str, graph: Indexed) -> str | None:

@@ -1,17 +1,22 @@
 """Rules F1xx: FP8 codes, their scales and zero points."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
-from onnx import NodeProto, TensorProto, defs
+from onnx import NodeProto, TensorProto
 
-from .indexed import FP8_TYPES, Indexed, attribute
+from .indexed import FP8_TYPES, Indexed
 from .rules import Broken, rule
+from .schemas import STANDARD, schema_of
+from .tensors import attribute
 
 #: DequantizeLinear has `output_dtype` from this opset on.
 FIRST_STATED = 23
 #: What the standard may allow for FP8 and a runtime refuses all the same.
 REFUSED = {"TensorScatter": "TensorRT refuses FP8 there", "Concat": "ONNX Runtime refuses FP8 there"}
+#: The FP8 element types as operators' schemas have them.
+FP8_NAMES = frozenset(f"tensor({TensorProto.DataType.Name(kind).lower()})" for kind in FP8_TYPES)
 
 
 def type_name(kind: int) -> str:
@@ -88,10 +93,12 @@ def scale_value(graph: Indexed) -> Broken:
     for name, node in scales(graph).items():
         scale = graph.constant(name)
         if scale is None:
-            if name not in graph.initializers:
+            if why := graph.constants.unread(name):
+                yield node.name, f"scale {name} {why}; store scales that fit what they scale"
+            elif not graph.constants.is_stored(name):
                 yield node.name, f"scale {name} is computed when the graph runs; quantize with a constant scale"
             continue
-        values = scale.astype(np.float32).ravel()
+        values = scale.ravel()
         bad = values[~((values > 0) & np.isfinite(values))]
         if bad.size:
             yield (
@@ -123,18 +130,18 @@ def output_type_stated(graph: Indexed) -> Broken:
 @rule("F106", "zero-point")
 def zero_point(graph: Indexed) -> Broken:
     """A zero point of FP8 codes is left out, or is zero and of the codes' type: FP8 is symmetric."""
+    zero = cache(lambda name: (values := graph.constant(name)) is not None and not np.any(values))
     for node in graph.quantizers:
         if len(node.input) < 3 or not node.input[2]:
             continue
         kind = graph.codes[node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]]
         stored = _element_type(graph, node.input[2])
-        values = graph.constant(node.input[2])
         if stored not in (0, kind):
             yield (
                 node.name,
                 f"zero point {node.input[2]} is {type_name(stored)} but the codes are {type_name(kind)}; leave it out",
             )
-        elif values is None or np.any(values.astype(np.float32)):
+        elif not zero(node.input[2]):
             yield node.name, f"zero point {node.input[2]} is not zero; leave it out"
 
 
@@ -189,13 +196,13 @@ def quantized_twice(graph: Indexed) -> Broken:
     """
     seen: dict[tuple[str, bytes], NodeProto] = {}
     for node in graph.quantizers:
-        scale = graph.constant(node.input[1])
+        scale = graph.constants.fingerprint(node.input[1])
         if scale is None:
             continue
         if node.op_type == "DequantizeLinear":
-            seen.setdefault((node.output[0], scale.astype(np.float32).tobytes()), node)
+            seen.setdefault((node.output[0], scale), node)
         else:
-            first = seen.setdefault((node.input[0], scale.astype(np.float32).tobytes()), node)
+            first = seen.setdefault((node.input[0], scale), node)
             if first.op_type == "DequantizeLinear":
                 yield (
                     node.name,
@@ -217,24 +224,22 @@ def operator_takes_fp8(graph: Indexed) -> Broken:
 
     Dequantize first.
     """
+    refusal = cache(lambda operator, index: _refusal(operator, index, graph.opset))
     for node in graph.nodes:
         for index, name in enumerate(node.input):
-            if name in graph.codes and node.domain in ("", "ai.onnx") and (reason := _refusal(graph, node, index)):
+            if name in graph.codes and node.domain in STANDARD and (reason := refusal(node.op_type, index)):
                 yield node.name, f"{node.op_type} reads FP8 codes {name} ({reason}); dequantize them first"
 
 
-def _refusal(graph: Indexed, node: NodeProto, index: int) -> str | None:
-    if node.op_type in REFUSED:
-        return REFUSED[node.op_type]
-    if not defs.has(node.op_type, graph.opset, ""):
+def _refusal(operator: str, index: int, opset: int) -> str | None:
+    """Why an operator takes no FP8 codes as its input `index`; None where it does, or nothing is known."""
+    if operator in REFUSED:
+        return REFUSED[operator]
+    schema = schema_of(operator, opset)
+    if schema is None or not schema.inputs:
         return None
-    parameters = defs.get_schema(node.op_type, graph.opset, "").inputs
-    allowed = parameters[min(index, len(parameters) - 1)].types if parameters else set()
-    return (
-        None
-        if any(f"tensor({type_name(kind).lower()})" in allowed for kind in FP8_TYPES)
-        else f"opset {graph.opset} allows no FP8 there"
-    )
+    allowed = schema.inputs[min(index, len(schema.inputs) - 1)].types
+    return None if allowed & FP8_NAMES else f"opset {opset} allows no FP8 there"
 
 
 @rule("F110", "attention-inputs", "warning")
@@ -284,7 +289,7 @@ def pair_scales(graph: Indexed) -> Broken:
             divided is None or multiplied is None or divided.size != 1 or multiplied.size != 1
         ):  # F104 and F107 have those
             continue
-        ours, theirs = (np.float32(scale.astype(np.float32).ravel()[0]) for scale in (multiplied, divided))
+        ours, theirs = (scale.ravel()[0] for scale in (multiplied, divided))
         if ours != theirs and np.isfinite([ours, theirs]).all():
             yield (
                 node.name,

@@ -5,25 +5,29 @@ A file that breaks it is not looked at further: others' exporters, and editors o
 
 from collections.abc import Iterator
 
-from onnx import NodeProto, TensorProto, defs
-from onnx.defs import OpSchema
+from onnx import AttributeProto, NodeProto, TensorProto
 
-from .indexed import READ, Indexed, constant_of
-from .rules import Broken, rule
+from .indexed import READ, Indexed
+from .rules import LONGEST_TEXT, Broken, rule
+from .schemas import STANDARD, Schema, newest_schema, schema_of
 
-STANDARD = ("", "ai.onnx")
 AGAIN = "export the graph again"
 #: The attributes that name an element type.
 TYPED = ("to", "output_dtype")
+#: The element types there are; 0, which is none, may be stated for "as the operator says".
+STATED = frozenset(TensorProto.DataType.values())
+ELEMENTS = STATED - {TensorProto.UNDEFINED}
 LARGEST_OPSET = 2**31 - 1
 #: Characters of a path, and of each part of it, that a file system takes.
 LONGEST_PATH, LONGEST_NAME = 4095, 255
+#: The most dimensions that NumPy's arrays have; TensorRT's have eight.
+LARGEST_RANK = 64
 
 
 @rule("F314", "form")
 def form(graph: Indexed) -> Broken:
-    """Nodes have the inputs, outputs and attributes that their operator takes, and tensors a known type, a size and a
-    place that can be: else nothing else is checked.
+    """Nodes have the inputs, outputs and attributes that their operator takes, names are no longer than a name is, and
+    tensors have a known type, a size and a place that can be: else nothing else is checked.
     """
     if not 0 <= graph.opset <= LARGEST_OPSET:
         yield "", f"opset {graph.opset} is no opset; {AGAIN}"
@@ -31,63 +35,83 @@ def form(graph: Indexed) -> Broken:
     for node in graph.nodes:
         if reason := _node(node, graph.opset):
             yield node.name, f"{node.op_type} {reason}; {AGAIN}"
-    constants = [
-        constant_of(node)
-        for node in graph.nodes
-        if node.op_type == "Constant" and any(entry.name == "value" for entry in node.attribute)
-    ]
-    for tensor in [*graph.model.graph.initializer, *constants]:
+    for name, tensor in graph.tensors:
         for reason in _tensor(tensor):
-            yield tensor.name, f"{reason}; {AGAIN}"
+            yield name, f"{reason}; {AGAIN}"
+    for value in (*graph.model.graph.input, *graph.model.graph.output):
+        if reason := too_long(value.name):
+            yield value.name, f"{reason}; {AGAIN}"
+
+
+def too_long(*names: str) -> str | None:
+    """Why one of these is no name; None where all may be."""
+    longest = max(map(len, names), default=0)
+    return f"has a name of {longest} characters, of at most {LONGEST_TEXT}" if longest > LONGEST_TEXT else None
 
 
 def _node(node: NodeProto, opset: int) -> str | None:
     """What a node lacks by its operator's schema (the newest, where its opset has none); None where nothing, or nothing
     is known.
     """
-    if (node.domain not in STANDARD and node.op_type not in READ) or not defs.has(node.op_type, ""):
+    if reason := too_long(node.name, node.op_type, node.domain, *node.input, *node.output):
+        return reason
+    schema = schema_of(node.op_type, opset) or newest_schema(node.op_type)
+    if schema is None or (node.domain not in STANDARD and node.op_type not in READ):
         return None
-    schema = (
-        defs.get_schema(node.op_type, opset, "")
-        if defs.has(node.op_type, opset, "")
-        else defs.get_schema(node.op_type, "")
-    )
-    for what, names, parameters, least, most in (
-        ("inputs", node.input, schema.inputs, schema.min_input, schema.max_input),
-        ("outputs", node.output, schema.outputs, schema.min_output, schema.max_output),
+    for what, names, parameters, (least, most) in zip(
+        ("inputs", "outputs"),
+        (node.input, node.output),
+        (schema.inputs, schema.outputs),
+        schema.least_most,
+        strict=True,
     ):
         if not least <= len(names) <= most:
             return (
                 f"has {len(names)} {what} and takes {least if least == most or len(names) < least else most} at "
                 f"{'least' if len(names) < least else 'most'}"
             )
-        if any(
-            not name
-            for name, parameter in zip(names, parameters, strict=False)
-            if parameter.option == OpSchema.FormalParameterOption.Single
-        ):
+        if any(not name for name, parameter in zip(names, parameters, strict=False) if parameter.single):
             return f"lacks one of its {what}"
-    given = {entry.name for entry in node.attribute}
-    if missing := [name for name, attribute in schema.attributes.items() if attribute.required and name not in given]:
-        return f"has no attribute {missing[0]}"
-    unknown = [
-        entry.i for entry in node.attribute if entry.name in TYPED and entry.i not in TensorProto.DataType.values()
-    ]
-    return f"names the element type {unknown[0]}, which there is not" if unknown else None
+    return _attributes(node, schema)
+
+
+def _attributes(node: NodeProto, schema: Schema) -> str | None:
+    """What is wrong with a node's attributes by its operator's schema; None where nothing is."""
+    given: set[str] = set()
+    for entry in node.attribute:
+        if entry.name in given:
+            return f"has the attribute {entry.name} twice"
+        given.add(entry.name)
+        wanted = schema.attributes.get(entry.name, entry.type)
+        if entry.type != wanted:
+            return f"has the attribute {entry.name} as {type_of(entry.type)} and takes {type_of(wanted)}"
+        if entry.name in TYPED and entry.i not in (ELEMENTS if entry.name == "to" else STATED):
+            return f"names the element type {entry.i}, which there is not"
+    missing = next((name for name in schema.required if name not in given), None)
+    return f"has no attribute {missing}" if missing is not None else None
+
+
+def type_of(kind: int) -> str:
+    """The name of an attribute's type."""
+    return AttributeProto.AttributeType.Name(kind) if kind in AttributeProto.AttributeType.values() else str(kind)
 
 
 def _tensor(tensor: TensorProto) -> Iterator[str]:
     """What cannot be of a tensor."""
-    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+    if reason := too_long(tensor.name):
+        yield reason
+    if tensor.data_type not in ELEMENTS:
         yield f"its element type is {tensor.data_type}, which there is not"
-    if any(size < 0 for size in tensor.dims):
+    if len(tensor.dims) > LARGEST_RANK:
+        yield f"its shape has {len(tensor.dims)} dimensions, of at most {LARGEST_RANK}"
+    elif any(size < 0 for size in tensor.dims):
         yield f"its shape is {list(tensor.dims)}"
-    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
     if tensor.data_location == TensorProto.EXTERNAL and tensor.data_type == TensorProto.STRING:
         yield "it holds strings, which cannot lie in another file"
-    if (
-        "\0" in location
-        or len(location) > LONGEST_PATH
-        or any(len(part.encode()) > LONGEST_NAME for part in location.split("/"))
-    ):
-        yield f"the place of its data is no path ({len(location)} characters)"
+    for location in (entry.value for entry in tensor.external_data if entry.key == "location"):
+        if (
+            "\0" in location
+            or len(location) > LONGEST_PATH
+            or any(len(part.encode()) > LONGEST_NAME for part in location.split("/"))
+        ):
+            yield f"the place of its data is no path ({len(location)} characters)"

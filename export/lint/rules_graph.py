@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from onnx import IR_VERSION, AttributeProto, TensorProto, ValueInfoProto, defs, helper
+from onnx import IR_VERSION, AttributeProto, TensorProto, ValueInfoProto, helper
 from onnx import __version__ as onnx_version
 
 from .. import names
@@ -11,6 +11,7 @@ from .indexed import Indexed
 from .rules import Broken, Promise, promise_rule, rule
 from .rules_codes import scales, type_name
 from .rules_products import activation_of, quantize_of, weight_of
+from .schemas import STANDARD, schema_of
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU
 #: provider lacks Q/DQ on BF16.
@@ -26,7 +27,6 @@ INPUTS = {
 LOGITS = ("batch", "seq", int)
 PAST = ("batch", int, "capacity", int)
 NEW = ("batch", int, "seq", int)
-STANDARD = ("", "ai.onnx")
 WRITE_AGAIN = "export the graph again"
 
 
@@ -74,13 +74,15 @@ def ir_version(graph: Indexed) -> Broken:
 
 @rule("F303", "standard-operators")
 def standard_operators(graph: Indexed) -> Broken:
-    """Every operator is of the standard domain and its opset: no custom one, no plugin, no function of the file."""
+    """Every operator is of the standard domain and its opset: no custom operator, no plugin, no function of the
+    file.
+    """
     for function in graph.model.functions:
         yield "", f"defines the function {function.domain}.{function.name}; inline it"
     for node in graph.nodes:
         if node.domain not in STANDARD:
             yield node.name, f"{node.domain}.{node.op_type} is no standard operator; express it in standard ones"
-        elif not defs.has(node.op_type, graph.opset, ""):
+        elif schema_of(node.op_type, graph.opset) is None:
             yield node.name, f"{node.op_type} is no operator of opset {graph.opset}; express it in standard ones"
 
 
@@ -209,7 +211,9 @@ def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
 
 @promise_rule("F308", "new-keys-alone")
 def new_keys_alone(graph: Indexed, promise: Promise) -> Broken:
-    """Only this step's keys and values leave the graph: with the past among them, each step would copy it all."""
+    """Only this step's keys and values leave the graph: with the past among them, each step would copy the whole
+    cache.
+    """
     for name, value in graph.outputs.items():
         if name.startswith("new_key_values.") and _holds_past(
             [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]

@@ -6,9 +6,10 @@ import numpy as np
 from onnx import NodeProto
 
 from .. import names
-from .indexed import Indexed, Operand, Product, attribute
+from .indexed import Indexed, Operand, Product
 from .rules import Broken, Promise, promise_rule, rule
 from .rules_codes import type_name
+from .tensors import attribute
 
 #: FP8 tensor cores work on 16 bytes at a time.
 ALIGNMENT = 16
@@ -68,9 +69,8 @@ def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeP
         dequantize = side.dequantize or (graph.behind(value) if other.dequantize is not None else None)
         if dequantize is None or side.clean:
             continue
-        while (operator := graph.producers[value]).op_type == "Transpose":
-            value = operator.input[0]
-        yield operator, dequantize
+        if (operator := graph.movers.get(value)) is not None:
+            yield operator, dequantize
 
 
 @rule("F201", "transpose-alone-between")
@@ -141,7 +141,7 @@ def input_scale(graph: Indexed, promise: Promise) -> Broken:
     for side, expected, file in _sides(graph, promise):
         for node in filter(None, (quantize_of(graph, side), side.dequantize)):
             scale = graph.constant(node.input[1])
-            if scale is not None and (scale.size != 1 or np.float32(expected) != scale.astype(np.float32).ravel()[0]):
+            if scale is not None and scale.size and (scale.size != 1 or np.float32(expected) != scale.ravel()[0]):
                 yield (
                     node.name,
                     f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; run `fp8q export` again",
@@ -169,7 +169,7 @@ def weight_scale(graph: Indexed, promise: Promise) -> Broken:
         scale = graph.constant(side.dequantize.input[1]) if side is not None and side.dequantize is not None else None
         if scale is None or expected is None or side is None or side.dequantize is None:
             continue
-        found, wanted = scale.astype(np.float32).ravel(), np.asarray(expected, np.float32).ravel()
+        found, wanted = scale.ravel(), np.asarray(expected, np.float32).ravel()
         if found.shape != wanted.shape:
             yield (
                 side.dequantize.name,
@@ -216,9 +216,7 @@ def output_axis(product: Product, side: Operand, rank: int) -> int:
     if product.node.op_type == "Conv":
         return 0
     left = side is product.operands[0]
-    turns = sum(node.op_type == "Transpose" for node in side.between) + attribute(
-        product.node, "transA" if left else "transB", 0
-    )
+    turns = side.transposes + attribute(product.node, "transA" if left else "transB", 0)
     return rank - 2 if left != bool(turns % 2) else rank - 1
 
 
@@ -273,7 +271,7 @@ def input_only(graph: Indexed) -> Broken:
 
 
 @promise_rule("F212", "promised-attention")
-def promised_attention(graph: Indexed, promise: Promise) -> Broken:
+def attention_promised(graph: Indexed, promise: Promise) -> Broken:
     """Both products of each attention that `attention.json` promises are in the graph and FP8 on both sides."""
     products = {product.node.name: product for product in graph.products}
     for name in promise.attention:

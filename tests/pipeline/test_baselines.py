@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.errors import GateError, InputError
-from fp8q.export.engine.info import load_engines
+from fp8q.export.engine.info import engines_of, load_engines
 from fp8q.files import read_document
 from fp8q.options import Baseline, Precision
 from fp8q.quantize.scales import Scales, load_scales
+from fp8q.quantize.stored import checkpoint_of
 from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.report import summary
@@ -103,7 +104,7 @@ class Int8Linear(torch.nn.Module):
 @pytest.fixture(scope="module")
 def expected(run: Run, ids: np.ndarray) -> np.ndarray:
     """Logits of the source in FP32, its products in integers."""
-    weights = load_file(run.checkpoint("int8") / "model-00001-of-00001.safetensors")
+    weights = load_file(checkpoint_of(run, "int8") / "model-00001-of-00001.safetensors")
     model = source_model(run)
     for name in load_scales(run).promised:
         parent, _, child = name.rpartition(".")
@@ -120,7 +121,7 @@ def agreement(logits: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_the_graph_is_standard_onnx_beside_its_weights(run: Run, precision: Baseline) -> None:
     for name in ("model.onnx", "model.fp32.onnx"):
-        path = run.checkpoint(precision) / name
+        path = checkpoint_of(run, precision) / name
         onnx.checker.check_model(path)
         graph = onnx.load(path, load_external_data=False).graph
         kinds = [node.op_type for node in graph.node]
@@ -141,14 +142,14 @@ def test_the_graph_is_standard_onnx_beside_its_weights(run: Run, precision: Base
 
 
 def test_int8_is_what_integers_make_of_it(run: Run, ids: np.ndarray, expected: np.ndarray) -> None:
-    graph = run.checkpoint("int8") / "model.fp32.onnx"
+    graph = checkpoint_of(run, "int8") / "model.fp32.onnx"
     assert agreement(on_onnxruntime(graph, ids), expected) > 0.9
     (by_onnx,) = ReferenceEvaluator(onnx.load(graph)).run(["logits"], feeds(ids))
     assert agreement(np.asarray(by_onnx), expected) > 0.9
 
 
 def test_onnx_runtimes_own_fusions_compute_the_same_int8(run: Run, ids: np.ndarray, expected: np.ndarray) -> None:
-    graph = run.checkpoint("int8") / "model.fp32.onnx"
+    graph = checkpoint_of(run, "int8") / "model.fp32.onnx"
     fused = on_onnxruntime(graph, ids, fusions=True)
     assert agreement(fused, expected) > 0.9
     assert agreement(fused, on_onnxruntime(graph, ids)) > 0.9
@@ -157,11 +158,11 @@ def test_onnx_runtimes_own_fusions_compute_the_same_int8(run: Run, ids: np.ndarr
 def test_bf16_is_the_source(run: Run, ids: np.ndarray) -> None:
     with torch.inference_mode():
         expected = np.asarray(source_model(run)(input_ids=torch.from_numpy(ids)).logits)
-    np.testing.assert_allclose(on_onnxruntime(run.checkpoint("bf16") / "model.fp32.onnx", ids), expected, atol=1e-4)
+    np.testing.assert_allclose(on_onnxruntime(checkpoint_of(run, "bf16") / "model.fp32.onnx", ids), expected, atol=1e-4)
 
 
 def test_int8_scales_follow_from_the_same_statistics(run: Run) -> None:
-    int8, fp8 = read_document(run.checkpoint("int8") / "scales.json", Scales), load_scales(run)
+    int8, fp8 = read_document(checkpoint_of(run, "int8") / "scales.json", Scales), load_scales(run)
     assert int8.format == "int8"
     assert int8.weights.keys() == fp8.weights.keys()
     assert not int8.kv_cache
@@ -182,7 +183,7 @@ def test_engines_of_all_precisions_say_what_they_run(copied: Run) -> None:
         options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64, precision=precision)
         (engine,) = api.build_engine(copied.root, options)
         assert engine.evidence == "plan"
-        assert f"--onnx={graph} " in (copied.engines_of(precision) / "sm89.sh").read_text()
+        assert f"--onnx={graph} " in (engines_of(copied, precision) / "sm89.sh").read_text()
     assert (copied.engines / "int8" / "sm89.plan").is_file()
     assert [load_engines(copied, precision)[0].ran for precision in ("fp8", "bf16", "int8")] == [
         None,
@@ -228,7 +229,7 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
     )
     api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-bf16")))
     api.export(copied.root, api.ExportOptions(precision="int8"))
-    int8 = read_document(copied.checkpoint("int8") / "scales.json", Scales)
+    int8 = read_document(checkpoint_of(copied, "int8") / "scales.json", Scales)
     assert {scale.method for scale in int8.activations.values()} == {"percentile"}
     assert all(0 < scale.saturation <= 0.01 for scale in int8.activations.values())
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from fp8q import api
 from fp8q.calibrate.measure.moments import load_moments
-from fp8q.calibrate.measure.observe import other_products
+from fp8q.calibrate.model.products import other_products
 from fp8q.quantize.linear import encode
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales

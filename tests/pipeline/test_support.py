@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from fp8q import api
-from fp8q.calibrate.measure.observe import attention_modules
+from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import open_source
 from fp8q.export.graph.support import seen_in_a_pass
 from fp8q.stages.sources import products_of

@@ -22,6 +22,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.measure.stream import HiddenStates, Stream, measure_streamed
@@ -120,12 +121,12 @@ def tiny(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
 
 
 def in_memory(source: Source) -> Statistics:
-    return measure(load_model(source, torch.bfloat16), WINDOWS, IDENTITY, CORPUS, SILENT)
+    return measure(load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS), SILENT)
 
 
 def streaming(source: Source, folder: Path, **options: Any) -> Statistics:
     folder.mkdir(exist_ok=True)
-    return measure_streamed(source, WINDOWS, IDENTITY, CORPUS, SILENT, folder, **options)
+    return measure_streamed(source, Measurement(WINDOWS, IDENTITY, CORPUS, **options), SILENT, folder)
 
 
 def assert_same(streamed: Statistics, expected: Statistics) -> None:
@@ -455,7 +456,7 @@ def test_second_moments_are_those_of_the_model_in_memory_even_when_killed(
 ) -> None:
     source = open_source(str(tiny(*ARCHITECTURES[name])))
     expected, folder = SecondMoments(tmp_path / "expected"), tmp_path / "work"
-    measure(load_model(source, torch.bfloat16), WINDOWS, IDENTITY, CORPUS, SILENT, moments=expected)
+    measure(load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS, moments=expected), SILENT)
     expected.close()
     streaming(source, folder, moments=SecondMoments(folder / "moments"))
     for step in sorted(folder.glob("*.safetensors"))[3:]:  # as if killed in the last layer

@@ -168,7 +168,7 @@ from fp8q.calibrate.ranks.heartbeat import RankError
 from fp8q.calibrate.ranks.world import joined
 from fp8q.calibrate.measure.statistics import Statistics, StatisticsRecord, load_arrays, save_arrays
 from fp8q.errors import InputError
-from fp8q.run import read_document
+from fp8q.files import read_document
 folder = Path(sys.argv[1])
 try:
     with joined() as world:

@@ -149,8 +149,8 @@ from pathlib import Path
 import datasets, pyarrow.parquet
 from fp8q.calibrate.text.rows import Reading
 from fp8q.calibrate.text.documents import load_texts
-from fp8q.run import _reset_peak_memory, peak_memory_bytes
-_reset_peak_memory()
+from fp8q.record import reset_peak_memory, peak_memory_bytes
+reset_peak_memory()
 before = peak_memory_bytes()
 load_texts(sys.argv[1], Reading(limit=1_000_000))
 print(peak_memory_bytes() - before)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from fp8q.export.engine.codes import find, modules_held
-from fp8q.export.lint.indexed import load_graph
+from fp8q.export.lint.loading import load_graph
 
 Codes = npt.NDArray[np.uint8]
 

@@ -22,7 +22,7 @@ from fp8q import api
 from fp8q.errors import InputError
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.lint.indexed import read_tensor
+from fp8q.export.lint.tensors import Places, read_tensor
 from fp8q.files import sha256_file, share
 from fp8q.quantize.scales import load_scales
 from fp8q.reporter import SILENT
@@ -73,7 +73,7 @@ def all_in_bf16(model: ModelProto, directory: Path) -> None:
     no_activation_quantized(model, directory)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     for dequantize in named(model, ".weight.dequantize"):
-        codes, scale = (read_tensor(stored[name], directory) for name in dequantize.input[:2])
+        codes, scale = (read_tensor(stored[name], Places(directory)) for name in dequantize.input[:2])
         assert codes is not None
         assert scale is not None
         values = (codes.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)).astype(ml_dtypes.bfloat16)
@@ -86,7 +86,7 @@ def scales_in_bf16(model: ModelProto, directory: Path) -> None:
     scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
     for tensor in model.graph.initializer:
         if tensor.name in scales:
-            values = read_tensor(tensor, directory)
+            values = read_tensor(tensor, Places(directory))
             assert values is not None
             tensor.CopyFrom(numpy_helper.from_array(values.astype(ml_dtypes.bfloat16), tensor.name))
 
@@ -95,7 +95,7 @@ def other_codes(model: ModelProto, directory: Path) -> None:
     """One code of one weight is another: what a fine-tune of the same model would be."""
     for tensor in model.graph.initializer:
         if tensor.name == f"{DOWN}.weight":
-            values = read_tensor(tensor, directory)
+            values = read_tensor(tensor, Places(directory))
             assert values is not None
             codes = values.view(np.uint8).copy()
             codes[100, 100] ^= 1

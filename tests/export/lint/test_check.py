@@ -950,12 +950,7 @@ CASES = [
     ),
     Case(
         "F401",
-        (
-            (
-                f"{DOWN}.weight: its place in the file is no number (invalid literal for int() with base 10: 'start'); "
-                f"{EXPORT}"
-            ),
-        ),
+        ((f"{DOWN}.weight: its place has the offset 'start', which is no number; {EXPORT}"),),
         set_place(f"{DOWN}.weight", offset="start"),
     ),
     Case(

@@ -150,12 +150,17 @@ def test_a_tensor_larger_than_any_file_is_out_of_bounds(tmp_path: Path, dims: tu
     assert [finding.rule for finding in lint(quantized(with_tensor(dims=dims), tmp_path))] == ["F403"]
 
 
-def test_a_scale_larger_than_its_file_is_out_of_bounds_and_not_read(tmp_path: Path) -> None:
+def test_a_scale_larger_than_any_is_not_read(tmp_path: Path) -> None:
     def change(model: ModelProto) -> None:
         with_tensor(dims=(2**40,))(model)
         model.graph.node[2].input[1] = "u"
 
-    assert [finding.rule for finding in lint(quantized(change, tmp_path))] == ["F403"]
+    unread, outside = lint(quantized(change, tmp_path))
+    assert str(unread) == (
+        "F104 scale-value: wv_DequantizeLinear: scale u has 1099511627776 numbers and is not read: no scale has more "
+        "than 4194304; store scales that fit what they scale"
+    )
+    assert outside.rule == "F403"
 
 
 def test_an_operator_between_q_dq_and_a_wide_product_is_no_finding(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""What is to be measured, as one value: in memory and layer by layer take the same, and so find the same."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .moments import SecondMoments
+from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """The model `identity` on `windows` int64 [windows, seq_len], those of `corpus`, in batches of its size.
+
+    `batches`: indices of the batches to run, in that order; None for all. `moments`: where to add up the second moments
+    of the inputs too.
+    """
+
+    windows: npt.NDArray[np.int64]
+    identity: ModelIdentity
+    corpus: Corpus
+    batches: Sequence[int] | None = None
+    moments: SecondMoments | None = None
+
+    @cached_property
+    def parts(self) -> dict[int, npt.NDArray[np.int64]]:
+        """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order of work."""
+        size = self.corpus.batch_size
+        chosen = range(self.corpus.batches) if self.batches is None else self.batches
+        return {batch: self.windows[batch * size : (batch + 1) * size] for batch in chosen}
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are run."""
+        return sum(ids.size for ids in self.parts.values())
+
+    def found(
+        self,
+        groups: dict[str, list[str]],
+        tensors: dict[str, TensorStatistics],
+        weights: Mapping[str, npt.NDArray[np.float32]],
+    ) -> Statistics:
+        """What was found, with the record of what was measured."""
+        record = StatisticsRecord(model=self.identity, corpus=self.corpus, tokens=self.tokens, groups=groups)
+        return Statistics(record, tensors, dict(weights))

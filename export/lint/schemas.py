@@ -1,0 +1,61 @@
+"""What ONNX says that its operators take, as the rules ask it: once for each operator, as onnx makes a schema anew at
+every look.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from onnx import defs
+from onnx.defs import OpSchema
+
+STANDARD = ("", "ai.onnx")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An input or output: whether it must be there (and is one), and the types it may have."""
+
+    single: bool
+    types: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """An operator: inputs and outputs, the least and the most of each that a node may have, attributes with their type
+    (onnx.AttributeProto.AttributeType), and those that it must have.
+    """
+
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
+    least_most: tuple[tuple[int, int], tuple[int, int]]
+    attributes: dict[str, int]
+    required: tuple[str, ...]
+
+
+@cache
+def schema_of(operator: str, opset: int) -> Schema | None:
+    """The schema of a standard operator in an opset; None where it has none."""
+    return _read(defs.get_schema(operator, opset, "")) if defs.has(operator, opset, "") else None
+
+
+@cache
+def newest_schema(operator: str) -> Schema | None:
+    """The newest schema of a standard operator; None where there never was one."""
+    return _read(defs.get_schema(operator, "")) if defs.has(operator, "") else None
+
+
+def _read(schema: OpSchema) -> Schema:
+    kinds: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}
+    single = OpSchema.FormalParameterOption.Single
+    inputs, outputs = (
+        tuple(Parameter(entry.option == single, frozenset(entry.types)) for entry in entries)
+        for entries in (schema.inputs, schema.outputs)
+    )
+    return Schema(
+        inputs,
+        outputs,
+        ((schema.min_input, schema.max_input), (schema.min_output, schema.max_output)),
+        {name: int(kind) for name, kind in kinds.items()},
+        tuple(name for name, attribute in schema.attributes.items() if attribute.required),
+    )

@@ -1,0 +1,110 @@
+"""What a run remembers of its stages: what each read and wrote, by which options, versions and machine, and which
+command makes its files again.
+"""
+
+import resource
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, JsonValue
+
+from .files import Strict
+
+#: The distributions whose versions are written beside what they helped to make.
+DISTRIBUTIONS = [
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "compressed-tensors",
+    "datasets",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx",
+    "numpy",
+]
+#: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then
+#: exports.
+COMMANDS = {
+    "corpus": "calibrate",
+    "measure": "calibrate",
+    "quantize": "calibrate",
+    "queries": "export --attention fp8",
+} | {
+    f"{stage}-{precision}": f"{stage} --precision {precision}"
+    for stage in ("export", "build-engine")
+    for precision in ("bf16", "int8")
+}
+#: What the files of the FP8 runtimes come from, in the order of work.
+FP8_STAGES = ("measure", "quantize", "export")
+
+
+class StageRecord(Strict):
+    """How one stage's outputs came about."""
+
+    inputs: dict[str, str] = Field(description="name -> SHA-256 of what the stage read")
+    options: dict[str, JsonValue]
+    outputs: dict[str, str] = Field(description="path in the run -> SHA-256 of what the stage wrote")
+    version: str
+    libraries: dict[str, str]
+    notes: list[str]
+    seconds: float
+    peak_memory_bytes: int
+    machine: dict[str, JsonValue] = Field(
+        default_factory=dict, description="what it was computed on, where that decides its last bits"
+    )
+
+
+class RunRecord(Strict):
+    """`run.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    model: dict[str, str] = Field(default_factory=dict, description="what identifies the source model")
+    stages: dict[str, StageRecord] = Field(default_factory=dict)
+
+
+@dataclass
+class StageLog:
+    """What a running stage says of itself; `outputs` are hashed when it ends."""
+
+    outputs: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    machine: dict[str, JsonValue] = field(default_factory=dict)
+
+
+def command(stage: str, root: Path) -> str:
+    """The command that does `stage` of the run at `root`; `calibrate` needs a model and a text, so it stands alone."""
+    name, *options = COMMANDS.get(stage, stage).split()
+    return " ".join(["fp8q", name, *([] if name == "calibrate" else [str(root)]), *options])
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed distributions that fp8q works with."""
+    found: dict[str, str] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def reset_peak_memory() -> None:
+    """Begin to measure the peak of memory anew, where the system allows it."""
+    with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the process so far
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process, in bytes: since the stage began on Linux, since the process began
+    elsewhere.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
