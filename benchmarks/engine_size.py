@@ -35,6 +35,7 @@ def wide_layer(path: Path) -> Path:
         intermediate_size=4096,
         num_hidden_layers=1,
         num_attention_heads=16,
+        tie_word_embeddings=True,
         dtype="bfloat16",
     )
     torch.manual_seed(0)
