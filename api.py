@@ -6,27 +6,23 @@ by default), and does nothing that a finished stage of the same inputs, options 
     from fp8q.api import calibrate, build_engine, validate
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .calibrate.measure.histogram import Histogram, magnitudes
-from .calibrate.measure.statistics import Statistics, load_statistics
+from .calibrate.measure.statistics import load_statistics
 from .calibrate.ranks.place import place
 from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import (
-    DEFAULT_SEQ_LEN,
-    WITHOUT_FP8,
     CalibrateOptions,
     Clipping,
     EngineOptions,
     ExportOptions,
-    KvCache,
+    RescaleOptions,
     ScaleOptions,
     ValidateOptions,
-    WeightMethod,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
@@ -34,8 +30,23 @@ from .quantize.scales import load_scales, tensor_scale
 from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.repository import TritonOptions
-from .stages import baselines, choosing, corpora, engines, graphs, linting, measuring, merging, other_text, sources
-from .stages.steps import Notes, device, stage
+from .stages import (
+    baselines,
+    building,
+    choosing,
+    corpora,
+    engines,
+    graphs,
+    inspecting,
+    linting,
+    measuring,
+    merging,
+    sources,
+    validating,
+)
+from .stages.inspecting import Inspection
+from .stages.opening import open_run
+from .stages.steps import CALIBRATE_MODULES, Notes, needs, stage
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -44,9 +55,7 @@ if TYPE_CHECKING:
     from .quantize.policy import Products
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
-    from .validate.findings import AgainstRow, DelayedRow, Finding
     from .validate.plots import Plot
-    from .validate.tables import ModuleRow
 
 __all__ = [
     "E4M3",
@@ -63,6 +72,7 @@ __all__ = [
     "Histogram",
     "InputError",
     "Inspection",
+    "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
     "TritonOptions",
@@ -92,34 +102,6 @@ __all__ = [
     "underflow",
     "validate",
 ]  # fmt: skip
-
-#: What the extra `calibrate` brings, by the names they are imported under.
-CALIBRATE_MODULES = ("torch", "transformers", "datasets", "modelopt", "compressed_tensors", "onnxscript")
-
-
-def needs(extra: str, modules: Sequence[str]) -> None:
-    """Raise BackendError, naming the extra, when one of `modules` is not installed."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise BackendError(
-            f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
-        )
-
-
-def open_run(path: Path) -> Run:
-    """The run directory at `path`; raises InputError when there is none."""
-    found = Run(Path(path))
-    if not found.root.exists():
-        raise InputError(
-            f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`"
-        )
-    if not found.exists():
-        raise InputError(
-            f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out "
-            f"{path}`"
-        )
-    found.record()
-    return found
 
 
 def calibrate(
@@ -185,7 +167,7 @@ def _measured(
     with notes.held():
         source = open_source(model, options.revision, options.trust_remote_code, notes)
         sources.check_same(source, world)
-        check_model(found, before, source)
+        sources.check_model(found, before, source)
         products = sources.products_of(source, options.skip, options.only)
         collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
         measuring.check_batches(options, len(collected.windows), world)
@@ -218,7 +200,7 @@ def merge(
             )
         merged = merging.add(runs, out)
         source = merging.source_of_all(merged, model, notes)
-        check_model(found, before, source)
+        sources.check_model(found, before, source)
         products = sources.products_of(source, options.skip, options.only)
         merging.check_held_out(merged, source, notes)
         if left := merging.missing(merged):
@@ -230,17 +212,6 @@ def merge(
     choosing.quantize(found, source, products, options, notes)
     graphs.export(found, export_options, notes)
     return found
-
-
-def check_model(found: Run, before: Mapping[str, str], source: "Source") -> None:
-    """Raise InputError when the directory of `found` holds a run of another model than `source`, by its record
-    `before`.
-    """
-    if before and before["fingerprint"] != source.fingerprint:
-        raise InputError(
-            f"{found.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, "
-            f"not {source.fingerprint[:12]}); name another directory with --out"
-        )
 
 
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
@@ -269,22 +240,18 @@ def lint(path: Path, run: Path | None = None) -> linting.Linted:
     return linting.lint(Path(path), open_run(run) if run else None)
 
 
-def scales(
-    path: Path, clip: Clipping = Clipping(), weight_method: WeightMethod | None = None, kv_cache: KvCache | None = None,
-    skip: tuple[str, ...] | None = None, only: tuple[str, ...] | None = None, progress: Reporter = SILENT,
-) -> Run:  # fmt: skip
+def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
     model is not run.
 
-    What is None stays as the run has it. The source checkpoint is read, for the weights. Raises InputError when it is
-    no longer there, or not the same.
+    What `options` are not given stays as the run has it. The source checkpoint is read, for the weights. Raises
+    InputError when it is no longer there, or not the same.
     """
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    options = choosing.rescaled(found, clip, weight_method, kv_cache, skip, only)
-    source = sources.source_of(found)
-    choosing.quantize(found, source, sources.products_of(source, options.skip, options.only), options, notes)
+    chosen, source = choosing.rescaled(found, options), sources.source_of(found)
+    choosing.quantize(found, source, sources.products_of(source, chosen.skip, chosen.only), chosen, notes)
     graphs.export(found, graphs.exported_options(found), notes)
     return found
 
@@ -299,28 +266,8 @@ def build_engine(
     the engine says what it runs. Raises GateError when fewer than `options.min_fp8_share` of them do, or when that
     cannot be told; BackendError when the runtime is missing.
     """
-    from .calibrate.text.corpus import lower_default
-    from .export.engine.build import build_engines, resolve
-    from .export.engine.info import check_share, engine_stage, load_engines
-
     found, notes = open_run(path), Notes(progress)
-    options = resolve(options)
-    precision, name = options.precision, engine_stage(options.precision)
-    inputs, promised = graphs.files_of(found, precision), load_scales(found).promised if precision == "fp8" else []
-    limit = other_text.positions(found)
-    max_seq_len = lower_default(
-        "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", notes
-    )
-    options = replace(options, max_seq_len=max_seq_len)
-    chosen = asdict(options) | {"targets": list(options.targets)}
-    chosen.pop("min_fp8_share")
-    if not found.is_current(name, inputs, chosen):
-        with stage(found, name, inputs, chosen, notes) as log:
-            log.outputs += build_engines(found, promised, options, notes)
-    built = load_engines(found, precision)
-    if precision == "fp8":
-        check_share(built, options.min_fp8_share)
-    return built
+    return building.build(found, options, notes)
 
 
 def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engines.EngineView]:
@@ -341,54 +288,9 @@ def validate(
     Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction).
     """
     needs("calibrate", CALIBRATE_MODULES)
-    from .validate.accuracy import load_accuracy, save_accuracy
-    from .validate.compare import compare
-    from .validate.runtimes import forwards, vocabulary
 
     found, notes = open_run(path), Notes(progress)
-    inputs = graphs.fp8_files(found)
-    for precision in options.baselines:
-        inputs |= graphs.files_of(found, precision)
-    evaluation = other_text.evaluation(found, data, options.context, options.stride, notes)
-    inputs["tokens"] = evaluation.protocol.sha256
-    chosen = {
-        "runtimes": list(options.runtimes),
-        "context": evaluation.protocol.context,
-        "stride": evaluation.protocol.stride,
-    }
-    if not found.is_current("validate", inputs, chosen):
-        with stage(found, "validate", inputs, chosen, notes) as log:
-            made = forwards(options.runtimes, found, lambda: sources.source_of(found), device())
-            accuracy, nll = compare(evaluation, made, vocabulary(found.model), notes)
-            log.outputs += save_accuracy(found, accuracy, nll)
-    accuracy = load_accuracy(found)
-    check_increase(accuracy, options.max_ppl_increase)
-    return accuracy
-
-
-def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
-    """Raise GateError when a runtime's perplexity is more than `limit` (a fraction) above BF16's, or is no number.
-
-    Raises InputError when there is nothing to hold against the limit.
-    """
-    if limit is None:
-        return
-    increases = {
-        name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in WITHOUT_FP8
-    }
-    if not increases or None in increases.values():
-        raise InputError(
-            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
-            f"{', '.join(accuracy.runtimes)}; add what is missing to --runtimes"
-        )
-    for name, increase in increases.items():
-        runtime = accuracy.runtimes[name]
-        if increase is not None and not increase <= limit:
-            raise GateError(
-                f"{name}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
-                f"--max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 "
-                "with --skip"
-            )
+    return validating.validate(found, data, options, notes)
 
 
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
@@ -434,19 +336,6 @@ def report_plots(path: Path) -> "dict[str, Plot]":
     return report_plots(open_run(path))
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """What `fp8q inspect` found: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
-    out, and what was asked for beside it.
-    """
-
-    modules: "list[ModuleRow]"
-    bf16_cache: "list[ModuleRow]"
-    findings: "list[Finding]"
-    delayed: "list[DelayedRow] | None" = None
-    against: "list[AgainstRow] | None" = None
-
-
 def inspect(
     path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT
 ) -> Inspection:
@@ -458,31 +347,7 @@ def inspect(
     `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this
     text with the float model, as many windows as were calibrated on, and hold it against the chosen scales.
     """
-    from .validate.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
-    from .validate.tables import module_rows, wide_cache_rows
-
-    found = open_run(path)
-    found.refuse_stale("measure", "quantize")
-    choosing.refuse_part(found)
-    modules, statistics, scales = module_rows(found), load_statistics(found), load_scales(found)
-    prospective = prospective_scales(statistics, scales, graphs.clipping_of(found))
-    under_history = delayed_rows(statistics, delayed) if delayed else None
-    for warning in jumps(under_history or []):
-        progress.note(warning)
-    other = against_rows(statistics, scales, measure_text(found, against, progress)) if against else None
-    return Inspection(
-        modules,
-        wide_cache_rows(statistics, prospective),
-        findings(statistics, scales, prospective),
-        under_history,
-        other,
-    )
-
-
-def measure_text(run: Run, text: str, progress: Reporter = SILENT) -> Statistics:
-    """What the float model of `run` does on `text`, in windows as the run was calibrated on. Nothing is written."""
-    needs("calibrate", CALIBRATE_MODULES)
-    return measuring.measure_text(run, text, Notes(progress))
+    return inspecting.inspect(open_run(path), delayed, against, Notes(progress))
 
 
 @dataclass(frozen=True)

@@ -149,10 +149,9 @@ def read_document(path: Path, kind: type[Document]) -> Document:
 
     Raises InputError naming the file, the first field that is wrong and what it holds.
     """
+    regular_file(path)
     try:
         return kind.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"

@@ -1,12 +1,31 @@
-"""The options of every command, and their defaults, each written once. Frozen; nonsense is refused when they are made.
+"""Every option of every command, written once: its field has type, default, help, panel, unit and rule (`declare`).
 
-Nothing heavy is imported here: the command line reads its defaults from these classes and must answer `--help` at once.
+Frozen; nonsense is refused when they are made. Nothing heavy is imported here: `--help` must answer at once.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args
 
+from cyclopts import Parameter
+
+from .declare import (
+    ENGINE,
+    EVALUATION,
+    MODEL,
+    SCALES,
+    TEXT,
+    Of,
+    Options,
+    between,
+    first_given,
+    increase,
+    interval_of,
+    not_empty,
+    option,
+    part_of_all,
+    percentage,
+)
 from .errors import InputError
 
 #: Calibration windows and their length, where the model and the text hold as much.
@@ -28,93 +47,132 @@ WeightRounding = Literal["nearest", "gptq"]
 #: What FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
+PrecisionOption = Annotated[
+    Precision, option(ENGINE, "The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
+]
+
+#: What stands for a default of `fp8q scales`.
+AS_THE_RUN_HAS_IT = "as the run has it"
 
 
-def at_least_one(options: object, names: tuple[str, ...]) -> None:
-    """Raise InputError for the first of the fields `names` that is below 1; None is a default and passes."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+def octaves(option: str, value: int) -> int:
+    """The rule of a power of two that scales are multiplied by."""
+    if abs(value) > LARGEST_MARGIN:
+        raise InputError(
+            f"{option} {value}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 "
+            "to this power"
+        )
+    return value
 
 
-def one_of(options: object, names: tuple[str, ...]) -> None:
-    """Raise InputError for the first of the fields `names` whose value its type does not list: Python checks no
-    Literal.
-    """
-    for name in names:
-        allowed, value = get_args(get_type_hints(type(options))[name]), getattr(options, name)
-        if value not in allowed:
-            raise InputError(f"--{name.replace('_', '-')} {value}: is none of {', '.join(allowed)}")
-
-
-#: The methods that options of `Clipping` belong to; the others belong to all.
-METHOD_OF = {
-    "percentile": "percentile",
-    "amax_history_len": "delayed",
-    "amax_compute_algo": "delayed",
-    "interval": "delayed",
-}
-
-
-def first_given(options: object, names: Iterable[str]) -> str | None:
-    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where
-    all are.
-    """
-    given = (name for name in names if getattr(options, name) != getattr(type(options), name))
-    return next((f"--{name.replace('_', '-')} {getattr(options, name)}" for name in given), None)
+def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
+    """The rule of a list of runtimes, separated by commas as text."""
+    names = value.split(",") if isinstance(value, str) else value
+    found = tuple(name.strip() for name in names if name.strip())
+    unknown = [name for name in found if name not in RUNTIMES]
+    if unknown or not found:
+        raise InputError(
+            f"{option} {','.join(found) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no runtime; choose "
+            f"from {', '.join(RUNTIMES)}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
-class Clipping:
+class Clipping(Options):
     """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of
     scales.
 
-    `percentile` (in percent) belongs to that method alone; the last three, under Transformer Engine's names, to
-    `delayed`.
+    The last three have Transformer Engine's names.
     """
 
-    method: Method = "amax"
-    percentile: float = 99.99
-    margin: int = 0
-    scale_grid: ScaleGrid = "bf16"
-    amax_history_len: int = 1024
-    amax_compute_algo: AmaxAlgorithm = "max"
-    interval: int = 1
+    method: Annotated[Method, option(SCALES, "How the scales of activations and of an FP8 cache are chosen.")] = "amax"
+    percentile: Annotated[
+        float, option(SCALES, "For --method percentile, in percent.", "P"), Of("percentile"), percentage
+    ] = 99.99
+    margin: Annotated[
+        int, option(SCALES, "Multiply these scales by 2^N: more headroom, more underflow.", "N"), octaves
+    ] = 0
+    scale_grid: Annotated[ScaleGrid, option(SCALES, "Which numbers these scales may be; rounded up to.")] = "bf16"
+    amax_history_len: Annotated[
+        int,
+        option(SCALES, "Delayed scaling: batches in the history; more than there are means all.", "N"),
+        Of("delayed"),
+        between(1),
+    ] = 1024
+    amax_compute_algo: Annotated[
+        AmaxAlgorithm, option(SCALES, "Delayed scaling: the history's largest amax, or its last."), Of("delayed")
+    ] = "max"
+    interval: Annotated[
+        int, option(SCALES, "Delayed scaling: batches from one scale to the next.", "N"), Of("delayed"), between(1)
+    ] = 1
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing, and those of a method that is not the one asked for."""
-        one_of(self, ("method", "scale_grid", "amax_compute_algo"))
-        if not 0 < self.percentile <= 100:
-            raise InputError(f"--percentile {self.percentile}: must lie in (0, 100]")
-        if abs(self.margin) > LARGEST_MARGIN:
-            raise InputError(
-                f"--margin {self.margin}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is "
-                "multiplied by 2 to this power"
-            )
-        at_least_one(self, ("amax_history_len", "interval"))
-        for name, method in METHOD_OF.items():
-            if self.method != method and (option := first_given(self, [name])):
+        """Refuse also the numbers of a method that is not the one asked for."""
+        super().__post_init__()
+        for name in self.idle:
+            if given := first_given(self, [name]):
                 raise InputError(
-                    f"{option}: is for --method {method}, and the method is {self.method}; choose that one, or leave "
-                    "this out"
+                    f"{given}: is for --method {self.declared()[name].of}, and the method is {self.method}; choose "
+                    "that one, or leave this out"
                 )
+
+    @property
+    def idle(self) -> list[str]:
+        """The fields that belong to another method than the one asked for."""
+        return [name for name, field in self.declared().items() if field.of not in (None, self.method)]
 
 
 @dataclass(frozen=True)
-class ScaleOptions:
-    """What follows from the statistics, without running the model: options of `fp8q scales`, and of `calibrate` too."""
+class History(Clipping):
+    """The history of amax that `fp8q inspect --delayed` simulates."""
 
-    clip: Clipping = Clipping()
-    weight_method: WeightMethod = "mse"
-    kv_cache: KvCache = "off"
-    skip: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    weight_rounding: WeightRounding = "nearest"
+    method: Annotated[Literal["delayed"], Parameter(parse=False)] = "delayed"
 
-    def __post_init__(self) -> None:
-        """Refuse what is none of the choices, whoever gives it."""
-        one_of(self, ("weight_method", "kv_cache", "weight_rounding"))
+
+@dataclass(frozen=True)
+class ScaleOptions(Options):
+    """What follows from the statistics, without running the model: options of `fp8q merge`, and of `calibrate` too."""
+
+    clip: Annotated[Clipping, Parameter(show_default=True)] = Clipping()
+    weight_method: Annotated[
+        WeightMethod, option(SCALES, "How the scales of the weights' output channels are chosen.")
+    ] = "mse"
+    kv_cache: Annotated[
+        KvCache, option(SCALES, "What of the cache is kept in FP8: nothing, the values, or keys and values.")
+    ] = "off"
+    skip: Annotated[
+        tuple[str, ...],
+        option(SCALES, "Keep modules whose name matches (* and ?) in BF16. Repeatable.", "PATTERN"),
+        not_empty,
+    ] = ()
+    only: Annotated[
+        tuple[str, ...],
+        option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
+        not_empty,
+    ] = ()
+    weight_rounding: Annotated[
+        WeightRounding,
+        option(SCALES, "gptq: let weights make up for each other's rounding errors, by the inputs' second moments."),
+    ] = "nearest"
+
+
+@Parameter(name="*", show_default=AS_THE_RUN_HAS_IT)
+class RescaleOptions(ScaleOptions):
+    """Options of `fp8q scales`: those of `ScaleOptions`, of which what is not given stays as the run has it.
+
+    The method and what belongs to it are always chosen anew. An empty tuple takes back the run's `skip` or `only`.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        object.__setattr__(self, "given", {name: getattr(self, name) for name in given} | {"clip": self.clip})
+
+    given: dict[str, Any]
+
+    def over(self, before: ScaleOptions) -> ScaleOptions:
+        """What was chosen `before`, with what is given in its place."""
+        return replace(before, **self.given)
 
 
 @dataclass(frozen=True)
@@ -125,43 +183,65 @@ class CalibrateOptions(ScaleOptions):
     those from the first up to the second alone, to be merged with others, and choose nothing.
     """
 
-    samples: int | None = None
-    seq_len: int | None = None
-    batch_size: int = 8
-    revision: str | None = None
-    trust_remote_code: bool = False
-    stream: bool | None = None
-    chat_template: bool = False
-    seed: int | None = None
-    batches: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what means nothing, whoever gives it."""
-        super().__post_init__()
-        at_least_one(self, ("samples", "seq_len", "batch_size"))
-        if self.seed is not None and self.seed < 0:
-            raise InputError(f"--seed {self.seed}: must be at least 0")
-        if self.batches is not None and not 0 <= self.batches[0] < self.batches[1]:
-            raise InputError(
-                f"--batches {self.batches[0]}:{self.batches[1]}: holds no batch; the first is 0, and the end is not "
-                "one of them, as in 0:8"
-            )
+    samples: Annotated[
+        int | None,
+        option(TEXT, "Windows to calibrate on.", "N", f"{DEFAULT_SAMPLES}, or as many as the text has"),
+        between(1),
+    ] = None
+    seq_len: Annotated[
+        int | None, option(TEXT, "Tokens in a window.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"), between(1)
+    ] = None
+    batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8
+    revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
+    trust_remote_code: Annotated[
+        bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
+    ] = False
+    stream: Annotated[
+        bool | None,
+        option(
+            MODEL,
+            "Calibrate one decoder layer at a time.",
+            default="when memory does not hold the model",
+            negative="--no-stream",
+        ),
+    ] = None
+    chat_template: Annotated[
+        bool,
+        option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),
+    ] = False
+    seed: Annotated[
+        int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0)
+    ] = None
+    batches: Annotated[
+        tuple[int, int] | None,
+        option(
+            TEXT,
+            "Measure batches A up to B alone (B itself not), for `fp8q merge`; choose no scales.",
+            "A:B",
+            text=interval_of,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(Options):
     """Options of `fp8q export`.
 
     `dtype`: the type the FP8 graph computes in outside its products; the graphs of other precisions compute in BF16.
     """
 
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    precision: Precision = "fp8"
-    attention: Literal["wide", "fp8"] = "wide"
+    dtype: Annotated[
+        Literal["bf16", "fp16"], option(ENGINE, "What the graph computes in outside its FP8 products.")
+    ] = "bf16"
+    precision: PrecisionOption = "fp8"
+    attention: Annotated[
+        Literal["wide", "fp8"],
+        option(ENGINE, "Multiply queries by keys and probabilities by values in the compute type, or in FP8."),
+    ] = "wide"
 
     def __post_init__(self) -> None:
         """Refuse a type for graphs that have no other, and attention in FP8 in what is compared with FP8."""
-        one_of(self, ("dtype", "precision", "attention"))
+        super().__post_init__()
         if self.precision != "fp8" and self.attention != "wide":
             raise InputError(
                 f"--attention {self.attention}: is for the FP8 graph, not for --precision {self.precision}; leave one "
@@ -175,26 +255,27 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class ValidateOptions:
+class ValidateOptions(Options):
     """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
 
     The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
-    --precision` writes.
+    --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`.
     """
 
-    runtimes: tuple[str, ...] = RUNTIMES[:3]
-    context: int | None = None
-    stride: int | None = None
-    max_ppl_increase: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse runtimes there are none of."""
-        unknown = [name for name in self.runtimes if name not in RUNTIMES]
-        if unknown or not self.runtimes:
-            raise InputError(
-                f"--runtimes {','.join(self.runtimes) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no "
-                f"runtime; choose from {', '.join(RUNTIMES)}"
-            )
+    runtimes: Annotated[
+        tuple[str, ...],
+        option(
+            EVALUATION, f"Of {', '.join(RUNTIMES)}; separated by commas.", "LIST", ",".join(RUNTIMES[:3]), runtimes_of
+        ),
+    ] = RUNTIMES[:3]
+    context: Annotated[
+        int | None, option(EVALUATION, "Tokens in an evaluation window.", "N", "the calibration window")
+    ] = None
+    stride: Annotated[int | None, option(EVALUATION, "Tokens between windows.", "N", "the context")] = None
+    max_ppl_increase: Annotated[
+        float | None,
+        option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
+    ] = None
 
     @property
     def baselines(self) -> "tuple[Baseline, ...]":
@@ -203,44 +284,82 @@ class ValidateOptions:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(Options):
     """Options of `fp8q build-engine`.
 
     No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions.
 
     `max_prompt`: tokens taken in one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels are
-    chosen for (None: see
-    `export.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate results (None: the runtime's
-    own limit).
+    chosen for (None: see `export.engine.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate
+    results (None: the runtime's own limit). `min_fp8_share` is held as a fraction (None: all promised products), and
+    may be given as text, `"96%"`.
     """
 
-    runtime: Literal["auto", "tensorrt", "tensorrt-rtx"] = "auto"
-    targets: tuple[str, ...] = ()
-    max_batch: int = 8
-    max_seq_len: int | None = None
-    min_fp8_share: float = 1.0
-    max_prompt: int | None = None
-    opt_batch: int | None = None
-    opt_seq_len: int | None = None
-    workspace: int | None = None
-    precision: Precision = "fp8"
+    runtime: Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], option(ENGINE, "What builds the engine.")] = "auto"
+    targets: Annotated[
+        tuple[str, ...],
+        option(
+            ENGINE, "Compute capability to build for. Repeatable.", "SM", "this GPU, or sm89 and sm120", name="--target"
+        ),
+    ] = ()
+    max_batch: Annotated[int, option(ENGINE, "Most sequences in a batch.", "N"), between(1, LARGEST_SIZE)] = 8
+    max_seq_len: Annotated[
+        int | None,
+        option(ENGINE, "Most positions of a sequence.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"),
+        between(1, LARGEST_SIZE),
+    ] = None
+    min_fp8_share: Annotated[
+        float | None,
+        option(
+            ENGINE,
+            "Fail (exit 3) when fewer of the promised products run in FP8, such as 96% or 0.96.",
+            "SHARE",
+            "all of them",
+            part_of_all,
+        ),
+    ] = None
+    max_prompt: Annotated[
+        int | None,
+        option(ENGINE, "Most tokens that one step takes in.", "N", "--max-seq-len"),
+        between(1, LARGEST_SIZE),
+    ] = None
+    opt_batch: Annotated[
+        int | None,
+        option(ENGINE, "Batch that kernels are chosen for.", "N", "1 for prompts, --max-batch for decoding"),
+        between(1, LARGEST_SIZE),
+    ] = None
+    opt_seq_len: Annotated[
+        int | None,
+        option(
+            ENGINE,
+            "Length that kernels are chosen for.",
+            "N",
+            "a quarter of --max-seq-len for prompts, all of it for decoding",
+        ),
+        between(1, LARGEST_SIZE),
+    ] = None
+    workspace: Annotated[
+        int | None,
+        option(ENGINE, "Most memory for intermediate results.", "MIB", "the runtime's own limit"),
+        between(1, LARGEST_WORKSPACE),
+    ] = None
+    precision: PrecisionOption = ExportOptions.precision
 
     def __post_init__(self) -> None:
-        """Refuse sizes and shares that mean nothing, or do not fit together."""
-        one_of(self, ("runtime", "precision"))
-        at_least_one(self, ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"))
-        for name in ("max_batch", "max_seq_len", "max_prompt", "opt_batch", "opt_seq_len", "workspace"):
-            value, most = getattr(self, name), LARGEST_WORKSPACE if name == "workspace" else LARGEST_SIZE
-            if value is not None and value > most:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {value:,}: is more than {most:,}, the most that a runtime takes"
-                )
+        """Refuse sizes that do not fit together, and a share of nothing."""
+        super().__post_init__()
         for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
             value, most = getattr(self, name), getattr(self, limit)
             if value is not None and most is not None and value > most:
-                option, of = (field.replace("_", "-") for field in (name, limit))
-                raise InputError(
-                    f"--{option} {value:,}: is more than --{of} {most:,}; ask for at most that, or raise --{of}"
-                )
-        if not 0 <= self.min_fp8_share <= 1:
-            raise InputError(f"--min-fp8-share {self.min_fp8_share}: must lie in [0, 1]")
+                option, of = (self.declared()[field].option for field in (name, limit))
+                raise InputError(f"{option} {value:,}: is more than {of} {most:,}; ask for at most that, or raise {of}")
+        if self.min_fp8_share is not None and self.precision != "fp8":
+            raise InputError(
+                f"--min-fp8-share {self.min_fp8_share:g}: is for the FP8 engine, and --precision {self.precision} "
+                "promises no product in FP8; leave one of them out"
+            )
+
+    @property
+    def share(self) -> float:
+        """The fraction of promised products that must run in FP8."""
+        return 1.0 if self.min_fp8_share is None else self.min_fp8_share

@@ -20,6 +20,7 @@ from result import arguments, described, publish
 from fp8q.api import (
     CalibrateOptions,
     EngineOptions,
+    RescaleOptions,
     ScaleOptions,
     ValidateOptions,
     build_engine,
@@ -59,7 +60,7 @@ def measure(model: Given, windows: int, context: int) -> dict[KvCache, dict[str,
         run = calibrate(model.directory, model.data, Path(directory) / "run", str(held_out), calibration)
         options = ValidateOptions(context=context)
         off = outcome(run, options)
-        return {"off": off, "fp8": outcome(scales(run.root, kv_cache="fp8"), options)}
+        return {"off": off, "fp8": outcome(scales(run.root, RescaleOptions(kv_cache="fp8")), options)}
 
 
 def passed(name: str, result: dict[KvCache, dict[str, object]]) -> bool:

@@ -18,6 +18,7 @@ from fp8q.api import (
     CalibrateOptions,
     Clipping,
     ExportOptions,
+    RescaleOptions,
     ScaleOptions,
     ValidateOptions,
     calibrate,
@@ -39,7 +40,7 @@ def measure(model: Given, windows: int, context: int) -> dict[str, Any]:
         export(run.root, ExportOptions(precision="bf16"))
         found: dict[str, Any] = {}
         for method in get_args(Clip):
-            scales(run.root, Clipping(method))
+            scales(run.root, RescaleOptions(clip=Clipping(method)))
             export(run.root, ExportOptions(precision="int8"))
             runtimes = validate(run.root, options=ValidateOptions(("bf16", *RUNTIMES), context)).runtimes
             found["perplexity_bf16"] = runtimes["bf16"].perplexity

@@ -4,9 +4,11 @@ import os
 import sys
 import traceback
 
+from cyclopts import CycloptsError
+
 from ..calibrate.ranks.place import place
 from ..errors import Fp8qError, InputError
-from .commands import INTERRUPTED, UsageError, app
+from .commands import launch
 
 
 def main() -> None:
@@ -16,13 +18,14 @@ def main() -> None:
     except InputError as error:
         sys.exit(complain(str(error), error.exit_code))
     try:
-        code = app(standalone_mode=False)
-        if code == INTERRUPTED:
-            code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
-    except UsageError as error:
-        said, code = error.format_message(), InputError.exit_code  # type: ignore[attr-defined]
-        if said:  # without a command the help has been shown, and there is nothing to add
-            complain(f"{said.rstrip('.')}. See `fp8q --help`, or --help after a command.", code)
+        code = launch(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
+    except CycloptsError as error:
+        said, code = str(error), InputError.exit_code
+        complain(
+            f"{said}{'' if said.endswith(('.', '?')) else '.'} See `fp8q --help`, or --help after a command.", code
+        )
     except Fp8qError as error:
         told = here.rank and getattr(error, "told", False)  # by the rank that failed
         code = error.exit_code if told else complain(str(error), error.exit_code)
@@ -40,7 +43,7 @@ def main() -> None:
     if code and here.ranks > 1:
         sys.stdout.flush()
         os._exit(code)
-    sys.exit(code or 0)
+    sys.exit(code)
 
 
 def complain(message: str, code: int) -> int:

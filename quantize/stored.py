@@ -1,13 +1,16 @@
 """What the checkpoint in a run holds, by tensor name; a serving host reads it too, so there is no torch here."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel
 from safetensors import safe_open
 
+from ..errors import InputError
+from ..files import read_document
 from ..run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
@@ -19,24 +22,45 @@ def checkpoint_of(run: Run, precision: str) -> Path:
     return run.model if precision == "fp8" else run.baselines / precision
 
 
+class Index(BaseModel):
+    """What is read of a checkpoint's index: tensor name -> file name."""
+
+    weight_map: dict[str, str]
+
+
 def stored_tensors(directory: Path) -> Mapping[str, str]:
     """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside
     it.
+
+    Raises InputError for an index that is not there, does not read, or names a file that is not beside it.
     """
-    index: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))[
-        "weight_map"
-    ]
+    path = directory / "model.safetensors.index.json"
+    index = read_document(path, Index).weight_map
+    if outside := next((file for file in index.values() if Path(file).name != file), None):
+        raise InputError(f"{path}: names {outside}, which is not a file beside it; copy the whole of model/ again")
     if (directory / CACHE_FILE).is_file():
         with safe_open(directory / CACHE_FILE, "np") as opened:
             index |= dict.fromkeys(opened.keys(), CACHE_FILE)
     return index
 
 
-def stored_scales(directory: Path, modules: Iterable[str]) -> dict[str, npt.NDArray[np.float32]]:
-    """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each."""
+def stored_scales(directory: Path, modules: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:
+    """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each.
+
+    Raises InputError where the index does not read or has no such scale, OSError or SafetensorError where a file is
+    missing or damaged.
+    """
     where = stored_tensors(directory)
-    shards = {file: safe_open(directory / file, "np") for file in set(where.values())}
+    if absent := next((name for module in modules if (name := f"{module}.weight_scale") not in where), None):
+        raise InputError(f"{directory}: has no {absent}, which scales.json promises; copy the whole of model/ again")
+    shards = {file: _open(directory / file) for file in set(where.values())}
     return {
         module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1)
         for module in modules
     }
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(path)
+    return safe_open(path, "np")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import BackendError, InputError
+from ..export.lint.check import sound_graph
 from ..run import Run
 from .generate import Completion, Generator, Request, RequestError, complete
 from .sessions import SessionError, open_session
@@ -15,7 +16,7 @@ def open_generator(run: Run, runtime: str = "onnxruntime", max_batch: int = 8) -
     Raises InputError when the run has no graph or the model's files do not serve, BackendError when the runtime does
     not.
     """
-    run.require(run.onnx_fp32, "export")
+    sound_graph(run.require(run.onnx_fp32, "export"))
     try:
         return Generator(open_session(run.model, runtime), Vocabulary.read(run.model), max_batch)
     except SessionError as error:

@@ -131,17 +131,14 @@ def weight_files(run: Run) -> list[Path]:
 
 
 def external_data(graph: Path) -> list[str]:
-    """Names of the files that the initializers of the ONNX model at `graph` lie in; no weight is read.
+    """Names of the files that the tensors of the ONNX model at `graph` lie in; no weight is read.
 
-    Raises InputError for one that is not beside the graph: it would not be there in a repository.
+    Raises InputError for one that is not beside the graph (it would not be there in a repository), is no file, or is
+    cut short.
     """
-    import onnx
-    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+    from ..export.lint.check import sound_graph
 
-    model = onnx.load(graph, load_external_data=False)
-    names = sorted(
-        {ExternalDataInfo(tensor).location for tensor in model.graph.initializer if uses_external_data(tensor)}
-    )
+    names = sorted({where.location for _, _, where, _ in sound_graph(graph).storage.external})
     for name in names:
         if Path(name).name != name:
             raise InputError(

@@ -3,9 +3,8 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
 from ..files import replacing, write_document
-from ..options import Clipping, KvCache, ScaleOptions, WeightMethod
+from ..options import RescaleOptions, ScaleOptions
 from ..run import Run
 from .graphs import has_graphs
 from .steps import Notes, stage
@@ -62,44 +61,21 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         ]
 
 
-def refuse_part(run: Run) -> None:
-    """Raise InputError where only some of the batches were measured (`--batches`): scales are chosen of all."""
-    measured = run.record().stages.get("measure")
-    if measured and isinstance(batches := measured.options.get("batches"), list):
-        raise InputError(
-            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
-            "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
-        )
+def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
+    """What to choose the run's scales by: what `options` are not given stays as it was, or takes the default where a
+    killed run does not tell.
 
-
-def rescaled(
-    run: Run,
-    clip: Clipping,
-    weight_method: WeightMethod | None,
-    kv_cache: KvCache | None,
-    skip: tuple[str, ...] | None,
-    only: tuple[str, ...] | None = None,
-) -> ScaleOptions:
-    """What to choose the run's scales by: what is None stays as it was, or takes the default where a killed run does
-    not tell.
-
-    Raises InputError when the run was not measured, or in part.
+    Raises InputError when the run was not measured.
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
-    refuse_part(run)
     before = run.record().stages.get("quantize")
-    kept = asdict(ScaleOptions()) | (before.options if before else {})
-    asked: dict[str, Any] = {"weight_method": weight_method, "kv_cache": kv_cache, "skip": skip, "only": only}
-    chosen = {name: kept[name] if value is None else value for name, value in asked.items()}
-    return ScaleOptions(
-        clip,
-        chosen["weight_method"],
-        chosen["kv_cache"],
-        tuple(chosen["skip"]),
-        tuple(chosen["only"]),
-        kept["weight_rounding"],
-    )
+    recorded = before.options if before else {}
+    names = ScaleOptions.declared().keys() & recorded.keys()
+    kept: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
+    }
+    return options.over(ScaleOptions(**kept))
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":

@@ -56,7 +56,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     tell, so only the record does.
     """
     from ..export.engine.info import load_engines
-    from ..export.lint.loading import load_graph
+    from ..export.lint.check import sound_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -70,7 +70,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     chosen = [info for info in engines if not targets or info.target in targets]
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
-    scales, graph = load_scales(run), load_graph(run.require(run.onnx, "export"))
+    scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
     return [view(info, engine_file(run, info, plan), scales, graph) for info in chosen]
 
 

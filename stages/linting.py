@@ -61,8 +61,10 @@ def run_around(path: Path) -> Run | None:
 
 
 def promise(run: Run) -> "Promise":
-    """What is promised of a run's graphs, the weights' scales from its checkpoint where that reads; where not, the
+    """What is promised of a run's graphs, the weights' scales from its checkpoint where its files read; where not, the
     rules of F4xx say why.
+
+    Raises InputError where it cannot be told what is promised.
     """
     from ..export.lint.check import promised_attention
     from ..export.lint.rules import Promise
@@ -73,7 +75,7 @@ def promise(run: Run) -> "Promise":
     weight_scales: Mapping[str, Array]
     try:
         weight_scales = stored_scales(run.model, scales.promised)
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, SafetensorError):
         weight_scales = {}
     return Promise(
         {module: activation.scale for module, activation in scales.activations.items()},

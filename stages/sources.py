@@ -1,5 +1,6 @@
 """The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,17 @@ def source_of(run: Run) -> "Source":
             "it, or calibrate again into another directory"
         )
     return source
+
+
+def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
+    """Raise InputError when the directory of `run` holds a run of another model than `source`, by its record
+    `before`.
+    """
+    if before and before["fingerprint"] != source.fingerprint:
+        raise InputError(
+            f"{run.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, "
+            f"not {source.fingerprint[:12]}); name another directory with --out"
+        )
 
 
 def check_same(source: "Source", world: "World") -> None:

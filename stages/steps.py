@@ -1,11 +1,25 @@
 """What every stage needs: a reporter that remembers, the record of a stage, and the device models run on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 
+from ..errors import BackendError
 from ..record import StageLog
 from ..reporter import Reporter
 from ..run import Run
+
+#: What the extra `calibrate` brings, by the names they are imported under.
+CALIBRATE_MODULES = ("torch", "transformers", "datasets", "modelopt", "compressed_tensors", "onnxscript")
+
+
+def needs(extra: str, modules: Sequence[str]) -> None:
+    """Raise BackendError, naming the extra, when one of `modules` is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
+        )
 
 
 class Notes:

@@ -2,6 +2,7 @@
 what cannot be is refused in a line.
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -208,13 +209,13 @@ def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_
 def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(
     part: Measure, demo_run: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
 ) -> None:
-    """The scales are of one text then, and what is held out of another."""
+    """The scales would be of one text, and what is held out of another."""
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     options = CalibrateOptions(samples=4, seq_len=64, batch_size=2, batches=(0, 1))
     api.calibrate(str(demo_checkpoint), str(demo_texts.evaluation), run.root, str(demo_texts.calibration), options)
     message = (
-        f"{run.root}: what the stage quantize wrote is of other files than are there now, which were made anew since; "
-        "run `fp8q calibrate` again"
+        f"{run.root}: holds what --batches 0:1 measured; add it to the other batches' runs with `fp8q merge`, or run "
+        "`fp8q calibrate` without --batches"
     )
     for use in (api.validate, api.build_engine, api.triton, api.inspect):
         with pytest.raises(InputError) as refused:
@@ -222,24 +223,52 @@ def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(
         assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("use", [api.scales, api.inspect])
-def test_a_part_is_to_be_merged_before_scales_are_chosen_of_it(part: Measure, use: Callable[[Path], object]) -> None:
-    run = part(0, 2)
-    with pytest.raises(InputError) as refused:
-        use(run.root)
-    assert str(refused.value) == (
+#: The command line's commands that take a run, and what they are given here beside it.
+OF_A_RUN: dict[str, list[str]] = {
+    "export": ["--precision", "bf16"],
+    "scales": [],
+    "build-engine": [],
+    "engine": [],
+    "validate": [],
+    "triton": [],
+    "report": [],
+    "inspect": ["--json"],
+}
+
+
+def refusal_of(run: Run) -> str:
+    return (
         f"{run.root}: holds what --batches 0:2 measured; add it to the other batches' runs with `fp8q merge`, or run "
         "`fp8q calibrate` without --batches"
     )
-    assert not run.scales.exists()
 
 
-def test_a_part_has_no_checkpoint_to_validate(part: Measure) -> None:
+@pytest.mark.parametrize("command", OF_A_RUN)
+def test_every_command_that_takes_a_run_says_of_a_part_that_it_is_to_be_merged(
+    part: Measure, fp8q: Callable[..., Any], command: str
+) -> None:
     run = part(0, 2)
-    with pytest.raises(
-        InputError, match=rf"model\.onnx: is missing; `fp8q export {run.root}` writes it, run that first$"
-    ):
-        api.validate(run.root)
+    there = sorted(run.root.iterdir())
+    assert fp8q(command, run.root, *OF_A_RUN[command]).complaint() == refusal_of(run)
+    assert sorted(run.root.iterdir()) == there
+
+
+def test_a_graph_is_not_held_against_a_part(part: Measure, demo_run: Run, fp8q: Callable[..., Any]) -> None:
+    run = part(0, 2)
+    assert fp8q("lint", demo_run.onnx, "--run", run.root).complaint() == refusal_of(run)
+
+
+def test_every_public_function_that_takes_a_run_opens_it_where_a_part_is_refused(part: Measure) -> None:
+    run = part(0, 2)
+    functions = [found for name in api.__all__ if inspect.isfunction(found := getattr(api, name))]
+    of_a_run = [function for function in functions if next(iter(inspect.signature(function).parameters)) == "path"]
+    named = {function.__name__.replace("_", "-") for function in of_a_run}
+    assert named == {*OF_A_RUN, "lint", "open-run", "report-tables", "report-plots"}
+    for function in of_a_run:
+        if function is not api.lint:
+            with pytest.raises(InputError) as refused:
+                function(run.root)
+            assert str(refused.value) == refusal_of(run)
 
 
 def test_short_windows_do_not_hide_that_one_run_held_out_what_another_calibrated_on(

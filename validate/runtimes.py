@@ -9,9 +9,10 @@ import torch
 
 from ..calibrate.model.source import Source, load_model
 from ..errors import BackendError
+from ..export.lint.check import sound_graph
 from ..quantize.reference import load_reference
 from ..quantize.stored import checkpoint_of
-from ..run import Run
+from ..run import GRAPH_FP32, Run
 from ..serve.sessions import SessionError, open_session
 from .compare import Forward
 
@@ -36,11 +37,15 @@ def session(run: Run, runtime: str) -> Forward:
     """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a
     prompt of its own.
 
-    Raises BackendError when the runtime is missing or refuses the graph.
+    Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
+    refuses the graph.
     """
     name, _, precision = runtime.partition("-")
+    checkpoint = checkpoint_of(run, precision or "fp8")
+    if name == "onnxruntime":
+        sound_graph(checkpoint / GRAPH_FP32)
     try:
-        opened = open_session(checkpoint_of(run, precision or "fp8"), name)
+        opened = open_session(checkpoint, name)
     except SessionError as error:
         raise BackendError(str(error)) from error
 

@@ -23,7 +23,7 @@ from ...quantize.stored import checkpoint_of
 from ...reporter import Reporter
 from ...run import GRAPH, Run
 from .. import names
-from ..lint.check import lint, promised_attention
+from ..lint.check import lint, promised_attention, sound_graph
 from ..lint.loading import load_graph
 from ..lint.rules import places
 from . import targets
@@ -87,6 +87,8 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     graph, directory = checkpoint_of(run, options.precision) / GRAPH, engines_of(run, options.precision)
     if options.precision == "fp8":
         check_graph(graph, promised, promised_attention(run))
+    else:
+        sound_graph(graph)
     wanted = profiles(
         options.max_batch,
         options.max_seq_len or DEFAULT_SEQ_LEN,

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from .. import names
+from ..lint.external import stored_at
 from ..lint.indexed import Indexed
 from ..lint.rules_products import weight_of
-from ..lint.tensors import bytes_of, stored_at
+from ..lint.tensors import bytes_of
 
 Codes = npt.NDArray[np.uint8]
 #: Bytes on both sides of the last weight found that are searched before the whole engine is: neighbours in the model
@@ -56,18 +57,15 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
     where = stored_at(found)
     if where is None or len(found.dims) != 2:
         return np.zeros((0, 0), np.uint8)
-    path = graph.directory / where.location
-    if not path.is_file() or path.stat().st_size < where.offset + bytes_of(found):
-        what = (
-            "is missing"
-            if not path.is_file()
-            else (
-                f"is cut short: the codes of {tensor} end at byte {where.offset + bytes_of(found)}, and it has "
-                f"{path.stat().st_size}"
-            )
+    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(found)
+    if place.size is None:
+        raise InputError(f"{place.path}: {place.why or 'lies outside model/'}; copy the whole of model/ again")
+    if where.offset < 0 or end > place.size:
+        raise InputError(
+            f"{place.path}: is cut short: the codes of {tensor} end at byte {end}, and it has {place.size}; copy the "
+            "whole of model/ again"
         )
-        raise InputError(f"{path}: {what}; copy the whole of model/ again")
-    return np.memmap(path, np.uint8, "r", where.offset, tuple(found.dims))
+    return np.memmap(place.path, np.uint8, "r", where.offset, tuple(found.dims))
 
 
 def find(plan: Codes, codes: Codes, near: int = 0) -> int | None:

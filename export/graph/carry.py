@@ -9,6 +9,7 @@ shard (each tensor's name, type, shape and offset). They are linted against the 
 import shutil
 from pathlib import Path
 
+from ...files import regular_file
 from ...run import Run
 
 
@@ -27,5 +28,6 @@ def _layout(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _header(shard: Path) -> bytes:
+    regular_file(shard)
     with open(shard, "rb") as handle:
         return handle.read(int.from_bytes(handle.read(8), "little"))

@@ -14,7 +14,14 @@ from ...files import read_document
 from ...quantize.scales import AttentionScales
 from ...run import Run
 from .. import names
-from . import rules_codes, rules_form, rules_graph, rules_products, rules_storage  # noqa: F401  # enter their rules
+from . import (  # noqa: F401  # enter their rules
+    rules_codes,
+    rules_form,
+    rules_graph,
+    rules_interface,
+    rules_products,
+    rules_storage,
+)
 from .indexed import Indexed
 from .loading import load_graph
 from .rules import RULES, Finding, Promise, Rule
@@ -22,7 +29,9 @@ from .tensors import Array
 
 #: The rule that the others take for granted.
 FORM = "F314"
-__all__ = ["FORM", "RULES", "Finding", "Rule", "lint", "lint_graph", "promised_attention"]
+#: The rules that a file keeps whose external data can be opened.
+PLACES = ("F401", "F402", "F403")
+__all__ = ["FORM", "RULES", "Finding", "Rule", "lint", "lint_graph", "promised_attention", "sound_graph"]
 
 
 def lint(
@@ -41,6 +50,19 @@ def lint(
     return lint_graph(
         load_graph(onnx_file), None if promised is None else Promise(promised, weight_scales or {}, attention or {})
     )
+
+
+def sound_graph(onnx_file: Path) -> Indexed:
+    """Read an ONNX file that a runtime is about to open, and with it whatever it names.
+
+    Raises InputError where nodes or tensors are not of their form, and for external data that lie outside its
+    directory, are no file, or are cut short.
+    """
+    graph = load_graph(onnx_file)
+    for number in (FORM, *PLACES):
+        for finding in RULES[number].findings(graph, None):
+            raise InputError(f"{onnx_file}: {finding}")
+    return graph
 
 
 def promised_attention(run: Run) -> dict[str, tuple[float, float]]:

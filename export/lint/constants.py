@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
-from .tensors import Array, Places, attribute, elements_of, read_tensor
+from .external import Places, read_tensor
+from .tensors import Array, attribute, elements_of
 
 Numbers = npt.NDArray[np.float32]
 #: How many Cast and Identity a constant is read through; no exporter writes more than two.

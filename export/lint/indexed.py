@@ -19,42 +19,32 @@ from onnx import NodeProto, TensorProto, ValueInfoProto
 
 from .. import names
 from .constants import Constants, Numbers
+from .external import Storage
 from .order import in_order
-from .tensors import Place, Places, Stored, attribute, constant_of, every_tensor, stored_at
+from .tensors import attribute, constant_of, every_tensor
 
 #: The FP8 element types of ONNX.
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 #: Looked through on the way from a product back to what it multiplies: operators that only move values or change their
 #: type, and arithmetic with a constant.
-_MOVING = (
-    "Transpose",
-    "Cast",
-    "Reshape",
-    "Identity",
-    "Squeeze",
-    "Unsqueeze",
-    "Flatten",
-    "Slice",
-    "Split",
-    "Gather",
-    "Expand",
+_MOVING = frozenset(
+    (
+        "Transpose",
+        "Cast",
+        "Reshape",
+        "Identity",
+        "Squeeze",
+        "Unsqueeze",
+        "Flatten",
+        "Slice",
+        "Split",
+        "Gather",
+        "Expand",
+    )
 )
 #: Operators whose result holds the values they are given first, and so FP8 codes where those are.
-_CARRYING = {
-    "Transpose",
-    "Reshape",
-    "Identity",
-    "Squeeze",
-    "Unsqueeze",
-    "Flatten",
-    "Concat",
-    "Slice",
-    "Split",
-    "Gather",
-    "Expand",
-    "TensorScatter",
-}
+_CARRYING = _MOVING - {"Cast"} | {"Concat", "TensorScatter"}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 #: Operators whose inputs are looked at whatever their domain.
 READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Constant")
@@ -124,33 +114,9 @@ class Indexed:
         return list(every_tensor(self.model))
 
     @cached_property
-    def places(self) -> Places:
-        """The files of external data."""
-        return Places(self.directory)
-
-    @cached_property
-    def placeless(self) -> list[tuple[str, str]]:
-        """The tensors of which it cannot be said where their data lie, and why."""
-        return [(name, str(where)) for name, _, where in self._stored if isinstance(where, ValueError)]
-
-    @cached_property
-    def external(self) -> list[tuple[str, TensorProto, Stored, Place]]:
-        """The tensors whose data lie outside the file: what to call it, where, and what is there."""
-        return [
-            (name, tensor, where, self.places.at(where.location))
-            for name, tensor, where in self._stored
-            if isinstance(where, Stored)
-        ]
-
-    @cached_property
-    def _stored(self) -> list[tuple[str, TensorProto, Stored | ValueError | None]]:
-        found: list[tuple[str, TensorProto, Stored | ValueError | None]] = []
-        for name, tensor in self.tensors:
-            try:
-                found.append((name, tensor, stored_at(tensor)))
-            except ValueError as error:
-                found.append((name, tensor, error))
-        return found
+    def storage(self) -> Storage:
+        """The tensors whose data lie in other files, and those files."""
+        return Storage(self.tensors, self.directory)
 
     @cached_property
     def inputs(self) -> Mapping[str, ValueInfoProto]:
@@ -318,7 +284,7 @@ class Indexed:
     @cached_property
     def constants(self) -> Constants:
         """The small constants: scales and zero points."""
-        return Constants(self.initializers, self.producers, self.places)
+        return Constants(self.initializers, self.producers, self.storage.places)
 
     def constant(self, value: str) -> Numbers | None:
         """The numbers of a small constant as FP32, through Cast and Identity; None where it is computed or not read."""

@@ -3,7 +3,9 @@ before any rule sees it.
 """
 
 import os
+from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import onnx
@@ -14,8 +16,15 @@ from ...errors import InputError
 from ...files import regular_file
 from .indexed import Indexed
 
+#: How many nodes, attributes, tensors and so on a graph may have: twice those of 45,000 products written one by one,
+#: the experts of the largest open models. A file of a few bytes for each could keep a reader busy for days.
+MOST_MESSAGES = 2_000_000
 #: Protobuf's limit for one message, and so for an ONNX file, in bytes.
 LARGEST_FILE = 2**31 - 1
+
+
+class TooLargeError(Exception):
+    """A file holds more than is looked at."""
 
 
 def load_graph(path: Path) -> Indexed:
@@ -38,20 +47,31 @@ def load_graph(path: Path) -> Indexed:
         raise InputError(f"{path}: is no ONNX model, or is cut short; export it again") from None
     if not model.graph.node:
         raise InputError(f"{path}: is no ONNX model, or holds no node; export it again")
-    if field := damaged_text(model):
-        raise InputError(f"{path}: is damaged ({field} is no UTF-8); export it again")
+    try:
+        damaged = damaged_text(model)
+    except TooLargeError:
+        raise InputError(
+            f"{path}: has more than {MOST_MESSAGES} nodes, attributes and tensors, which no model has; export it again"
+        ) from None
+    if damaged:
+        raise InputError(f"{path}: is damaged ({damaged} is no UTF-8); export it again")
     return Indexed(model, path.parent)
 
 
-def damaged_text(message: Message) -> str | None:
+def damaged_text(message: Message, counted: Iterator[int] | None = None) -> str | None:
     """The first field of text, as `graph.node.name`, that holds no UTF-8: protobuf gives out its bytes, which no rule
     and no operator's schema takes.
+
+    Raises TooLargeError for more than `MOST_MESSAGES` messages in this one; `counted` numbers them.
     """
+    counted = count(1) if counted is None else counted
     for name, repeated, kind in _fields(message.DESCRIPTOR):
         held = getattr(message, name) if repeated else [getattr(message, name)] if message.HasField(name) else ()
         for value in held:
             if kind == FieldDescriptor.TYPE_MESSAGE:
-                if (inside := damaged_text(value)) is not None:
+                if next(counted) > MOST_MESSAGES:
+                    raise TooLargeError
+                if (inside := damaged_text(value, counted)) is not None:
                     return f"{name}.{inside}"
             elif isinstance(value, bytes):
                 return name

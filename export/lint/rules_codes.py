@@ -9,7 +9,7 @@ from onnx import NodeProto, TensorProto
 from .indexed import FP8_TYPES, Indexed
 from .rules import Broken, rule
 from .schemas import STANDARD, schema_of
-from .tensors import attribute
+from .tensors import attribute, type_name
 
 #: DequantizeLinear has `output_dtype` from this opset on.
 FIRST_STATED = 23
@@ -17,11 +17,6 @@ FIRST_STATED = 23
 REFUSED = {"TensorScatter": "TensorRT refuses FP8 there", "Concat": "ONNX Runtime refuses FP8 there"}
 #: The FP8 element types as operators' schemas have them.
 FP8_NAMES = frozenset(f"tensor({TensorProto.DataType.Name(kind).lower()})" for kind in FP8_TYPES)
-
-
-def type_name(kind: int) -> str:
-    """An element type's name, as FLOAT8E4M3FN."""
-    return TensorProto.DataType.Name(kind) if kind in TensorProto.DataType.values() else str(kind)
 
 
 @rule("F101", "constant-feeds-dequantize")

@@ -1,16 +1,13 @@
-"""Rules F3xx: the file, its operators, and the interface that DESIGN's section "The ONNX graph" fixes."""
+"""Rules F3xx: the file and its operators; those of the interface are in `rules_interface`."""
 
-import re
 from collections import Counter
 
-from onnx import IR_VERSION, AttributeProto, TensorProto, ValueInfoProto, helper
+from onnx import IR_VERSION, AttributeProto, helper
 from onnx import __version__ as onnx_version
 
-from .. import names
 from .indexed import Indexed
-from .rules import Broken, Promise, promise_rule, rule
-from .rules_codes import scales, type_name
-from .rules_products import activation_of, quantize_of, weight_of
+from .rules import Broken, rule
+from .rules_codes import scales
 from .schemas import STANDARD, schema_of
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU
@@ -18,15 +15,6 @@ from .schemas import STANDARD, schema_of
 FIRST_OPSET, LAST_OPSET, FIRST_IR = 19, 23, 9
 #: The last that TensorRT-RTX (1.7.1) was seen to build in FP8.
 LAST_BUILT = 24
-#: Input -> its dimensions. Each layer has a key and a value of `PAST` dimensions, and answers with one of `NEW`.
-INPUTS = {
-    "input_ids": ("batch", "seq"),
-    "attention_mask": ("batch", "capacity + seq"),
-    "position_ids": ("batch", "seq"),
-}
-LOGITS = ("batch", "seq", int)
-PAST = ("batch", int, "capacity", int)
-NEW = ("batch", int, "seq", int)
 WRITE_AGAIN = "export the graph again"
 
 
@@ -92,140 +80,6 @@ def node_names(graph: Indexed) -> Broken:
     for name, count in Counter(node.name for node in graph.nodes if node.name).items():
         if count > 1:
             yield name, f"{count} nodes bear this name; give each its own"
-
-
-@promise_rule("F305", "module-names")
-def module_names(graph: Indexed, promise: Promise) -> Broken:
-    """Nodes are named after their module (`names`): `M.matmul`, `M.bias_add`, `M.weight.dequantize`, and
-    `G.input.quantize` after the first of a group.
-
-    A name that says something else than what the node is would make every later tool, and the proof, speak of the wrong
-    module.
-    """
-    for node in graph.nodes:
-        module = names.module_of(node.name) or ""
-        if node.name == names.matmul(module) and node.op_type not in ("MatMul", "Gemm"):
-            yield node.name, f"bears a product's name and is {node.op_type}; rename it"
-        if node.name == names.bias_add(module) and not (
-            node.op_type == "Add" and any(_made_by(graph, value, names.matmul(module)) for value in node.input)
-        ):
-            yield node.name, f"bears the name of a bias, and does not add to {names.matmul(module)}; rename it"
-    for product in graph.products:
-        module = names.module_of(product.node.name) or ""
-        weight, activation = weight_of(graph, product), activation_of(graph, product)
-        if (
-            module not in promise.input_scales
-            or weight is None
-            or activation is None
-            or weight.dequantize is None
-            or activation.dequantize is None
-        ):
-            continue
-        if weight.dequantize.name != names.weight_dequantize(module):
-            yield (
-                weight.dequantize.name,
-                f"dequantizes the weight of {module}; name it {names.weight_dequantize(module)}",
-            )
-        first, quantize = names.module_of(activation.dequantize.name) or "", quantize_of(graph, activation)
-        if first not in promise.input_scales or activation.dequantize.name != names.input_dequantize(first):
-            yield (
-                activation.dequantize.name,
-                f"dequantizes the input of {module}; name it after the first module that reads it",
-            )
-        elif quantize is not None and quantize.name != names.input_quantize(first):
-            yield quantize.name, f"quantizes the input of {module}; name it {names.input_quantize(first)}"
-
-
-def _made_by(graph: Indexed, value: str, node: str) -> bool:
-    return value in graph.producers and graph.producers[value].name == node
-
-
-@promise_rule("F306", "interface")
-def interface(graph: Indexed, promise: Promise) -> Broken:
-    """Inputs and outputs are those of the contract: three of int64, a past key and value a layer, logits, a new key and
-    value a layer of the past's type.
-    """
-    for name in INPUTS:
-        if name not in graph.inputs:
-            yield "", f"there is no input {name}; run `fp8q export` again"
-        elif _kind(graph.inputs[name]) != TensorProto.INT64:
-            yield "", f"the input {name} is {type_name(_kind(graph.inputs[name]))}; make it INT64"
-    if "logits" not in graph.outputs:
-        yield "", "there is no output logits; run `fp8q export` again"
-    layers = range(sum(name.startswith("past_key_values.") for name in graph.inputs) // 2)
-    pasts = {
-        f"past_key_values.{layer}.{part}": f"new_key_values.{layer}.{part}"
-        for layer in layers
-        for part in ("key", "value")
-    }
-    if not pasts:
-        yield "", "there is no input past_key_values.0.key; run `fp8q export` again"
-    for past, new in pasts.items():
-        if past not in graph.inputs or new not in graph.outputs:
-            yield (
-                "",
-                (
-                    f"there is no {'input ' + past if past not in graph.inputs else 'output ' + new}; run `fp8q "
-                    "export` "
-                    "again"
-                ),
-            )
-        elif _kind(graph.inputs[past]) != _kind(graph.outputs[new]):
-            kinds = [type_name(_kind(value)) for value in (graph.outputs[new], graph.inputs[past])]
-            yield (
-                "",
-                (
-                    f"the output {new} is {kinds[0]} and the input {past} is {kinds[1]}; the new ones become the past, "
-                    "make them one type"
-                ),
-            )
-    known = {*INPUTS, "logits", *pasts, *pasts.values()}
-    for name in [*graph.inputs, *graph.outputs]:
-        if name not in known:
-            yield "", f"{name} is no input or output of the contract; run `fp8q export` again"
-
-
-def _kind(value: ValueInfoProto) -> int:
-    return value.type.tensor_type.elem_type
-
-
-@promise_rule("F307", "dynamic-axes")
-def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
-    """Batch, seq and capacity are dynamic, under these names, and all else is static: profiles and serving find the
-    sizes by the names.
-    """
-    for name, value in [*graph.inputs.items(), *graph.outputs.items()]:
-        past = re.fullmatch(r"(past|new)_key_values\.\d+\.(key|value)", name)
-        wanted: tuple[object, ...] | None = (
-            (PAST if past[1] == "past" else NEW) if past else LOGITS if name == "logits" else INPUTS.get(name)
-        )
-        found = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        if wanted is None or (past and past[1] == "new" and _holds_past(found)):
-            continue
-        if len(found) != len(wanted) or not all(
-            isinstance(size, int) and size > 0 if want is int else size == want for size, want in zip(found, wanted)
-        ):
-            text = ", ".join("size" if want is int else str(want) for want in wanted)
-            yield "", f"{name} is [{', '.join(map(str, found))}]; give it the contract's [{text}]"
-
-
-@promise_rule("F308", "new-keys-alone")
-def new_keys_alone(graph: Indexed, promise: Promise) -> Broken:
-    """Only this step's keys and values leave the graph: with the past among them, each step would copy the whole
-    cache.
-    """
-    for name, value in graph.outputs.items():
-        if name.startswith("new_key_values.") and _holds_past(
-            [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        ):
-            yield (
-                "",
-                f"the output {name} has the past in it (its length is capacity + seq); give out the new ones alone",
-            )
-
-
-def _holds_past(dims: list[str | int]) -> bool:
-    return len(dims) == len(NEW) and "capacity" in str(dims[2])
 
 
 @rule("F309", "unnamed-node", "warning")

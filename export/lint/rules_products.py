@@ -8,8 +8,7 @@ from onnx import NodeProto
 from .. import names
 from .indexed import Indexed, Operand, Product
 from .rules import Broken, Promise, promise_rule, rule
-from .rules_codes import type_name
-from .tensors import attribute
+from .tensors import attribute, type_name
 
 #: FP8 tensor cores work on 16 bytes at a time.
 ALIGNMENT = 16

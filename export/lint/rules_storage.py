@@ -17,8 +17,7 @@ from onnx.external_data_helper import uses_external_data
 
 from .indexed import FP8_TYPES, Indexed
 from .rules import Broken, rule
-from .rules_codes import type_name
-from .tensors import bytes_of, elements_of
+from .tensors import bytes_of, elements_of, type_name
 
 AGAIN = "export the graph again"
 #: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.
@@ -41,9 +40,9 @@ def external_location(graph: Indexed) -> Broken:
     """External data lie in the graph's directory or below, symbolic links followed: a graph must not make its reader
     open other files.
     """
-    for name, error in graph.placeless:
+    for name, error in graph.storage.placeless:
         yield name, f"its place {error}; {AGAIN}"
-    for name, _, where, place in graph.external:
+    for name, _, where, place in graph.storage.external:
         if Path(where.location).is_absolute() or not place.inside:
             yield (
                 name,
@@ -58,11 +57,14 @@ def external_location(graph: Indexed) -> Broken:
 def external_missing(graph: Indexed) -> Broken:
     """The files of external data are there, and are files: opening a pipe or a device may never end."""
     missing: dict[str, list[str]] = {}
-    for name, _, where, place in graph.external:
+    for name, _, where, place in graph.storage.external:
         if place.inside and place.size is None:
             missing.setdefault(where.location, []).append(name)
     for location, tensors in missing.items():
-        yield tensors[0], f"its file {location} {graph.places.at(location).why} (tensors in it: {len(tensors)}); {COPY}"
+        yield (
+            tensors[0],
+            f"its file {location} {graph.storage.places.at(location).why} (tensors in it: {len(tensors)}); {COPY}",
+        )
 
 
 @rule("F403", "external-bounds")
@@ -70,7 +72,7 @@ def external_bounds(graph: Indexed) -> Broken:
     """External data lie within their file: one that was cut short is found here, not when a kernel reads past its
     end.
     """
-    for name, tensor, where, place in graph.external:
+    for name, tensor, where, place in graph.storage.external:
         end = where.offset + (where.length if where.length is not None else bytes_of(tensor))
         if place.size is None:
             continue
@@ -83,7 +85,7 @@ def external_bounds(graph: Indexed) -> Broken:
 @rule("F404", "external-size")
 def external_size(graph: Indexed) -> Broken:
     """The length of external data is that of the tensor's type and shape."""
-    for name, tensor, where, _ in graph.external:
+    for name, tensor, where, _ in graph.storage.external:
         if where.length is not None and where.length != bytes_of(tensor):
             kind = type_name(tensor.data_type)
             yield (
@@ -98,7 +100,7 @@ def external_tensor(graph: Indexed) -> Broken:
     one shape are easily taken for each other.
     """
     header = cache(safetensors_header)
-    for name, tensor, where, place in graph.external:
+    for name, tensor, where, place in graph.storage.external:
         if place.size is None or place.path.suffix != ".safetensors":
             continue
         stored = header(place.path)
@@ -155,7 +157,7 @@ def external_overlap(graph: Indexed) -> Broken:
     """Two tensors share all of their data (a tied weight) or none: a part in common is a wrong offset."""
     places = sorted(
         (where.location, where.offset, where.offset + bytes_of(tensor), name)
-        for name, tensor, where, _ in graph.external
+        for name, tensor, where, _ in graph.storage.external
     )
     for (file, start, end, name), (other_file, other_start, other_end, other) in pairwise(places):
         if file == other_file and other_start < end and (start, end) != (other_start, other_end):

@@ -189,14 +189,26 @@ def test_the_version_is_told(fp8q: Fp8q) -> None:
 def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = " ".join(fp8q("calibrate", "--help").out.split())
-    assert "Windows to calibrate on. [default: (512, or as many as the text has)]" in text
+    assert "Windows to calibrate on. [default: 512, or as many as the text has]" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nonsense"], "No such option: --nonsense"),
-        (["calibrate"], "Missing argument 'MODEL'."),
+        (["--nonsense"], 'Unknown command "--nonsense". Available commands: run, calibrate, scales, '),
+        (["calibrat"], 'Unknown command "calibrat". Did you mean "calibrate"? Available commands: run, calibrate, '),
+        (["export", "run", "--nonsense"], "Unknown option: --nonsense. See `fp8q --help`, or --help after a command."),
+        (["validate", "m", "--contxet", "3"], "Unknown option: --contxet. Did you mean --context? See `fp8q --help`"),
+        (
+            ["validate", "run", "--context", "x"],
+            'Invalid value for --context: unable to convert "x" into int. See `fp8q',
+        ),
+        (
+            ["scales", "run", "--method", "maximum"],
+            'Invalid value "maximum" for --method. Choose from: "amax", "percentile", "mse", "entropy", "delayed". See',
+        ),
+        (["calibrate"], 'Command "calibrate" parameter MODEL requires an argument. See `fp8q --help`, or --help after'),
+        (["run", "m", "--data", "t", "--out", "r", "--batches", "0:8"], "Unknown option: --batches. "),
         (
             ["validate", "run", "--runtimes", "abacus"],
             (
@@ -217,24 +229,21 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
             ["engine", "run", "--min-fp8-share", "101%"],
             (
                 "--min-fp8-share 101%: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
-                "or "
-                "0.96"
+                "or 0.96"
             ),
         ),
         (
             ["run", "model", "--data", "text", "--out", "run", "--min-fp8-share", "most"],
             (
                 "--min-fp8-share most: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
-                "or "
-                "0.96"
+                "or 0.96"
             ),
         ),
         (
             ["build-engine", "run", "--precision", "int8", "--min-fp8-share", "1"],
             (
                 "--min-fp8-share 1: is for the FP8 engine, and --precision int8 promises no product in FP8; leave one "
-                "of "
-                "them out"
+                "of them out"
             ),
         ),
     ],

@@ -220,7 +220,7 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
     before = (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns
     api.export(copied.root, api.ExportOptions(precision="int8"))
     assert (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns == before
-    api.scales(copied.root, api.Clipping("percentile", 99.0))
+    api.scales(copied.root, api.RescaleOptions(clip=api.Clipping("percentile", 99.0)))
     with pytest.raises(InputError) as error:
         api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-int8")))
     assert str(error.value) == (

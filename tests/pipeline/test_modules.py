@@ -187,8 +187,8 @@ def test_graph_and_reference_read_both_kinds_of_names(conv1d: tuple[Path, Run]) 
 
 def test_choosing_again_keeps_what_was_asked_for_unless_told_otherwise(conv1d: tuple[Path, Run]) -> None:
     _, run = conv1d
-    assert rescaled(run, api.Clipping(), None, None, None).only == ("*.0.*",)
-    assert rescaled(run, api.Clipping(), None, None, None, ("*.mlp.*",)).only == ("*.mlp.*",)
+    assert rescaled(run, api.RescaleOptions()).only == ("*.0.*",)
+    assert rescaled(run, api.RescaleOptions(only=("*.mlp.*",))).only == ("*.mlp.*",)
 
 
 def test_the_checkpoint_says_who_can_load_it(conv1d: tuple[Path, Run]) -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8q.api import check_increase
 from fp8q.errors import GateError, InputError
 from fp8q.reporter import SILENT
+from fp8q.stages.validating import check_increase
 from fp8q.validate.accuracy import Accuracy, RuntimeAccuracy
 from fp8q.validate.compare import compare
 from fp8q.validate.perplexity import cut

@@ -22,7 +22,7 @@ from fp8q import api
 from fp8q.errors import InputError
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.lint.tensors import Places, read_tensor
+from fp8q.export.lint.external import Places, read_tensor
 from fp8q.files import sha256_file, share
 from fp8q.quantize.scales import load_scales
 from fp8q.reporter import SILENT
@@ -373,7 +373,7 @@ def test_a_plan_that_was_put_in_the_place_of_the_runs_own_is_refused(
 
 def test_engines_of_other_files_than_the_run_has_now_are_refused(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
     run, plan = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run"))), demo_run.engines / "sm89.plan"
-    api.scales(run.root, api.Clipping(margin=2))
+    api.scales(run.root, api.RescaleOptions(clip=api.Clipping(margin=2)))
     assert fp8q("engine", run.root).complaint() == (
         f"{run.root}: what the stage build-engine wrote is of other files than are there now, which were made anew "
         f"since; run `fp8q build-engine {run.root}` again"
