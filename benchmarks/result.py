@@ -51,7 +51,7 @@ def publish(head: Mapping[str, Any], figures: Mapping[str, Any], save: str | Non
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """The defaults of an option class, as JSON has them, but for its gates: what they refuse is measured all the same."""
+    """The defaults of an option class, as JSON has them, but for its gates, which change no figure."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(kind())))
     return {name: value for name, value in found.items() if name not in GATES}
 
