@@ -31,6 +31,7 @@ from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.repository import TritonOptions
 from .stages import (
+    ahead,
     baselines,
     building,
     choosing,
@@ -46,7 +47,7 @@ from .stages import (
 )
 from .stages.inspecting import Inspection
 from .stages.opening import open_run
-from .stages.steps import CALIBRATE_MODULES, Notes, needs, stage
+from .stages.steps import CALIBRATE_MODULES, Notes, alone, needs, stage
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -104,6 +105,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@alone("out")
 def calibrate(
     model: str,
     data: str | Sequence[str],
@@ -121,11 +123,24 @@ def calibrate(
     share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
     In each of several processes that torchrun started, all measure and the first alone does the rest.
     """
+    return _calibrate(model, data, out, eval_data, RunOptions(options, export_options), None, progress)
+
+
+def _calibrate(
+    model: str,
+    data: str | Sequence[str],
+    out: Path,
+    eval_data: str | None,
+    all_options: "RunOptions",
+    later: "RunOptions | None",
+    progress: Reporter,
+) -> Run:
+    """`calibrate`, which also finds what is wrong with the options of `later` stages, where these are to follow."""
     needs("calibrate", CALIBRATE_MODULES)
     from .calibrate.model.source import open_source
     from .calibrate.ranks.world import joined
 
-    found, notes = Run(Path(out)), Notes(progress)
+    found, notes, options = Run(Path(out)), Notes(progress), all_options.calibrate
     with joined() as world:
         if world.rank:
             source = open_source(
@@ -134,7 +149,7 @@ def calibrate(
             sources.check_same(source, world)
             measuring.take_part(found, source, world, notes)
         else:
-            source, products = _measured(found, model, data, eval_data, options, notes, world)
+            source, products = _measured(found, model, (data, eval_data), all_options, later, notes, world)
     if world.rank:
         found.leave_work("measure", world.rank)
     elif options.batches:
@@ -145,38 +160,48 @@ def calibrate(
         )
     else:
         choosing.quantize(found, source, products, options, notes)
-        graphs.export(found, export_options, notes)
+        graphs.export(found, all_options.export, notes)
     return found
 
 
 def _measured(
     found: Run,
     model: str,
-    data: str | Sequence[str],
-    eval_data: str | None,
-    options: CalibrateOptions,
+    texts: tuple[str | Sequence[str], str | None],
+    all_options: "RunOptions",
+    later: "RunOptions | None",
     notes: Notes,
     world: "World",
 ) -> "tuple[Source, Products]":
     """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the
     corpus, measure.
     """
-    from .calibrate.model.source import load_tokenizer, open_source
+    from .calibrate.model.source import open_source
+    from .calibrate.model.tokenizer import load_tokenizer
 
+    options = all_options.calibrate
+    ahead.check_out(found)
     before = found.record().model
     with notes.held():
+        if later:
+            ahead.check_later(found, later.engine, later.validate)
         source = open_source(model, options.revision, options.trust_remote_code, notes)
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options.skip, options.only)
-        collected = corpora.collect(source, load_tokenizer(source), data, eval_data, options, notes)
+        ahead.check_calibrate(source, options, all_options.export)
+        collected = corpora.collect(source, load_tokenizer(source), *texts, options, notes)
         measuring.check_batches(options, len(collected.windows), world)
+        if later:
+            ahead.check_fit(source, collected, later.engine, later.validate)
         sources.check_weights(found, source, notes)
-    corpora.write_corpus(found, source, collected, notes)
-    measuring.measure(found, source, options, notes, world)
+    with ahead.nothing_left(found):
+        corpora.write_corpus(found, source, collected, notes)
+        measuring.measure(found, source, options, notes, world)
     return source, products
 
 
+@alone("out")
 def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
@@ -191,6 +216,7 @@ def merge(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = Run(Path(out)), Notes(progress)
+    ahead.check_out(found)
     before = found.record().model
     with notes.held():
         if options.weight_rounding != "nearest":
@@ -208,12 +234,14 @@ def merge(
                 f"{len(left)} batches were measured by none of the runs: "
                 f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
             )
-    merging.write(found, source, merged, notes)
-    choosing.quantize(found, source, products, options, notes)
-    graphs.export(found, export_options, notes)
+    with ahead.nothing_left(found):
+        merging.write(found, source, merged, notes)
+        choosing.quantize(found, source, products, options, notes)
+        graphs.export(found, export_options, notes)
     return found
 
 
+@alone("path")
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
@@ -240,6 +268,7 @@ def lint(path: Path, run: Path | None = None) -> linting.Linted:
     return linting.lint(Path(path), open_run(run) if run else None)
 
 
+@alone("path")
 def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
     model is not run.
@@ -256,6 +285,7 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     return found
 
 
+@alone("path")
 def build_engine(
     path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
 ) -> "list[EngineInfo]":
@@ -280,6 +310,7 @@ def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) ->
     return engines.view_engines(open_run(path), tuple(targets), plan)
 
 
+@alone("path")
 def validate(
     path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT
 ) -> "Accuracy":
@@ -293,6 +324,7 @@ def validate(
     return validating.validate(found, data, options, notes)
 
 
+@alone("path")
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
     """Write the Triton model repository of the run at `path`; returns its files."""
     from .serve.repository import write_repository
@@ -305,6 +337,7 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
     return [found.root / name for name in found.record().stages["triton"].outputs]
 
 
+@alone("path")
 def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`; returns their paths."""
     from .validate.report import write_report
@@ -361,6 +394,7 @@ class RunOptions:
     triton: TritonOptions = TritonOptions()
 
 
+@alone("out")
 def run(
     model: str,
     data: str | Sequence[str],
@@ -373,7 +407,7 @@ def run(
 
     A gate that is not met is raised when all is written.
     """
-    found = calibrate(model, data, out, eval_data, options.calibrate, options.export, progress)
+    found = _calibrate(model, data, out, eval_data, options, options, progress)
     if place().rank:
         return found  # the first rank alone does what follows
     gates: list[GateError] = []

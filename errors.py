@@ -1,8 +1,11 @@
 """What can go wrong, by whose move mends it: each class carries the exit code of the command line.
 
 A message names what, the rule or value found, and the remedy, in one line; the command line prints it
-unwrapped and nothing else.
+unwrapped and nothing else. Ctrl-C and SIGTERM raise none of these, and have exit codes of their own (`cli.signals`).
 """
+
+#: The exit codes after Ctrl-C and SIGTERM: 128 and the signal's number, as shells have it.
+INTERRUPTED, TERMINATED = 130, 143
 
 
 class Fp8qError(Exception):

@@ -11,10 +11,12 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticSerializationError
 from safetensors import SafetensorError
 
 from .errors import InputError
@@ -45,43 +47,68 @@ NO_FILES = (
 Document = TypeVar("Document", bound=BaseModel)
 
 
+#: What the operating system refuses, and what helps; of any other refusal fp8q knows neither.
+REFUSALS = {
+    errno.ENOENT: "is not there, or no longer; restore it, and run the same command again",
+    errno.ENOSPC: "no space left on the disk; free some or name another directory",
+    errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
+    errno.EACCES: "permission denied; name a place you have the right to, or give it to yourself",
+    errno.EPERM: "not permitted; name a place you have the right to, or give it to yourself",
+    errno.EROFS: "the file system is read-only; name a directory you may write to",
+    errno.EFBIG: "the file grew larger than it may; raise the limit (`ulimit -f`), or name another directory",
+    errno.EIO: "the disk failed (input/output error); see the system's log, and name another directory",
+    errno.ENAMETOOLONG: "the name is longer than the file system allows; name a shorter one",
+    errno.ELOOP: "the links there lead in a circle; mend them, or name another",
+    errno.ENOTDIR: "a part of the path is a file, not a directory; name another",
+    errno.EISDIR: "is a directory where a file belongs; remove it, or name another",
+    errno.EMFILE: "too many files are open; raise the limit (`ulimit -n`)",
+    errno.ENFILE: "too many files are open on this machine; end what holds them",
+}
+
+
+def refusal(error: OSError | SafetensorError, where: Path | None = None) -> InputError | None:
+    """What the operating system refused, named with its file (or else `where`) and the remedy; None for what is no
+    refusal of its.
+    """
+    number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
+    if number not in REFUSALS:
+        return None
+    name = getattr(error, "filename", None)
+    place = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else where
+    return InputError(f"{place}: {REFUSALS[number]}" if place else REFUSALS[number])
+
+
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write into an InputError that names the directory and the remedy."""
+    """Turn the operating system's refusals into an InputError that names the file, or else `where`, and the remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
-        remedies = {
-            errno.ENOSPC: "no space left on the disk; free some or name another directory",
-            errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
-            errno.EACCES: "permission denied; name a directory you may write to",
-            errno.EROFS: "the file system is read-only; name a directory you may write to",
-        }
-        if number not in remedies:
+        if (told := refusal(error, where)) is None:
             raise
-        raise InputError(f"{getattr(error, 'filename', None) or where}: {remedies[number]}") from error
+        raise told from error
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends
-    well.
+    well. Raises InputError, naming `path`, for what the disk refuses.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f".{path.name}{PARTIAL}"
-    remove(partial)
-    try:
-        yield partial
-        _readable(partial)
-        if partial.is_file():
-            with open(partial, "rb+") as handle:
-                os.fsync(handle.fileno())
-        elif path.is_dir():
-            remove(path)
-        partial.rename(path)
-    finally:
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
+        try:
+            yield partial
+            _readable(partial)
+            if partial.is_file():
+                with open(partial, "rb+") as handle:
+                    os.fsync(handle.fileno())
+            elif path.is_dir():
+                remove(path)
+            partial.rename(path)
+        finally:
+            remove(partial)
 
 
 def _readable(path: Path) -> None:
@@ -116,6 +143,53 @@ def share(source: Path, target: Path) -> None:
             shutil.copyfileobj(read, written, 16 << 20)
 
 
+#: The locks that this thread keeps until `keeping_locks` ends; none where it does not keep them.
+_kept: ContextVar[dict[Path, TextIO] | None] = ContextVar("kept locks", default=None)
+
+
+@contextmanager
+def keeping_locks() -> Iterator[None]:
+    """Keep every lock that the block takes until it ends: between two stages no other process comes in."""
+    if _kept.get() is not None:
+        yield
+        return
+    locks: dict[Path, TextIO] = {}
+    token = _kept.set(locks)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        for handle in locks.values():
+            handle.close()
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock on `file`, which is made, against other processes, for the block or as long as `keeping_locks`
+    does; on a file system without locks, against none.
+
+    Raises BlockingIOError where another holds it.
+    """
+    kept, key = _kept.get(), file.resolve()
+    if kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink:  # else it went with its folder
+        yield
+        return
+    handle = open(file, "w")  # noqa: SIM115  # who keeps it closes it
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise
+    except OSError:
+        pass  # network file systems may have none
+    if kept is not None:
+        kept[key] = handle
+        yield
+        return
+    with handle:
+        yield
+
+
 def regular_file(path: Path) -> int:
     """The size of a file in bytes, links followed, before any of it is read.
 
@@ -137,11 +211,15 @@ def regular_file(path: Path) -> int:
 
 
 def write_document(path: Path, document: BaseModel) -> None:
-    """Write a pydantic model as indented JSON, atomically."""
+    """Write a pydantic model as indented JSON, atomically. Raises InputError for a name that is no text in UTF-8."""
+    try:
+        text = document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n"
+    except PydanticSerializationError:
+        raise InputError(
+            f"{path}: would hold the name of a file or directory that is no text in UTF-8; rename what is called so"
+        ) from None
     with replacing(path) as partial:
-        partial.write_text(
-            document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n", encoding="utf-8"
-        )
+        partial.write_text(text, encoding="utf-8")
 
 
 def read_document(path: Path, kind: type[Document]) -> Document:

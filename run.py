@@ -7,19 +7,21 @@ wrote and the options it was given: a stage is done again when any of these, or 
 file that is not the one its stage wrote is refused instead of used.
 """
 
-import fcntl
 import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from . import __version__
 from .errors import InputError
-from .files import PARTIAL, disk_errors, read_document, remove, replacing, sha256_file, write_document
+from .files import PARTIAL, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
 from .record import RunRecord, StageLog, StageRecord, command, library_versions, peak_memory_bytes, reset_peak_memory
+from .undo import undoing
 
 #: How the folder ends that a killed stage goes on from.
 WORK = ".work"
@@ -134,33 +136,29 @@ class Run:
         self.record()  # refuses a directory that is no run before anything is written
         with disk_errors(self.root):
             created = self._create()
-        with self._lock():
+        with self.lock():
             before = self.record()
-            try:
-                with disk_errors(self.root):
-                    self._clear_partial()
-                    others = {other: done for other, done in before.stages.items() if other != name}
-                    record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
-                    write_document(self.record_file, record)
-                    log, start = StageLog(), time.monotonic()
-                    reset_peak_memory()
-                    yield log
-                    done = StageRecord(
-                        inputs=dict(inputs),
-                        options=json.loads(json.dumps(dict(options))),
-                        outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
-                        version=__version__,
-                        libraries=library_versions(),
-                        notes=log.notes,
-                        seconds=round(time.monotonic() - start, 3),
-                        peak_memory_bytes=peak_memory_bytes(),
-                        machine=log.machine,
-                    )
-                    write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
-                    remove(self._work_folder(name))
-            except BaseException:
-                self._give_up(before, name, created)
-                raise
+            with undoing(lambda: self._give_up(before, name, created)), self._blamed(name):
+                self.sweep(name)
+                others = {other: done for other, done in before.stages.items() if other != name}
+                record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
+                write_document(self.record_file, record)
+                log, start = StageLog(), time.monotonic()
+                reset_peak_memory()
+                yield log
+                done = StageRecord(
+                    inputs=dict(inputs),
+                    options=json.loads(json.dumps(dict(options))),
+                    outputs={str(path.relative_to(self.root)): sha256_file(path) for path in log.outputs},
+                    version=__version__,
+                    libraries=library_versions(),
+                    notes=log.notes,
+                    seconds=round(time.monotonic() - start, 3),
+                    peak_memory_bytes=peak_memory_bytes(),
+                    machine=log.machine,
+                )
+                write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
+                remove(self._work_folder(name))
 
     def _create(self) -> bool:
         """Make the directory; whether it was not there before."""
@@ -174,6 +172,9 @@ class Run:
         """Leave nothing half-written of a stage that failed; what it had made another time still counts, where it has
         not been touched.
         """
+        with suppress(OSError, InputError):
+            if name in self.record().stages:  # it was recorded in the very moment
+                return
         if created:
             shutil.rmtree(self.root, ignore_errors=True)
             return
@@ -183,7 +184,7 @@ class Run:
             (self.root / path).is_file() and sha256_file(self.root / path) == digest
             for path, digest in old.outputs.items()
         ):
-            with suppress(OSError):
+            with suppress(OSError, InputError):
                 write_document(self.record_file, before)
 
     def is_stale(self, stage: str) -> bool:
@@ -212,8 +213,8 @@ class Run:
         stage is done.
 
         `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk
-        is to blame for leaves nothing behind. `rank`: of several processes that run the stage, each has a folder of its
-        own, inside that of rank 0.
+        is to blame for leaves nothing behind: rank 0's goes when the stage fails. `rank`: of several processes that run
+        the stage, each has a folder of its own, inside that of rank 0.
         """
         folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
@@ -224,9 +225,20 @@ class Run:
                 partial.write_text(wanted, encoding="utf-8")
         try:
             yield folder
-        except (InputError, OSError):
+        except (InputError, OSError, SafetensorError):
+            if rank:  # rank 0's goes with its stage
+                self.leave_work(name, rank)
+            raise
+
+    @contextmanager
+    def _blamed(self, name: str) -> Iterator[None]:
+        """Remove what the stage `name` would go on from when the user, or the disk, is to blame."""
+        try:
+            with disk_errors(self.root):
+                yield
+        except InputError:
             with suppress(OSError):  # a rank may still be writing there
-                remove(folder) if not rank else self.leave_work(name, rank)
+                remove(self._work_folder(name))
             raise
 
     def leave_work(self, name: str, rank: int) -> None:
@@ -241,17 +253,27 @@ class Run:
         return folder / f"rank-{rank}" if rank else folder
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
-        with disk_errors(self.root):
-            handle = open(self.root / LOCK, "w")  # noqa: SIM115  # its `with` is the next line
-        with handle:
+    def lock(self) -> Iterator[None]:
+        """Work here alone, as long as `files.locked` says.
+
+        Raises InputError where another process works here, or the directory cannot be written to.
+        """
+        with disk_errors(self.root), ExitStack() as held:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                held.enter_context(locked(self.root / LOCK))
+            except BlockingIOError:
                 raise InputError(
                     f"{self.root}: another fp8q process is working here; wait for it, or name another directory"
                 ) from None
             yield
+
+    def sweep(self, current: str | None = None) -> None:
+        """Remove what killed calls left: all that is half-written, and the folders that finished stages went on from,
+        but for the `current` one's. For who holds the lock.
+        """
+        self._clear_partial()
+        for name in self.record().stages.keys() - {current}:
+            remove(self._work_folder(name))
 
     def _clear_partial(self) -> None:
         for path in [*self.root.glob(f"**/.*{PARTIAL}")]:

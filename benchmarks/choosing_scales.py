@@ -26,7 +26,8 @@ from fp8q.calibrate.measure.in_memory import measure
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.products import attention_modules
-from fp8q.calibrate.model.source import Source, load_model, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, load_model, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
 from fp8q.quantize.clip import scale_of

@@ -32,7 +32,8 @@ LIMIT_BYTES = 1_500_000_000
 def measure(checkpoint: str, out: str) -> None:
     """The stages `corpus` and `measure`."""
     from fp8q.api import CalibrateOptions
-    from fp8q.calibrate.model.source import load_tokenizer, open_source
+    from fp8q.calibrate.model.source import open_source
+    from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.reporter import SILENT
     from fp8q.stages import corpora, measuring
     from fp8q.stages.steps import Notes

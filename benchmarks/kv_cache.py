@@ -23,7 +23,8 @@ from result import arguments, described, publish
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from fp8q.calibrate.model.source import load_model, load_tokenizer, open_source
+from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.quantize.clip import scale_of

@@ -19,12 +19,16 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 from result import arguments, described, publish
 
 from fp8q.export.lint.check import lint
 
+Array = npt.NDArray[np.generic]
+#: The file of a graph, and what is promised of it.
+Made = tuple[Path, dict[str, float | None] | None, dict[str, Array] | None]
 LIMIT_SECONDS = 10.0
 RUNS = 2
 WIDTH = 64
@@ -39,7 +43,7 @@ def node(operator: str, inputs: str, output: str, name: str, **attributes: Any) 
 
 def linear(module: str, value: str, output: str) -> list[NodeProto]:
     """A linear layer as `fp8q export` writes it."""
-    to = {"output_dtype": BF16}
+    to: dict[str, Any] = {"output_dtype": BF16}
     return [
         node("QuantizeLinear", f"{value} {module}.s", f"{module}.c", f"{module}.input.quantize", output_dtype=FP8),
         node("DequantizeLinear", f"{module}.c {module}.s", f"{module}.v", f"{module}.input.dequantize", **to),
@@ -56,7 +60,7 @@ def linear(module: str, value: str, output: str) -> list[NodeProto]:
     ]
 
 
-def layers(directory: Path, products: int) -> tuple[Path, dict[str, float | None], dict[str, np.ndarray]]:
+def layers(directory: Path, products: int) -> Made:
     """The graph of as many linear layers, its file of weights beside it, and what is promised of it."""
     modules = [f"model.layers.{index // 7}.part{index % 7}" for index in range(products)]
     nodes = [
@@ -65,12 +69,14 @@ def layers(directory: Path, products: int) -> tuple[Path, dict[str, float | None
         for made in linear(module, f"x{index}", f"x{index + 1}" if index + 1 < products else "y")
     ]
     weights, scales = np.zeros((WIDTH, WIDTH), np.uint8), np.ones(WIDTH, np.float32)
-    kinds: dict[str, tuple[int, str, np.ndarray]] = {
+    kinds: dict[str, tuple[int, str, Array]] = {
         "weight": (FP8, "F8_E4M3", weights),
         "weight_scale": (TensorProto.FLOAT, "F32", scales),
         "s": (TensorProto.FLOAT, "F32", np.array(SCALE, np.float32)),
     }
-    stored, header, end = [], {}, 0
+    stored: list[tuple[str, int, Array, int]] = []
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
     for module in modules:
         for part, (kind, code, values) in kinds.items():
             header[f"{module}.{part}"] = {
@@ -90,7 +96,7 @@ def layers(directory: Path, products: int) -> tuple[Path, dict[str, float | None
     return path, dict.fromkeys(modules, SCALE), dict.fromkeys(modules, scales)
 
 
-def external(name: str, kind: int, values: np.ndarray, offset: int) -> TensorProto:
+def external(name: str, kind: int, values: Array, offset: int) -> TensorProto:
     """A tensor in the safetensors file."""
     tensor = TensorProto(name=name, data_type=kind, dims=values.shape, data_location=TensorProto.EXTERNAL)
     for key, value in (("location", "model.safetensors"), ("offset", offset), ("length", values.nbytes)):
@@ -98,7 +104,7 @@ def external(name: str, kind: int, values: np.ndarray, offset: int) -> TensorPro
     return tensor
 
 
-def chain(directory: Path, products: int) -> tuple[Path, None, None]:
+def chain(directory: Path, products: int) -> Made:
     """A row of Identity and Transpose, a product hanging from each; nothing is promised of it."""
     weight = helper.make_tensor("w", FP8, [WIDTH, WIDTH], bytes(WIDTH * WIDTH), raw=True)
     scale = helper.make_tensor("s", TensorProto.FLOAT, [], [SCALE])
@@ -124,7 +130,7 @@ def write(directory: Path, nodes: list[NodeProto], tensors: list[TensorProto]) -
     return directory / "model.onnx"
 
 
-GRAPHS = {"layers": layers, "chain": chain}
+GRAPHS: dict[str, Callable[[Path, int], Made]] = {"layers": layers, "chain": chain}
 
 
 def seconds(work: Callable[[], object]) -> float:

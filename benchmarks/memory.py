@@ -32,7 +32,8 @@ def calibrate(checkpoint: str, out: str, windows: int, seq_len: int) -> None:
     """
     print("start", flush=True)
     from fp8q.api import CalibrateOptions
-    from fp8q.calibrate.model.source import load_tokenizer, open_source
+    from fp8q.calibrate.model.source import open_source
+    from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.reporter import SILENT
     from fp8q.run import Run
     from fp8q.stages import choosing, corpora, measuring, sources

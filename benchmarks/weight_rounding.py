@@ -21,7 +21,8 @@ import torch
 from models import Given, given, small_models
 from result import arguments, described, publish
 
-from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.model.weights import Weights
 from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.quantize.clip import scale_of

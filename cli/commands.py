@@ -1,6 +1,7 @@
 """The command line. Results on standard output (one JSON object with --json), everything else on standard error.
 
-Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 anything else.
+Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 interrupted
+(Ctrl-C), 143 stopped by SIGTERM, 1 anything else.
 """
 
 import json
@@ -56,8 +57,8 @@ app = App(
     name="fp8q",
     help="From a Hugging Face checkpoint to a proven FP8 TensorRT engine, and what it costs in accuracy.",
     help_epilogue=(
-        "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 1 "
-        "anything else."
+        "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 "
+        "interrupted (Ctrl-C), 143 stopped by SIGTERM, 1 anything else."
     ),
     help_format="plaintext",
     help_flags=("--help", "-h"),

@@ -1,19 +1,65 @@
-"""How the command line looks: progress and notes on standard error, results on standard output."""
+"""How the command line looks: progress and notes on standard error, results on standard output.
 
+What is shown may come from a file: the name of a tensor, of an ONNX node, a library's message. `visible` and `one_line`
+are where such text passes on its way to a terminal, so that none of it can move the cursor, colour, hide or turn round
+what stands there. JSON does not: it has escapes of its own, and a program reads it.
+"""
+
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from . import progress
+
 #: Columns of a table that no terminal bounds.
 PIPE_WIDTH = 200
-#: What took less time is not worth a line in a log, in seconds.
-WORTH_A_LINE_S = 1.0
+#: The most characters of a line, and how many are kept of one that has more, at its beginning and its end.
+LONGEST, HEAD, TAIL = 1500, 1000, 400
+
+
+def visible(text: str) -> str:
+    """`text` with all that is no printable character as Python's escape of it: controls (C0, C1, of direction, of zero
+    width), the bytes of names that are not UTF-8, every space but the plain one.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
+
+
+def one_line(text: str) -> str:
+    """`text` as one visible line, its middle left out where it is long, unless FP8Q_DEBUG is set."""
+    line = visible(" ".join(text.split()))
+    if len(line) <= LONGEST or os.environ.get("FP8Q_DEBUG"):
+        return line
+    left = len(line) - HEAD - TAIL
+    return f"{line[:HEAD]} … ({left:,} characters left out; FP8Q_DEBUG=1 shows them) … {line[-TAIL:]}"
+
+
+def complain(message: str) -> None:
+    """Say why the program ends, in one line."""
+    sys.stderr.write(f"fp8q: {one_line(message)}\n")
+
+
+def warn(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
+    """Show a library's warning as one line (`warnings.showwarning`)."""
+    sys.stderr.write(f"{one_line(f'{category.__name__}: {message}')}\n")
+
+
+def tame_warnings() -> None:
+    """Let `warn` show whatever libraries warn of."""
+    warnings.showwarning = warn
 
 
 class Terminal:
@@ -25,47 +71,31 @@ class Terminal:
         self.err = Console(stderr=True, highlight=False, quiet=quiet)
 
     def note(self, line: str) -> None:
-        """Print one line, unwrapped."""
-        self.err.print(line, markup=False, soft_wrap=True)
+        """Print one line on standard error, unwrapped."""
+        self.err.print(one_line(line), markup=False, soft_wrap=True)
 
-    @contextmanager
-    def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+    def say(self, line: str) -> None:
+        """Print one line of the result, unwrapped."""
+        self.out.print(visible(line), markup=False, soft_wrap=True)
+
+    def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
         """Draw a bar towards `total` units, with the rate and the time left; in a log, one line when it is done."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(24),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-        )
-        if not self.err.is_terminal:
-            start = time.monotonic()
-            yield lambda done: None
-            seconds = time.monotonic() - start
-            if seconds > WORTH_A_LINE_S:
-                self.note(f"{description}: {total:,} {unit} in {seconds:.1f} s")
-            return
-        with Progress(*columns, console=self.err) as progress:
-            task = progress.add_task(description, total=total, rate="")
-
-            def advance(done: int) -> None:
-                progress.advance(task, done)
-                speed = progress.tasks[0].speed
-                progress.update(task, rate=f"{speed:,.0f} {unit}/s" if speed and unit in ("tokens", "windows") else "")
-
-            yield advance
+        shown = visible(description)
+        if self.err.is_terminal:
+            return progress.bar(self.err, shown, total, unit)
+        return progress.timed(self.note, shown, total, unit)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[str] = ()
     ) -> None:
         """Print a table; the columns named in `numeric` are aligned to the right."""
         table = Table(
-            title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False
-        )
+            title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold", box=None,
+            pad_edge=False,
+        )  # fmt: skip
         for column in columns:
             table.add_column(column, justify="right" if column in numeric else "left", overflow="fold", no_wrap=False)
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(visible(cell)) for cell in row))
         self.out.print(table)
         self.out.print()

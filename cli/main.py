@@ -4,49 +4,114 @@ import os
 import sys
 import traceback
 
-from cyclopts import CycloptsError
-
-from ..calibrate.ranks.place import place
-from ..errors import Fp8qError, InputError
-from .commands import launch
+from ..errors import INTERRUPTED, BackendError, Fp8qError, InputError
+from .signals import KEPT, deafen, listen
 
 
 def main() -> None:
-    """Run the command line; every failure is one unwrapped line on standard error."""
-    try:
-        here = place()
-    except InputError as error:
-        sys.exit(complain(str(error), error.exit_code))
-    try:
-        code = launch(sys.argv[1:])
-    except KeyboardInterrupt:
-        code = complain("interrupted; what is finished is kept, and the same command goes on from there", 1)
-    except CycloptsError as error:
-        said, code = str(error), InputError.exit_code
-        complain(
-            f"{said}{'' if said.endswith(('.', '?')) else '.'} See `fp8q --help`, or --help after a command.", code
-        )
-    except Fp8qError as error:
-        told = here.rank and getattr(error, "told", False)  # by the rank that failed
-        code = error.exit_code if told else complain(str(error), error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback helps few
-        if os.environ.get("FP8Q_DEBUG"):
-            traceback.print_exc()
-        code = complain(
-            f"{type(error).__name__}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)",
-            1,
-        )
+    """Run the command line in this process, which is its own: signals and streams are set up for it, and it ends here.
+
+    Nothing is imported before the signals are: half of a short command's time is imports.
+    """
+    listen()
+    from . import console, streams
+
+    streams.settle()
+    console.tame_warnings()
+    code = command()
+    deafen()
     # threads of torch may still wait for a rank that is gone, and Python would wait for them
-    if code and here.ranks > 1:
-        sys.stdout.flush()
+    if code and os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)
     sys.exit(code)
 
 
-def complain(message: str, code: int) -> int:
-    """Print one line on standard error; returns `code`."""
-    sys.stderr.write(f"fp8q: {' '.join(message.split())}\n")
+def command() -> int:
+    """Run the command that `sys.argv` holds; every failure is one unwrapped line on standard error. Returns the exit
+    code.
+    """
+    from . import streams
+    from .console import complain
+
+    try:
+        code = _run()
+        streams.flush()
+    except BaseException as error:  # noqa: BLE001  # not all that libraries raise is an Exception: a panic in Rust is none
+        code, line = ended(error)
+        if line is not None:
+            complain(line)
+        try:
+            streams.flush()
+        except streams.OutputClosedError:
+            streams.give_up()
     return code
+
+
+def _run() -> int:
+    """Run the command; returns its exit code, or raises what it does."""
+    from ..calibrate.ranks.place import place
+
+    place()  # variables that make no sense
+    for argument in sys.argv[1:]:
+        if not argument.isascii() and any("\udc80" <= character <= "\udcff" for character in argument):
+            raise InputError(
+                f"{argument}: is no text in UTF-8, and names are kept in files that are; rename what is called so"
+            )
+    from .commands import launch
+
+    return launch(sys.argv[1:])
+
+
+def ended(error: BaseException) -> tuple[int, str | None]:
+    """The exit code for what a command raised, and the line to say; None where all has been said, or there is nobody to
+    say it to.
+    """
+    from cyclopts import CycloptsError
+    from safetensors import SafetensorError
+
+    from ..files import refusal
+    from .streams import OutputClosedError
+
+    if isinstance(error, OSError | SafetensorError) and (refused := refusal(error)):
+        error = refused
+    if isinstance(error, Fp8qError):
+        return error.exit_code, None if _told_elsewhere(error) else str(error)
+    if isinstance(error, OutputClosedError):
+        return 1, None
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, f"interrupted; {KEPT}"
+    if isinstance(error, SystemExit):
+        return int(error.code or 0), None
+    if isinstance(error, CycloptsError):
+        said = str(error)
+        end = "" if said.endswith((".", "?")) else "."
+        return InputError.exit_code, f"{said}{end} See `fp8q --help`, or --help after a command."
+    if os.environ.get("FP8Q_DEBUG"):
+        traceback.print_exception(error)
+    if remedy := exhausted(error):
+        return BackendError.exit_code, remedy
+    kind = type(error).__name__
+    return 1, f"{kind}: {error} (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
+
+
+def exhausted(error: BaseException) -> str | None:
+    """The line for a want of memory, whoever tells it, or of Python's stack; None for anything else."""
+    if isinstance(error, RecursionError):
+        return (
+            "something read is nested more deeply than Python can follow (RecursionError); FP8Q_DEBUG=1 shows where, "
+            "simplify that file"
+        )
+    text = str(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+        return (
+            f"there is not enough memory ({text.strip() or 'MemoryError'}); give the process more, calibrate with "
+            "--stream or a smaller --batch-size, or validate with a smaller --context"
+        )
+    return None
+
+
+def _told_elsewhere(error: BaseException) -> bool:
+    """Whether another rank has said it, on its own standard error."""
+    from ..calibrate.ranks.place import place
+
+    return bool(getattr(error, "told", False)) and place().rank > 0

@@ -3,12 +3,13 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Fp8qError
 from ..run import Run
 from ..validate.columns import (
     Table,
@@ -23,7 +24,8 @@ from ..validate.columns import (
     stage_table,
     wide_cache_table,
 )
-from ..validate.tables import ModuleRow, accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+from ..validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+from .console import visible
 
 if TYPE_CHECKING:
     from ..api import Inspection
@@ -49,29 +51,50 @@ FILES = (
 
 
 def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
-    """Show the run at `path`: tables on a terminal, or one JSON object on one line of standard output."""
+    """Show the run at `path`: tables on a terminal, or one JSON object on one line of standard output.
+
+    The work is done, and it stands: what of the run cannot be read now is named in a note, and left out.
+    """
     run = Run(path)
+    found = rows_of(run, speak)
     if as_json:
-        emit(document(run))
+        emit(document(run, found))
         return
-    for table in (
-        accuracy_table(accuracy_rows(run)),
-        engine_table(engine_rows(run)),
-        size_table(size_rows(run)),
-        stage_table(stage_rows(run)),
-    ):
+    tables: dict[str, Callable[[Any], Table[Any]]] = {
+        "accuracy": accuracy_table,
+        "engines": engine_table,
+        "sizes": size_table,
+        "stages": stage_table,
+        "modules": kept_table,
+    }
+    for part, made in tables.items():
+        table = made(found.get(part, []))
         if table.rows:
             draw(speak, table)
-    kept = kept_table(modules(run))
-    if kept.rows:
-        draw(speak, kept)
-    if found := files(run):
-        speak.table("Files", ("path",), [(str(file),) for file in found])
+    if there := files(run):
+        speak.table("Files", ("path",), [(str(file),) for file in there])
 
 
-def modules(run: Run) -> list[ModuleRow]:
-    """Every module, where scales were chosen: not for some of the batches alone."""
-    return module_rows(run) if run.scales.is_file() else []
+#: The parts of the summary, and what reads each from a run.
+PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
+    "accuracy": accuracy_rows,
+    "engines": engine_rows,
+    "sizes": size_rows,
+    "stages": stage_rows,
+    "modules": lambda run: module_rows(run) if run.scales.is_file() else [],  # none of some batches alone
+}
+
+
+def rows_of(run: Run, speak: "Terminal") -> dict[str, Sequence[Any]]:
+    """The rows of each part of the summary that can be read; a note for each that cannot."""
+    found: dict[str, Sequence[Any]] = {}
+    for part, read in PARTS.items():
+        try:
+            found[part] = read(run)
+        except Exception as error:  # noqa: BLE001  # another stage's file: nothing it holds makes this command a failure
+            said = str(error) if isinstance(error, Fp8qError) else f"{type(error).__name__}: {error}"
+            speak.note(f"left out here, since it cannot be read: {part}: {said}")
+    return found
 
 
 def files(run: Run) -> list[Path]:
@@ -79,19 +102,17 @@ def files(run: Run) -> list[Path]:
     return [run.root / name for name in FILES if (run.root / name).exists()]
 
 
-def document(run: Run) -> dict[str, Any]:
-    """The run as one JSON object: paths, numbers of modules, and the rows of every table."""
-    rows = modules(run)
-    return {
-        "run": str(run.root),
-        "quantized": sum(row.kind == "product" and row.reason is None for row in rows),
-        "skipped": {row.module: row.reason for row in rows if row.reason is not None},
-        "accuracy": [plain(row) for row in accuracy_rows(run)],
-        "engines": [plain(row) for row in engine_rows(run)],
-        "sizes": [plain(row) for row in size_rows(run)],
-        "stages": [plain(row) for row in stage_rows(run)],
-        "files": [str(file) for file in files(run)],
-    }
+def document(run: Run, found: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """The run as one JSON object: paths, numbers of modules, and the rows of every table that was `found`."""
+    shown: dict[str, Any] = {"run": str(run.root)}
+    if "modules" in found:
+        rows = found["modules"]
+        shown["quantized"] = sum(row.kind == "product" and row.reason is None for row in rows)
+        shown["skipped"] = {row.module: row.reason for row in rows if row.reason is not None}
+    for part in ("accuracy", "engines", "sizes", "stages"):
+        if part in found:
+            shown[part] = [plain(row) for row in found[part]]
+    return {**shown, "files": [str(file) for file in files(run)]}
 
 
 def plain(row: Any) -> dict[str, Any]:
@@ -153,7 +174,7 @@ def linted(found: "Linted", as_json: bool) -> None:
         listed = "all" if shown[-1].places == 1 else f"the first {len(shown) - 1}"
         lines += [f"{'':<8}{rule}: {more} more (--json has {listed})"] if more else []
     lines += ["no findings"] if not found.findings else []
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(map(visible, lines)) + "\n")
 
 
 def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
@@ -182,7 +203,7 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
             )
             for row in view.products
         ]
-        speak.out.print(head, markup=False, soft_wrap=True)
+        speak.say(head)
         if products:
             speak.table(f"{view.target}: products", columns, alike(products))
         attention = [

@@ -1,5 +1,7 @@
 """The model card of the FP8 checkpoint: what it is, how it was made, and how to load it."""
 
+import re
+
 from .form import Form
 from .scales import Scales
 from .stored import CACHE_FILE
@@ -60,16 +62,30 @@ in the compute type. fp8q's graphs and engines keep it as said."""
 
 def model_card(name: str, architecture: str, scales: Scales, form: Form) -> str:
     """The README.md of `model/`, Markdown."""
-    kept = ", ".join(f"`{module}` ({decision.reason})" for module, decision in scales.skipped.items()) or "nothing else"
+    kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
     return CARD.format(
-        name=name,
-        architecture=architecture,
+        name=plain(name),
+        architecture=plain(architecture),
         cache=CACHES[scales.cache_parts],
         quantized=len(scales.weights),
-        skipped=kept,
+        skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
-        loading=_loading(architecture, scales.cache_parts, form),
+        loading=_loading(plain(architecture), scales.cache_parts, form),
     )
+
+
+def plain(text: str) -> str:
+    """A name of somebody else's as Markdown that shows just that: on one line, no markup and no HTML among it."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+
+
+def code(text: str) -> str:
+    """The same as code, in a fence of more backticks than stand in it."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
+    gap = " " if "`" in line else ""
+    return f"{fence}{gap}{line}{gap}{fence}"
 
 
 def _loading(architecture: str, cache_parts: str, form: Form) -> str:

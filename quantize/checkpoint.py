@@ -13,14 +13,16 @@ lie in `CACHE_FILE`, which the index does not name, so that loaders of the Huggi
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 
+from ..calibrate.given import read_json
 from ..calibrate.model.architecture import max_positions
+from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
 from ..calibrate.model.weights import Weights
 from ..errors import InputError
@@ -33,18 +35,6 @@ from .stored import CACHE_FILE
 from .weights import Rounding, quantize_weight
 
 SHARD_BYTES = 512 << 20
-#: What a checkpoint holds besides its weights and config.json.
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-)
 
 
 def quantize_checkpoint(
@@ -187,8 +177,9 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
 
 def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
     """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
-    config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
+    config = read_json(source.path / "config.json")
+    for key in ("torch_dtype", "transformers_weights"):  # said below, and of files that are not copied
+        config.pop(key, None)
     if source.max_positions is not None and max_positions(config) is None:
         # transformers' default for the class, which whoever has no transformers would not know
         config["max_position_embeddings"] = source.max_positions
@@ -206,18 +197,6 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
         quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE,
         **more,
     )
-    for path in _companions(source.path):
-        if path.is_dir():
-            shutil.copytree(path, directory / path.name)
-        else:
-            shutil.copyfile(path, directory / path.name)
+    for path in companions(source.path):
+        shutil.copyfile(path, directory / path.name)
     (directory / "README.md").write_text(model_card(source.title, source.architecture, scales, form), encoding="utf-8")
-
-
-def _companions(path: Path) -> Iterator[Path]:
-    seen: set[Path] = set()
-    for pattern in COMPANIONS:
-        for found in sorted(path.glob(pattern)):
-            if found not in seen:
-                seen.add(found)
-                yield found

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from ..errors import InputError
 from ..files import read_document
+from ..headers import read_header
 from ..run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
@@ -39,8 +40,7 @@ def stored_tensors(directory: Path) -> Mapping[str, str]:
     if outside := next((file for file in index.values() if Path(file).name != file), None):
         raise InputError(f"{path}: names {outside}, which is not a file beside it; copy the whole of model/ again")
     if (directory / CACHE_FILE).is_file():
-        with safe_open(directory / CACHE_FILE, "np") as opened:
-            index |= dict.fromkeys(opened.keys(), CACHE_FILE)
+        index |= dict.fromkeys(read_header(directory / CACHE_FILE), CACHE_FILE)
     return index
 
 

@@ -1,6 +1,31 @@
-"""The stages of calibration, joined: corpus, measure, quantize, export. Each reads files and writes files of the run.
+"""The stages, one file each: each reads files of the run and writes files of the run, and `api` joins them.
 
 All that can be wrong with the input is found before the first file is written. A stage that is current (same inputs,
 options and version) is passed over, so the same command goes on where it was killed, and another method chooses again
 without measuring again.
+
+In the order of work:
+
+    corpora     `corpus`: texts to the windows that are calibrated on, and those held out
+    measuring   `measure`: the float model on the windows, by one process or several ranks; and on other text
+    merging     `corpus` and `measure` of runs that were measured apart
+    choosing    `quantize`: scales from statistics, and the checkpoint they make
+    queries     `queries`: what attention in FP8 must know besides
+    graphs      `export`: both graphs beside the checkpoint, linted
+    baselines   `export-bf16`, `export-int8`: the same model in the precisions FP8 is compared with
+    building    `build-engine`, also of those: engines, and what is proven of them
+    validating  `validate`: the held-out text through the runtimes, and the gate on what is lost
+
+Of what is there, without writing:
+
+    opening     a run, opened: the one place that says it is none, or a part
+    inspecting  `fp8q inspect`: every module, and what stands out
+    engines     `fp8q engine`: what engines run, read from them anew
+    linting     `fp8q lint`: an ONNX file against the rules, and a run's promises
+
+For all of them:
+
+    sources     the source checkpoint: its products told before any work, and found again later
+    other_text  text that the run was not calibrated on, read as its own was
+    steps       a reporter that remembers, the record of a stage, the device, the extras
 """

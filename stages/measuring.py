@@ -5,7 +5,6 @@ ranks, and on other text.
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
@@ -15,6 +14,7 @@ from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
 from ..record import library_versions
 from ..run import Run
+from ..undo import scratch
 from .corpora import Tokens, digest, load_tokens
 from .other_text import read_other
 from .sources import source_of
@@ -226,7 +226,7 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     Raises InputError where the text fills none.
     """
     from ..calibrate.measure.measurement import Measurement
-    from ..calibrate.model.source import load_tokenizer
+    from ..calibrate.model.tokenizer import load_tokenizer
     from ..calibrate.text import corpus
 
     record, source = load_record(run), source_of(run)
@@ -242,5 +242,5 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
         name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size
     )
     what = Measurement(windows, record.model, measured)
-    with TemporaryDirectory() if streamed(source, None, notes) else nullcontext() as folder:
-        return run_model(source, what, notes, Path(folder) if folder else None)
+    with scratch() if streamed(source, None, notes) else nullcontext() as folder:
+        return run_model(source, what, notes, folder)

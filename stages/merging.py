@@ -122,7 +122,7 @@ def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:
     """Raise InputError when a tenth of what one run held out was calibrated on by another; note it when a hundredth
     was.
     """
-    from ..calibrate.model.source import load_tokenizer
+    from ..calibrate.model.tokenizer import load_tokenizer
     from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
 
     tokenizer = load_tokenizer(source)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import InputError
 from ..reporter import Reporter
 from ..run import Run
-from .corpora import Text, load_tokens, read
+from .corpora import Text, Tokens, load_tokens, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,8 +38,6 @@ def evaluation(run: Run, data: str | None, context: int | None, stride: int | No
     """
     from transformers import AutoTokenizer
 
-    from ..calibrate.text import corpus
-    from ..validate.perplexity import cut
     from ..validate.runtimes import vocabulary
 
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
@@ -49,8 +47,22 @@ def evaluation(run: Run, data: str | None, context: int | None, stride: int | No
         text = read_other(run, data, tokenizer, vocabulary(run.model), report)
         check_other(run, text, tokenizer, report)
         name, ids = data, text.ids
-    limit = positions(run) or calibration.shape[1]
-    size = corpus.lower_default("--context", context, calibration.shape[1], limit, "the model's positions", report)
+    return cut_for(ids, name, (context, stride), calibration.shape[1], positions(run), report)
+
+
+def cut_for(
+    ids: Tokens, name: str, asked: tuple[int | None, int | None], window: int, limit: int | None, report: Reporter
+) -> "Evaluation":
+    """Tokens `ids` int64 [tokens] of the text `name`, cut into windows of the context and the stride that are `asked`
+    for; None stands for the `window` of calibration, and for the context. `limit`: the model's positions.
+
+    Raises InputError for more than the positions, and as `cut` does.
+    """
+    from ..calibrate.text.corpus import lower_default
+    from ..validate.perplexity import cut
+
+    context, stride = asked
+    size = lower_default("--context", context, window, limit or window, "the model's positions", report)
     return cut(ids, name, size, size if stride is None else stride)
 
 

@@ -30,6 +30,7 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
         raise InputError(
             f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model"
         )
+    check_forward(source)
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not takes_quantizers(module)} | others
     products = Products(
@@ -37,6 +38,21 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
     )
     select(products, skip, only)
     return products
+
+
+def check_forward(source: "Source") -> None:
+    """Raise InputError when the model does not run as config.json has it: two tokens without weights, with the
+    attention and the cache of its own that it is measured with.
+    """
+    import torch
+
+    from ..calibrate.given import foreign
+    from ..calibrate.model.source import meta_model, no_model
+    from ..calibrate.silence import quiet
+
+    model = meta_model(source)
+    with foreign(lambda error: no_model(source, error)), quiet(), torch.inference_mode():
+        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"), use_cache=True)
 
 
 def source_of(run: Run) -> "Source":

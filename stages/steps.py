@@ -1,13 +1,23 @@
 """What every stage needs: a reporter that remembers, the record of a stage, and the device models run on."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import errno
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from ..errors import BackendError
+from ..calibrate.ranks.place import place
+from ..errors import BackendError, InputError
+from ..files import keeping_locks
 from ..record import StageLog
 from ..reporter import Reporter
 from ..run import Run
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 #: What the extra `calibrate` brings, by the names they are imported under.
 CALIBRATE_MODULES = ("torch", "transformers", "datasets", "modelopt", "compressed_tensors", "onnxscript")
@@ -65,3 +75,35 @@ def stage(
     with run.stage(name, inputs, options, model) as log:
         yield log
         log.notes, notes.lines = notes.lines, []
+
+
+def alone(argument: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """Let a function work alone on the run that `argument` names, from its first stage to its last: another process
+    that would write there meanwhile is refused. What killed calls left of finished stages goes first.
+    """
+
+    def wrapped(function: Callable[Given, Made]) -> Callable[Given, Made]:
+        names = inspect.signature(function)
+
+        @wraps(function)
+        def working(*given: Given.args, **named: Given.kwargs) -> Made:
+            run = Run(Path(names.bind(*given, **named).arguments[argument]))
+            with keeping_locks(), ExitStack() as held:
+                if run.exists() and place().rank == 0:
+                    _take(run, held)
+                return function(*given, **named)
+
+        return working
+
+    return wrapped
+
+
+def _take(run: Run, held: ExitStack) -> None:
+    """Lock `run` and sweep it; where it may not be written to, leave that to the stage that must write."""
+    try:
+        held.enter_context(run.lock())
+    except InputError as error:
+        if isinstance(error.__cause__, PermissionError) or getattr(error.__cause__, "errno", None) == errno.EROFS:
+            return
+        raise
+    run.sweep()

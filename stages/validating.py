@@ -1,5 +1,6 @@
 """The stage `validate`: the held-out text, or another, through the runtimes; and the gate on what is lost."""
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from ..errors import GateError, InputError
@@ -26,6 +27,7 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     inputs = fp8_files(run)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
+    check_comparable(options.runtimes, options.max_ppl_increase)
     tokens = evaluation(run, data, options.context, options.stride, notes)
     inputs["tokens"] = tokens.protocol.sha256
     chosen = {
@@ -39,8 +41,36 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
             found, nll = compare(tokens, made, vocabulary(run.model), notes)
             log.outputs += save_accuracy(run, found, nll)
     accuracy = load_accuracy(run)
+    check_numbers(accuracy)
     check_increase(accuracy, options.max_ppl_increase)
     return accuracy
+
+
+def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
+    """Raise InputError when `runtimes` leave nothing to hold against the `limit`."""
+    if limit is not None and ("bf16" not in runtimes or WITHOUT_FP8.issuperset(runtimes)):
+        raise InputError(
+            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
+            f"{', '.join(runtimes)}; add what is missing to --runtimes"
+        )
+
+
+def check_numbers(accuracy: "Accuracy") -> None:
+    """Raise InputError for a float model whose perplexity is no finite number, which its files are to blame for, and
+    GateError for an FP8 runtime of which that is so.
+    """
+    for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
+        if isfinite(runtime.perplexity):
+            continue
+        if name in WITHOUT_FP8:
+            raise InputError(
+                f"{name}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}: the model gives no finite "
+                "numbers before anything is quantized; check its config.json and its weights"
+            )
+        raise GateError(
+            f"{name}: perplexity is {runtime.perplexity}, and the float model's is a number; `fp8q inspect` shows what "
+            "stands out, keep modules in BF16 with --skip"
+        )
 
 
 def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
@@ -50,14 +80,10 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
     """
     if limit is None:
         return
+    check_comparable(tuple(accuracy.runtimes), limit)
     increases = {
         name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in WITHOUT_FP8
     }
-    if not increases or None in increases.values():
-        raise InputError(
-            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
-            f"{', '.join(accuracy.runtimes)}; add what is missing to --runtimes"
-        )
     for name, increase in increases.items():
         runtime = accuracy.runtimes[name]
         if increase is not None and not increase <= limit:

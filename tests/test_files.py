@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8q.errors import InputError
-from fp8q.files import FICLONE, regular_file, share
+from fp8q.files import FICLONE, Strict, read_document, regular_file, share
 
 CONTENT = bytes(range(256)) * 100
 
@@ -89,3 +89,11 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path: Path) -> None:
             regular_file(tmp_path / name)
     with pytest.raises(InputError, match=r"^/dev/zero: is a device; name a file$"):
         regular_file(Path("/dev/zero"))
+
+
+def test_a_document_is_read_from_a_file_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(InputError, match=rf"^{re.escape(str(tmp_path / 'run.json'))}: is a pipe; name a file$"):
+        read_document(tmp_path / "run.json", Strict)
+    with pytest.raises(InputError, match=rf"^{re.escape(str(tmp_path / 'gone.json'))}: there is no such file$"):
+        read_document(tmp_path / "gone.json", Strict)

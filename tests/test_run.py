@@ -2,14 +2,20 @@
 
 import errno
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from fp8q.errors import InputError
-from fp8q.files import replacing, sha256_file
+from fp8q.files import REFUSALS, keeping_locks, replacing, sha256_file
 from fp8q.run import Run
+from fp8q.stages.steps import alone
 
 
 def write(
@@ -115,6 +121,18 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_stage(run: Run) -> No
     assert not left.exists()
 
 
+def test_a_name_that_is_not_utf8_is_not_recorded(tmp_path: Path) -> None:
+    fresh = Run(tmp_path / "new")
+    with (
+        pytest.raises(
+            InputError, match=r"run\.json: would hold the name of a file or directory that is no text in UTF-8"
+        ),
+        fresh.stage("measure", {}, {}, {"path": "caf\udce9"}),
+    ):
+        pass
+    assert not fresh.root.exists()
+
+
 def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
     message = rf"^{run.root}: another fp8q process is working here; wait for it, or name another directory$"
     with run.stage("measure", {}, {}):
@@ -123,6 +141,136 @@ def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
         with pytest.raises(InputError, match=message), Run(run.root).stage("quantize", {}, {}):
             pass
         assert half.exists()  # it is the other process's
+
+
+def test_a_process_that_works_here_keeps_others_out_between_its_stages_too(run: Run) -> None:
+    """A second process, since a thread's locks are its own."""
+    code = "import sys; from pathlib import Path; from fp8q.run import Run\nwith Run(Path(sys.argv[1])).lock(): pass"
+
+    def other() -> str:
+        done = subprocess.run([sys.executable, "-c", code, str(run.root)], capture_output=True, text=True)
+        return done.stderr.strip().rpartition("\n")[2]
+
+    message = (
+        f"fp8q.errors.InputError: {run.root}: another fp8q process is working here; wait for it, or name another "
+        "directory"
+    )
+    with keeping_locks():
+        assert other() == ""
+        write(run, options={"method": "mse"})
+        assert other() == message
+        write(run)
+        with keeping_locks():
+            pass
+        assert other() == message
+    assert other() == ""
+
+
+def test_a_run_that_may_not_be_written_to_is_read_all_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    @alone("path")
+    def read(path: Path) -> bool:
+        return Run(path).is_current("quantize", {"a": "1"}, {"method": "amax"})
+
+    def refused(file: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+
+    monkeypatch.setattr("fp8q.run.locked", refused)
+    assert read(run.root)
+
+
+def test_what_a_kill_between_the_record_and_its_removal_left_goes_with_the_next_writer(run: Run) -> None:
+    """And what an unfinished stage goes on from stays."""
+    for folder in (".quantize.work", ".measure.work"):
+        (run.root / folder).mkdir()
+    (run.root / ".quantize.work" / "00000.safetensors").write_text("finished")
+
+    @alone("out")
+    def again(out: Path) -> None:
+        assert Run(out).is_current("quantize", {"a": "1"}, {"method": "amax"})
+
+    again(run.root)
+    assert {path.name for path in run.root.iterdir()} == {"run.json", ".lock", "scales.json", ".measure.work"}
+    (run.root / ".quantize.work").mkdir()
+    with run.stage("measure", {}, {}):
+        assert {path.name for path in run.root.iterdir() if path.name.endswith(".work")} == {".measure.work"}
+
+
+def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
+    @alone("path")
+    def other(path: Path) -> None:
+        raise AssertionError("it went in")
+
+    with run.stage("measure", {}, {}), run.work("measure", {}) as folder:
+        half = run.root / ".statistics.safetensors.partial"
+        half.write_text("half")
+        with pytest.raises(InputError, match="another fp8q process is working here"):
+            other(run.root)
+        assert half.exists()
+        assert folder.exists()
+
+
+@pytest.mark.parametrize("where", ["in the work folder", "after it"])
+def test_a_full_disk_leaves_no_work_folder(run: Run, where: str) -> None:
+    """safetensors has an error class of its own."""
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(InputError, match=r": no space left on the disk"), run.stage("measure", {}, {}):
+        with run.work("measure", {}) as folder:
+            (folder / "hidden-0").write_text("states")
+            if where == "in the work folder":
+                raise full
+        raise full
+    assert {path.name for path in run.root.iterdir()} == {"run.json", ".lock", "scales.json"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", where], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", where], check=True)
+
+
+def test_a_disk_that_is_really_full_names_the_file_and_the_run_goes_on_after_it(small_disk: Path) -> None:
+    run = Run(small_disk / "run")
+    write(run)
+    with pytest.raises(InputError) as refused, run.stage("measure", {}, {}) as log:
+        with replacing(run.statistics) as partial:
+            save_file({"x": np.zeros(1 << 20, np.uint8)}, partial)
+        log.outputs.append(run.statistics)
+    assert str(refused.value) == (f"{run.statistics}: no space left on the disk; free some or name another directory")
+    assert {path.name for path in run.root.iterdir()} == {"run.json", ".lock", "scales.json"}
+    write(run, options={"method": "mse"})
+
+
+def test_a_file_that_may_not_grow_is_named() -> None:
+    code = (
+        "import resource, sys, tempfile; from pathlib import Path; from fp8q.files import replacing\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); path = Path(tempfile.mkdtemp(), 'model')\n"
+        "try:\n"
+        "    with replacing(path) as partial: partial.write_bytes(bytes(2000))\n"
+        "except Exception as error: print(str(error).replace(str(path), 'model'), [*path.parent.iterdir()])\n"
+        "path.parent.rmdir()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == (
+        "model: the file grew larger than it may; raise the limit (`ulimit -f`), or name another directory []\n"
+    ), done.stderr
+
+
+@pytest.mark.parametrize("number", sorted(REFUSALS))
+def test_whatever_the_disk_refuses_is_one_line_that_names_the_file(run: Run, number: int) -> None:
+    with pytest.raises(InputError) as refused, run.stage("measure", {}, {}):
+        raise OSError(number, os.strerror(number), "/some/file")
+    assert str(refused.value) == f"/some/file: {REFUSALS[number]}"
+
+
+def test_what_the_disk_does_not_refuse_is_not_told_as_such(run: Run) -> None:
+    with pytest.raises(OSError, match="typewriter"), run.stage("measure", {}, {}):
+        raise OSError(errno.ENOTTY, "no typewriter")
 
 
 def test_a_full_disk_is_told_as_such(run: Run) -> None:

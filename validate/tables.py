@@ -5,15 +5,14 @@ Pure functions of the run's files, read without torch. What a stage has not writ
 not the one its stage wrote is refused. A quantity that does not apply is None, never zero.
 """
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
 from ..export.engine.info import engine_stage, load_engines
+from ..headers import read_header
 from ..options import Precision
 from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
 from ..record import FP8_STAGES
@@ -307,13 +306,10 @@ def bf16_bytes(shard: Path) -> int:
     """What the tensors of a safetensors file of an FP8 checkpoint take in the BF16 model: codes doubled, scales left
     out. Reads the header alone.
     """
-    with open(shard, "rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        header: dict[str, dict[str, Any]] = json.loads(handle.read(length))
-    stored = [entry for name, entry in header.items() if name != "__metadata__" and not name.endswith("_scale")]
     return sum(
-        (entry["data_offsets"][1] - entry["data_offsets"][0]) * (2 if entry["dtype"] == CODE_DTYPE else 1)
-        for entry in stored
+        (at.end - at.start) * (2 if at.dtype == CODE_DTYPE else 1)
+        for name, at in read_header(shard).items()
+        if not name.endswith("_scale")
     )
 
 

@@ -1,3 +1,1 @@
-"""What is measured while the model runs: exact histograms and second moments, in memory or layer by layer, and the
-statistics they add up to.
-"""
+"""What is measured while the model runs, in memory or layer by layer: exact histograms, and the sums beside them."""

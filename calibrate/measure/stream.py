@@ -24,9 +24,9 @@ from ...reporter import Reporter
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.materialize import Materializer
 from ..model.products import observed_products, output_head
-from ..model.silence import quiet
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
+from ..silence import quiet
 from .in_memory import weight_amax
 from .measurement import Measurement
 from .observe import Watch, noting_groups
@@ -102,20 +102,14 @@ class HiddenStates:
             os.fsync(handle.fileno())
 
 
-class Stream:
-    """All steps of one measurement.
+class Chain:
+    """A model without weights, and what two tokens show of it: that its layers are a chain, and what they return."""
 
-    Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there.
-    """
-
-    def __init__(self, source: Source, what: Measurement, folder: Path, device: str):
-        """Make the model without weights and find room for the hidden states of `what.parts`.
-
-        Raises InputError where there is none, and for a model that is no chain of layers.
-        """
+    def __init__(self, source: Source, device: str):
+        """Make it and look. Raises InputError for a model that is no chain of layers."""
         with quiet():
             self.model = skeleton(deepcopy(source.config), torch.bfloat16)
-        self.source, self.what, self.folder, self.device = source, what, folder, device
+        self.source, self.device = source, device
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device)
         self.layers = find_layers(self.model, source)
@@ -125,10 +119,6 @@ class Stream:
             if self.layers.index(name) is None and name != output_head(self.model)
         ]
         self.groups, self.answer = self._probe()
-        size = what.tokens * self.answer.width * self.answer.dtype.itemsize
-        files = [folder / f"hidden-{parity}" for parity in range(2)]
-        _check_space(folder, files, size)
-        self.hidden = [HiddenStates(file, what.parts, self.answer) for file in files]
 
     def _probe(self) -> tuple[dict[str, list[str]], Answer]:
         """The groups of modules that receive the same tensor, and what layers return, without any layer's weights."""
@@ -140,6 +130,25 @@ class Stream:
         with self.weights.filled(self.outside, resident=False), noting_groups(modules) as groups:
             calls = trace(self.model, meta, self.layers, self.device)
         return groups, answer_of(calls, self.layers, self.source)
+
+
+class Stream(Chain):
+    """All steps of one measurement.
+
+    Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there.
+    """
+
+    def __init__(self, source: Source, what: Measurement, folder: Path, device: str):
+        """Make the model without weights and find room for the hidden states of `what.parts`.
+
+        Raises InputError where there is none, and for a model that is no chain of layers.
+        """
+        super().__init__(source, device)
+        self.what, self.folder = what, folder
+        size = what.tokens * self.answer.width * self.answer.dtype.itemsize
+        files = [folder / f"hidden-{parity}" for parity in range(2)]
+        _check_space(folder, files, size)
+        self.hidden = [HiddenStates(file, what.parts, self.answer) for file in files]
 
     def run(self, report: Reporter) -> None:
         """Do the steps that are not done."""

@@ -1,3 +1,1 @@
-"""A checkpoint, read: which files, whether they make a model, and its modules and weights, one layer at a time where
-memory holds no more.
-"""
+"""A checkpoint, read: which files, whether they make a model, its modules, and its weights, a layer at a time."""

@@ -5,43 +5,34 @@ is refused by name: an encoder would run without its mask, a mixture of experts 
 recurrent state is no KV cache.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
+from ..given import exists, foreign, one_line, read_json
+from .fields import POSITIONS, check_fields
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
-#: What configurations call the number of positions.
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _OTHER_SENSES = re.compile(r"(vision|audio|speech|image|video)\w*_config")
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
     """config.json of the checkpoint in the directory `path`, which the user calls `name`, as it is written.
 
-    Raises InputError when there is none, it does not parse, it names no model type, or it says that the model is
-    quantized already.
+    Raises InputError when there is none, it does not parse, it names no model type, it says that the model is quantized
+    already, or a value in it is of the wrong kind.
     """
     file = path / "config.json"
-    if not file.is_file():
+    if not exists(file):
         raise InputError(
             f"{name}: is no checkpoint: there is no config.json; give the directory that save_pretrained wrote"
         )
-    try:
-        config = json.loads(file.read_bytes())
-    except UnicodeDecodeError:
-        raise InputError(f"{file}: does not parse: it is not UTF-8; copy or download it again") from None
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{file}: does not parse: {error.msg} at line {error.lineno}, column {error.colno}; copy or download it "
-            "again"
-        ) from None
+    config = read_json(file)
     if not isinstance(config, dict) or not (isinstance(config.get("model_type"), str) or config.get("auto_map")):
         raise InputError(
             f"{file}: names no model_type, so it is no transformers configuration; give the directory that "
@@ -57,13 +48,14 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
         raise InputError(
             f"{name}: is quantized already{method}; give the checkpoint it was made from, in BF16, FP16 or FP32"
         )
+    check_fields(file, config)
     return config
 
 
-def load_config(path: Path, name: str) -> tuple["PreTrainedConfig", str]:
-    """The configuration and the architecture (class name) of the checkpoint in `path`.
+def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrainedConfig", str]:
+    """The configuration and the architecture (class name) of the checkpoint in `path`, whose config.json is `raw`.
 
-    Raises InputError as `read_config` does, when the model's class is not in transformers, and when it is no text-only
+    Raises InputError when the model's class is not in transformers, and when it is no text-only
     causal language model. Code that came with the checkpoint is never run here: the stages after calibration build the
     model of what is in the run, which holds none.
     """
@@ -71,7 +63,6 @@ def load_config(path: Path, name: str) -> tuple["PreTrainedConfig", str]:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    raw = read_config(path, name)
     model_type, code = raw.get("model_type"), raw.get("auto_map") or {}
     architecture = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
     if code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
@@ -85,15 +76,18 @@ def load_config(path: Path, name: str) -> tuple["PreTrainedConfig", str]:
             f"{name}: model_type {model_type} is unknown to transformers {transformers.__version__}; a newer "
             "transformers may know it"
         )
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # noqa: BLE001  # whatever a wrong field raises
-        raise InputError(
+
+    def refusal(error: BaseException) -> InputError:
+        return InputError(
             f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download "
             "it again"
-        ) from None
+        )
+
+    with foreign(refusal):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
     config._attn_implementation = None  # what it was trained with may not be installed: transformers' default, SDPA, is
-    return config, _causal_class(config, name, architecture)
+    with foreign(refusal):
+        return config, _causal_class(config, name, architecture)
 
 
 def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | None) -> str:
@@ -149,8 +143,3 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     """
     found = (config.get(key) for key in POSITIONS)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
-
-
-def one_line(error: Exception) -> str:
-    """An exception's text on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

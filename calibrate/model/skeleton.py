@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+#: Values of computed buffers that are let be, however small the weights.
+BUFFERS = 1 << 28
+
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of `config` in `dtype`, evaluating, its parameters on the meta device, its buffers on
@@ -16,14 +19,39 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    compute_buffers(model)
+    model.eval()
+    return model
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers of `model` that no checkpoint holds their values, on the CPU."""
     for module in model.modules():
         held = computed_buffers(module)
         for name, buffer in held.items():
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
         if held:
             model._init_weights(module)
-    model.eval()
-    return model
+
+
+def check_buffers(model: PreTrainedModel, values: int) -> str | None:
+    """What is wrong with the buffers that config.json makes of `model`, on the meta device, whose weights have so many
+    `values`: more of them than anyone needs, or NaN or infinities; None where nothing is. They have their values after.
+    """
+    buffers = {
+        f"{place}.{name}": buffer
+        for place, module in model.named_modules()
+        for name, buffer in computed_buffers(module).items()
+    }
+    size = sum(buffer.numel() for buffer in buffers.values())
+    if size > max(values, BUFFERS):
+        return f"makes buffers of {size:,} values ({next(iter(buffers))} …), and the weights have {values:,}"
+    compute_buffers(model)
+    for name in buffers:
+        buffer = model.get_buffer(name)
+        if buffer.is_floating_point() and not torch.isfinite(buffer).all():
+            return f"makes {name} of numbers that are not finite"
+    return None
 
 
 def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

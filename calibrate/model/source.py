@@ -3,7 +3,7 @@
 `open_source` looks from the cheap to the dear: the directory, config.json, the headers of the weights, the tokenizer's
 files, then the model itself on the meta device, where loading costs no memory and still tells of missing, unexpected
 and misshapen tensors. Last it reads every byte once, for the fingerprint that ties statistics, scales and engines to
-just these weights.
+just these weights. transformers never chooses a file: it is handed the tensors of these.
 """
 
 import hashlib
@@ -12,37 +12,27 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BackendError, InputError
-from ...files import sha256_file
 from ...reporter import SILENT, Reporter
+from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
-from .architecture import load_config, max_positions, one_line, refuse_experts
-from .silence import quiet
-from .weights import find_weights, read_headers
+from ..silence import quiet
+from .architecture import load_config, max_positions, read_config, refuse_experts
+from .companions import check_companions, tokenizer_digests
+from .fields import check_sizes
+from .weights import Weights, find_weights, read_headers
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
-#: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
-VOCABULARY = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-)
-
-
 #: Names of directories that say nothing of the model in them.
 GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
 
@@ -86,10 +76,7 @@ class Source:
     @cached_property
     def tokenizer_fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
-        files = tokenizer_files(self.path)
-        return _combined(
-            {path.name: sha256_file(path) for path in (files[:1] if files[0].name == "tokenizer.json" else files)}
-        )
+        return _combined(tokenizer_digests(self.path))
 
 
 def open_source(
@@ -106,18 +93,14 @@ def open_source(
     Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
     """
     path, commit = _locate(model, revision, trust_remote_code, report)
+    raw = read_config(path, model)
+    files = find_weights(path, model, raw.get("transformers_weights"))
+    check_sizes(path / "config.json", raw, [header.shape for header in read_headers(files).values()])
     with quiet():
-        config, architecture = load_config(path, model)
-    files = find_weights(path, model)
-    if not tokenizer_files(path):
-        raise InputError(
-            f"{model}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the "
-            "one it was trained with beside config.json"
-        )
+        config, architecture = load_config(path, model, raw)
+    check_companions(path, model, config.get_text_config().vocab_size)
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="")
-    skeleton = meta_model(source)
-    refuse_experts(skeleton, model, architecture)
-    source = replace(source, renamed=_check_names(source, skeleton))
+    source = replace(source, renamed=_looked_through(source))
     return (
         replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report)))
         if fingerprinted
@@ -127,7 +110,7 @@ def open_source(
 
 def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
     """Directory of `model`, and the commit where it came from the hub."""
-    path = Path(model).expanduser()
+    path = local_path(model)
     if path.is_dir():
         if revision is not None:
             raise InputError(f"--revision {revision}: is for hub names, and {model} is a directory; leave it out")
@@ -140,11 +123,6 @@ def _locate(model: str, revision: str | None, with_code: bool, report: Reporter)
         raise InputError(f"{model}: there is no such directory, and it is no hub name either; check the path")
     snapshot = fetch_model(model, revision, with_code, report)
     return snapshot, snapshot.name
-
-
-def tokenizer_files(path: Path) -> list[Path]:
-    """The vocabulary files in a checkpoint's directory, tokenizer.json first."""
-    return [path / name for name in VOCABULARY if (path / name).is_file()]
 
 
 def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
@@ -175,44 +153,24 @@ def _combined(digests: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
-def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
-    """The checkpoint's own tokenizer. Raises InputError when its files do not make one."""
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                source.path, local_files_only=True, trust_remote_code=source.trust_remote_code
-            )
-    except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception for files it cannot read
-        if "trust_remote_code" in str(error):
-            raise InputError(
-                f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with "
-                "--trust-remote-code"
-            ) from None
-        raise InputError(
-            f"{source.name}: its tokenizer does not load: {one_line(error)}; copy the files of the tokenizer it was "
-            "trained with beside config.json"
-        ) from None
-    return tokenizer
-
-
 def meta_model(source: Source) -> "PreTrainedModel":
     """The model in BF16 on the meta device, evaluating: all modules and shapes, no values, no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
-        with quiet(), torch.device("meta"):
-            config = deepcopy(source.config)  # from_config writes the type into it
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except Exception as error:  # noqa: BLE001  # whatever wrong sizes raise
-        raise InputError(
-            f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or "
-            "download it again"
-        ) from None
+    with foreign(partial(no_model, source)), quiet(), torch.device("meta"):
+        config = deepcopy(source.config)  # from_config writes the type into it
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.eval()
     return model
+
+
+def no_model(source: Source, error: BaseException) -> InputError:
+    """What transformers raises while it makes the model of a configuration, whose values are all that is at work."""
+    return InputError(
+        f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it "
+        "again"
+    )
 
 
 def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "PreTrainedModel":
@@ -221,13 +179,11 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     Raises InputError when files and model do not fit, BackendError when the device's memory does not hold it.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
+    weights = Weights(source.weight_files)
+    tensors = {name: weights.tensor(name) for name in weights.names()}
     try:
-        model = _load(
-            source, AutoModelForCausalLM, source.path, dtype=dtype, device_map=device,
-            local_files_only=True, use_safetensors=True,
-        )  # fmt: skip
+        model = _load(source, type(meta_model(source)), tensors, dtype=dtype, device_map=device)
     except torch.OutOfMemoryError:
         raise BackendError(
             f"{source.name}: does not fit into the memory of {device}; free some, or hide the GPU with "
@@ -237,36 +193,42 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     return model
 
 
-def _check_names(source: Source, skeleton: "PreTrainedModel") -> dict[str, str]:
-    """Load the headers alone, on the meta device: that tells of missing, unexpected and misshapen tensors, and reads no
-    weights. Returns `renamed`.
+def _looked_through(source: Source) -> dict[str, str]:
+    """Make the model, and load the headers alone, on the meta device: that tells of experts, of buffers that
+    config.json makes no numbers of, and of missing, unexpected and misshapen tensors, and reads no weights. Returns
+    `renamed`.
     """
+    from .skeleton import check_buffers
     from .tensor_names import HEADER_TYPE, headers, renamed_tensors
 
-    stored = headers({name: header.shape for name, header in read_headers(source.weight_files).items()})
-    return renamed_tensors(
-        _load(source, type(skeleton), None, state_dict=dict(stored), dtype=HEADER_TYPE, device_map="meta"), stored
-    )
+    skeleton, shapes = meta_model(source), {n: header.shape for n, header in read_headers(source.weight_files).items()}
+    refuse_experts(skeleton, source.name, source.architecture)
+    stored = headers(shapes)
+    loaded = _load(source, type(skeleton), stored, dtype=HEADER_TYPE, device_map="meta")
+    with foreign(partial(no_model, source)), quiet():
+        wrong = check_buffers(skeleton, sum(map(prod, shapes.values())))
+    if wrong:
+        raise InputError(f"{source.path / 'config.json'}: {wrong}; copy or download it again")
+    return renamed_tensors(loaded, stored)
 
 
-def _load(source: Source, model_class: Any, path: Path | None, **options: Any) -> "PreTrainedModel":
-    """`model_class.from_pretrained`, with an InputError for tensors that the model lacks, does not know, or has in
-    another shape. Tied weights count as one.
+def _load(source: Source, model_class: Any, tensors: Mapping[str, "torch.Tensor"], **options: Any) -> "PreTrainedModel":
+    """`model_class.from_pretrained` of these `tensors` and no file, with an InputError for tensors that the model
+    lacks, does not know, or has in another shape. Tied weights count as one.
     """
     import torch
 
-    try:
-        with quiet():
-            loaded = model_class.from_pretrained(
-                path, config=deepcopy(source.config), ignore_mismatched_sizes=True, output_loading_info=True, **options
-            )
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, RuntimeError, KeyError, OSError, ImportError) as error:
-        raise InputError(
+    def refusal(error: BaseException) -> InputError:
+        return InputError(
             f"{source.name}: does not load as {source.architecture}: {one_line(error)}; copy or download the "
             "checkpoint again"
-        ) from None
+        )
+
+    with foreign(refusal, torch.OutOfMemoryError), quiet():
+        loaded = model_class.from_pretrained(
+            None, config=deepcopy(source.config), state_dict=dict(tensors), ignore_mismatched_sizes=True,
+            output_loading_info=True, **options,
+        )  # fmt: skip
     model: PreTrainedModel = loaded[0]
     misfits = [
         f"{name} has shape {list(found)} where the model has {list(wanted)}"

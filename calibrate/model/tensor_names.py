@@ -12,7 +12,7 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .silence import quiet
+from ..silence import quiet
 
 #: Loading in the type of the stand-ins keeps their storages.
 HEADER_TYPE = torch.bfloat16

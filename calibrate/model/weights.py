@@ -5,19 +5,23 @@ one tensor needs however large the checkpoint is. Pickled weights can run code w
 and never opened.
 """
 
-import json
 from collections.abc import KeysView
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import InputError
 from ...reporter import SILENT, Reporter
+from ..given import exists, foreign, local_path, one_line, read_json, regular
 
 if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: How the name of a file of weights ends, and that of an index of several.
+WEIGHTS_END, INDEX_END = ".safetensors", ".safetensors.index.json"
+ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Values looked at together when offending ones are counted.
 CHUNK = 1 << 24
@@ -32,22 +36,27 @@ class Header:
     shape: tuple[int, ...]
 
 
-def find_weights(directory: Path, name: str) -> tuple[Path, ...]:
+def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[Path, ...]:
     """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user
-    calls it.
+    calls it, `named` what its config.json names as `transformers_weights`.
 
-    Raises InputError when there are none (saying what there is instead), when one is damaged, and when the index does
-    not read or promises what is not there.
+    These are the weights: what is measured, hashed, streamed and quantized is read from just these, and transformers is
+    handed their tensors and finds no files of its own. Raises InputError when there are none (saying what there is
+    instead), when one is damaged, when the index does not read or promises what is not there, and when an adapter lies
+    beside them, which transformers may or may not lay over them.
     """
-    if (directory / SINGLE).is_file():
-        read_headers((directory / SINGLE,))
-        return (directory / SINGLE,)
-    index = directory / INDEX
-    if not index.is_file():
-        raise InputError(f"{name}: {_instead(directory)}")
-    promised = _read_index(index)
-    shards = sorted({directory / shard for shard in promised.values()})
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    first = _first(directory, name, named)
+    if exists(directory / ADAPTER):
+        raise InputError(
+            f"{name}: holds an adapter ({ADAPTER}) beside its weights; merge them with PEFT's merge_and_unload and "
+            "save the result with save_pretrained, or take the adapter's files out"
+        )
+    if not first.name.endswith(INDEX_END):
+        read_headers((first,))
+        return (first,)
+    index, promised = first, _read_index(first)
+    shards = sorted({local_path(directory / shard) for shard in promised.values()})
+    missing = [shard.name for shard in shards if not exists(shard)]
     if missing:
         raise InputError(
             f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or "
@@ -62,9 +71,24 @@ def find_weights(directory: Path, name: str) -> tuple[Path, ...]:
     return tuple(shards)
 
 
+def _first(directory: Path, name: str, named: str | None) -> Path:
+    """The one file of weights, or the index of several: what is `named`, or the first of those that there are."""
+    if named is not None:
+        if Path(named).name != named or not named.endswith((WEIGHTS_END, INDEX_END)):
+            raise InputError(
+                f"{directory / 'config.json'}: transformers_weights is {named!r}, and not a file of safetensors beside "
+                "it; the checkpoint is damaged or not to be trusted"
+            )
+        return local_path(directory / named)
+    found = next((directory / file for file in (SINGLE, INDEX) if exists(directory / file)), None)
+    if found is None:
+        raise InputError(f"{name}: {_instead(directory)}")
+    return found
+
+
 def _instead(directory: Path) -> str:
     """What a checkpoint without safetensors holds instead, and what to do."""
-    if (directory / "adapter_config.json").is_file():
+    if exists(directory / ADAPTER):
         return (
             "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result and "
             "its tokenizer with save_pretrained"
@@ -94,14 +118,12 @@ def _read_index(path: Path) -> dict[str, str]:
 
     Raises InputError when it does not read, or points out of the directory.
     """
-    try:
-        shards = json.loads(path.read_bytes())["weight_map"]
-        if not shards or not all(isinstance(shard, str) for shard in shards.values()):
-            raise TypeError("no file names")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    content = read_json(path)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
         raise InputError(
             f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again"
-        ) from None
+        )
     outside = [shard for shard in shards.values() if Path(shard).name != shard]
     if outside:
         raise InputError(
@@ -116,16 +138,14 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
     Raises InputError, naming the file, when one is damaged or cut short, when a tensor is in two of them, and when
     tensors are FP8 or narrower already.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     headers: dict[str, Header] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                views = {name: opened.get_slice(name) for name in opened.offset_keys()}
-                found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file}: is damaged or cut short ({error}); copy or download it again") from None
+        regular(file)
+        with foreign(partial(_damaged, file)), safe_open(file, framework="numpy") as opened:
+            views = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
         for name in found.keys() & headers.keys():
             raise InputError(
                 f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again"
@@ -138,6 +158,10 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
                 "was made from, in BF16, FP16 or FP32"
             )
     return headers
+
+
+def _damaged(file: Path, error: BaseException) -> InputError:
+    return InputError(f"{file}: is damaged or cut short ({one_line(error)}); copy or download it again")
 
 
 class Weights:
@@ -167,7 +191,8 @@ class Weights:
         """A tensor as it is stored, mapped from its file: read only, its pages are the file's."""
         from safetensors import safe_open
 
-        with safe_open(self._headers[name].file, framework="pt") as opened:
+        file = self._headers[name].file
+        with foreign(partial(_damaged, file)), safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
 

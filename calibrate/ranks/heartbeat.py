@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from ...errors import BackendError, Fp8qError
+from ...errors import INTERRUPTED, TERMINATED, BackendError, Fp8qError
 from ...files import Strict
 
 #: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more,
@@ -96,12 +96,11 @@ class Heartbeat:
         ):  # what fails is on its way out: nothing may interrupt what it has to say
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
         told = (
             None
             if error is None
-            else Failure(
-                rank=self.rank, name=self.names[self.rank], message=line_of(error), code=getattr(error, "exit_code", 1)
-            )
+            else Failure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=code)
         )
         self.own = Beat(done=error is None, failure=told)
         self._changed.set()
@@ -130,9 +129,9 @@ class Heartbeat:
             self.explain(3 * INTERVAL_S)
         except RankError as error:
             raise Stopped(error) from None
-        raise Stopped(
-            Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there")
-        )
+        stopped = Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there")
+        stopped.exit_code = TERMINATED
+        raise Stopped(stopped)
 
     def _beat(self) -> None:
         verdict = Beat()

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ...errors import BackendError, Fp8qError, InputError
 from ...record import library_versions
+from ...undo import at_end
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
 from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of
@@ -193,17 +194,18 @@ def joined() -> Iterator[World]:
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
             f"{' '.join(str(error).split())[:300]}; see that all were started, and that this address can be reached"
         ) from None
-    world.heartbeat = Heartbeat(here.rank, [member["name"] for member in world.members], beats)
+    heartbeat = world.heartbeat = Heartbeat(here.rank, [member["name"] for member in world.members], beats)
     try:
         if here.rank == 0:
             _check_alike(world.members)
-        yield world
-        world.heartbeat.end(None)
+        with at_end(lambda: _give_up(heartbeat, KeyboardInterrupt())):
+            yield world
+        heartbeat.end(None)
     except Stopped as stop:
-        _give_up(world.heartbeat, stop.error)
+        _give_up(heartbeat, stop.error)
         raise stop.error from None
     except BaseException as error:
-        _give_up(world.heartbeat, error)
+        _give_up(heartbeat, error)
         raise
     dist.destroy_process_group()
 

@@ -2,25 +2,24 @@
 tokenizer.
 
 The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can neither reach
-Python's objects nor the machine, and it writes the special tokens itself: what it renders is tokenized without the
-tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they are given one that stays the same, so
-that the same chats are the same tokens tomorrow.
+Python's objects nor the machine, in a process that can be ended (`template`), and it writes the special tokens itself:
+what it renders is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they
+are given one that stays the same, so that the same chats are the same tokens tomorrow.
 """
 
 import json
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
-from .rows import Render, is_text
+from ..given import one_line
+from .rows import Render, fault
+from .template import Template, TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: ShareGPT's names for who speaks, which no template knows.
 ROLES = {"human": "user", "gpt": "assistant"}
-#: What templates are told the date is: the one that Llama 3.1's falls back to.
-DATE = datetime(2024, 7, 26)  # noqa: DTZ001  # a date, in no place's time
 FORM = 'a list of messages like {"role": "user", "content": "…"}'
 
 Message = dict[str, Any]
@@ -33,24 +32,22 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
     refuses them.
     """
     try:
-        tokenizer.get_chat_template()
+        source = tokenizer.get_chat_template()
     except ValueError:
         raise InputError(
             f"{name}: its tokenizer has no chat template of its own; put the one it was trained with beside "
             "config.json as chat_template.jinja, or give text instead of chats"
         ) from None
+    template = Template(source, {key: str(token) for key, token in tokenizer.special_tokens_map.items()})
 
     def render(where: str, value: object) -> str:
+        chat = messages(where, value)
         try:
-            text = tokenizer.apply_chat_template(messages(where, value), tokenize=False, strftime_now=DATE.strftime)
-        except InputError:
-            raise
-        except Exception as error:  # noqa: BLE001  # a template is a program, and may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
+            return template.render(chat)
+        except TemplateError as error:
             raise InputError(
-                f"{where}: the tokenizer's chat template refuses it: {reason}; mend the row, or leave it out"
+                f"{where}: the tokenizer's chat template refuses it: {one_line(error)}; mend the row, or leave it out"
             ) from None
-        return str(text)
 
     return render
 
@@ -82,10 +79,8 @@ def _message(where: str, value: object) -> Message:
         raise InputError(f'{where}: its role is {_shown(role)}; it must be a string such as "user" or "assistant"')
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise InputError(f"{where} ({role}): its content is {_shown(content)}; it must be a string")
-    if isinstance(content, str) and not is_text(content):
-        raise InputError(
-            f"{where} ({role}): its content holds half of a surrogate pair, which is no character; mend it"
-        )
+    if isinstance(content, str) and (wrong := fault(content)):
+        raise InputError(f"{where} ({role}): its content holds {wrong}; mend it")
     return message
 
 

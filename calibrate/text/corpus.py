@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...reporter import SILENT, Reporter
+from ..given import foreign, one_line
+from ..silence import muted
 from .documents import load_documents, load_texts
 from .overlap import check_disjoint
 from .rows import Documents, Reading
@@ -81,7 +83,13 @@ def encode(
 
 
 def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_tokens: bool) -> list[list[int]]:
-    try:
+    def refusal(error: BaseException) -> InputError:
+        return InputError(
+            f"the tokenizer cannot read the text: {one_line(error)}; put the tokenizer the model was trained with "
+            "beside config.json"
+        )
+
+    with foreign(refusal), muted():
         ids: list[list[int]] = tokenizer(
             batch,
             add_special_tokens=special_tokens,
@@ -89,12 +97,6 @@ def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_t
             return_token_type_ids=False,
             verbose=False,
         )["input_ids"]
-    except Exception as error:  # noqa: BLE001  # tokenizers raises it for a text that its vocabulary cannot spell
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(
-            f"the tokenizer cannot read the text: {reason}; put the tokenizer the model was trained with beside "
-            "config.json"
-        ) from None
     return ids
 
 

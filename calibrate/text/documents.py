@@ -13,9 +13,10 @@ from typing import Any
 
 from ...errors import InputError
 from ...reporter import SILENT, Reporter
+from ..given import exists, local_path, one_line, read_bytes, regular
 from ..hub import is_hub_name
 from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
-from .rows import Documents, Reading, choose_column, documents, kinds_of, local_path
+from .rows import Documents, Reading, choose_column, documents, kinds_of
 from .tables import read_hub, read_parquet, read_saved
 
 FORMS = (
@@ -43,11 +44,12 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
                 f"{path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORMS}"
             )
         found = read_saved(path, str(path), reading, report)
-    elif path.exists():
+    elif exists(path):
         if reader is None:
             raise InputError(
                 f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}"
             )
+        regular(path)
         found = reader(path, str(path), reading, report)
     elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
         found = read_hub(spec, reading, report)
@@ -63,18 +65,31 @@ def _decode(path: Path, piece: Piece) -> str:
     if offset == 0 and content.startswith(BOM_UTF8):
         content, offset = content[len(BOM_UTF8) :], len(BOM_UTF8)
     try:
-        return content.decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
         likely = "utf-16" if piece.content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
         raise InputError(
             f"{path}: is not UTF-8: byte 0x{content[error.start]:02X} at offset {offset + error.start:,}; convert it, "
             f"perhaps with `iconv -f {likely} -t utf-8`"
         ) from None
+    if (first := content.find(0)) >= 0:
+        raise InputError(
+            f"{path}: holds a NUL at offset {offset + first:,}, which is in no text: it is {_likely(content)}"
+        )
+    return text
+
+
+def _likely(content: bytes) -> str:
+    """What bytes with NULs among them are, and what to do: of UTF-16 without its mark every other is one."""
+    even, odd = content[::2].count(0), content[1::2].count(0)
+    if 10 * max(even, odd) < len(content):
+        return "binary data; give a text"
+    return f"perhaps UTF-16; convert it with `iconv -f utf-16{'le' if odd > even else 'be'} -t utf-8`"
 
 
 def _txt(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     if not is_larger(path, reading.limit):
-        return Documents([_decode(path, Piece(0, path.read_bytes()))])
+        return Documents([_decode(path, Piece(0, read_bytes(path, reading.limit)))])
     pieces = list(text_pieces(path, reading.limit))
     report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
     return Documents([_decode(path, piece) for piece in pieces])
@@ -91,7 +106,7 @@ def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documen
 def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tuple[str, str]]:
     """The lines of the file that are read, each with what the user calls it."""
     if not is_larger(path, reading.limit):
-        lines = _decode(path, Piece(0, path.read_bytes())).split("\n")
+        lines = _decode(path, Piece(0, read_bytes(path, reading.limit))).split("\n")
         return [(f"line {number:,}", line) for number, line in enumerate(lines, 1)]
     pieces = list(line_pieces(path, reading.limit))
     report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
@@ -113,8 +128,7 @@ def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str,
             ) from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
             raise InputError(
-                f"{path}: {where} is no JSON that can be read ({' '.join(str(error).split())}); each line must be one "
-                "object"
+                f"{path}: {where} is no JSON that can be read ({one_line(error)}); each line must be one object"
             ) from None
         if not isinstance(row, dict):
             raise InputError(

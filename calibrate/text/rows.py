@@ -7,7 +7,6 @@ and form, so that a table whose only strings are identifiers is not read as text
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import InputError
@@ -25,19 +24,6 @@ Kind = Literal["strings", "chats", "other"]
 Row = Mapping[str, Any]
 #: Turns the messages of a row into text; the first argument says where the row is, for errors.
 Render = Callable[[str, object], str]
-
-
-def local_path(spec: str) -> Path:
-    """The path that the name of a text is, should it be one. Raises InputError for what no file can be called."""
-    try:
-        path = Path(spec).expanduser()
-        path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a home of nobody, a NUL
-        shown = spec if len(spec) <= 60 else f"{spec[:60]}…"
-        raise InputError(
-            f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another"
-        ) from None
-    return path
 
 
 @dataclass(frozen=True)
@@ -153,18 +139,25 @@ def documents(
     return Documents(texts, column.chat)
 
 
-def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold `value`: JSON can escape halves of surrogate pairs, which are no characters."""
+def fault(value: str) -> str | None:
+    """What `value` holds that no text does: JSON can escape halves of surrogate pairs, which are no characters, and
+    NUL, which stands in binary data, and in UTF-16 that was taken for UTF-8. None where it is text.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return "half of a surrogate pair, which is no character"
+    return "a NUL, which is in no text" if "\0" in value else None
 
 
 def _checked(spec: str, where: str, column: str, value: object) -> str:
-    if isinstance(value, str) and is_text(value):
+    wrong = fault(value) if isinstance(value, str) else None
+    if isinstance(value, str) and wrong is None:
         return value
+    if wrong and "NUL" in wrong:
+        raise InputError(
+            f"{spec}: {where} holds {wrong}, under `{column}`; take it out, or convert what it was made from to UTF-8"
+        )
     shown = json.dumps(value, default=str)[:20]
     raise InputError(
         f"{spec}: {where} holds {shown} under `{column}`, which is no text; each "

@@ -8,11 +8,12 @@ over the network in its own order, so of that the first are read.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ...reporter import Reporter
+from ...undo import scratch
+from ..given import foreign, one_line, regular
 from ..hub import hub_errors, quiet_hub
 from .excerpts import spread, told
 from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
@@ -27,6 +28,10 @@ GROUPS = 64
 #: column of a whole row group.
 BATCH = 64
 BUFFER = 1 << 20
+#: Bytes that rows held together may take: a dictionary holds a value once that every row of them may repeat.
+BATCH_BYTES = 4 << 30
+#: Times the limit that rows of a parquet file may give, told by their number and not by their sizes, which may repeat.
+EXPANSION = 4
 
 
 def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
@@ -43,7 +48,9 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
         if sum(sizes) > reading.limit:
             groups = spread(len(sizes), GROUPS)
             every = -(-sum(sizes[group] for group in groups) // reading.limit)
-        found = documents(spec, _parquet_rows(file, groups, every, column.name), column, reading)
+        batch_rows = min(max(BATCH_BYTES // max([1, *sizes]), 1), BATCH)
+        rows = _parquet_rows(file, groups, every, column.name, batch_rows)
+        found = documents(spec, rows, column, reading, EXPANSION * reading.limit, report)
         if sum(sizes) > reading.limit:
             report.note(told(spec, len(found.texts), file.metadata.num_rows, "rows"))
         return found
@@ -67,14 +74,16 @@ def _column_bytes(file: "parquet.ParquetFile", group: int, column: Column) -> in
     )
 
 
-def _parquet_rows(file: "parquet.ParquetFile", groups: list[int], every: int, name: str) -> Iterator[tuple[str, Row]]:
-    """Every so many rows of the row groups, numbered from 1 in the file."""
+def _parquet_rows(
+    file: "parquet.ParquetFile", groups: list[int], every: int, name: str, batch_rows: int
+) -> Iterator[tuple[str, Row]]:
+    """Every so many rows of the row groups, numbered from 1 in the file; at most `batch_rows` are in memory."""
     first = [0]
     for group in range(file.num_row_groups):
         first.append(first[-1] + file.metadata.row_group(group).num_rows)
     for group in groups:
         number = first[group]
-        for batch in file.iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False):
+        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=[name], use_threads=False):
             for index in range(-number % every, batch.num_rows, every):
                 yield f"row {number + index + 1:,}", {name: batch.column(0)[index].as_py()}
             number += batch.num_rows
@@ -84,6 +93,8 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
     """The documents of a directory that `datasets` saved. Raises InputError."""
     import datasets
 
+    for file in sorted(found for ending in ("json", "arrow") for found in path.rglob(f"*.{ending}")):
+        regular(file)
     with quiet_datasets(), unreadable(spec, "save or copy it again"):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.DatasetDict):
@@ -112,8 +123,8 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
     with quiet_hub(), quiet_datasets(), hub_errors("data set", name, None, offline):
         HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute
         remedy = f"name one of its configurations as {name}:config, or save its text to a file and give that"
-        with unreadable(spec, remedy), TemporaryDirectory() as cache:
-            found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=cache)
+        with unreadable(spec, remedy), scratch() as cache:
+            found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=str(cache))
             rows = found[choose_split(spec, list(found), reading)]
             column = choose_column(spec, kinds_of(rows.take(HEAD)), reading)
             numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns([column.name]), 1))
@@ -125,16 +136,14 @@ def unreadable(spec: str, remedy: str) -> Iterator[None]:
     """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises
     is `hub_errors`' to say.
     """
-    from datasets.exceptions import DatasetsError
     from httpx import HTTPError
     from huggingface_hub.errors import HfHubHTTPError
 
-    try:
+    def refusal(error: BaseException) -> InputError:
+        return InputError(f"{spec}: does not read: {one_line(error)}; {remedy}")
+
+    with foreign(refusal, HTTPError, HfHubHTTPError, ConnectionError, TimeoutError):
         yield
-    except (HTTPError, HfHubHTTPError, ConnectionError, TimeoutError):
-        raise
-    except (ValueError, OSError, KeyError, TypeError, RuntimeError, DatasetsError) as error:
-        raise InputError(f"{spec}: does not read: {' '.join(str(error).split())}; {remedy}") from None
 
 
 @contextmanager

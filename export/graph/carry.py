@@ -9,13 +9,20 @@ shard (each tensor's name, type, shape and offset). They are linted against the 
 import shutil
 from pathlib import Path
 
-from ...files import regular_file
+from ...errors import InputError
+from ...headers import header_bytes
 from ...run import Run
 
 
 def carry_graphs(run: Run, checkpoint: Path) -> None:
-    """Copy both graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it."""
-    if _layout(run.model) == _layout(checkpoint):
+    """Copy both graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it: not
+    where what they were made of no longer reads.
+    """
+    try:
+        same = _layout(run.model) == _layout(checkpoint)
+    except (InputError, FileNotFoundError):
+        return
+    if same:
         for graph in (run.onnx, run.onnx_fp32):
             shutil.copyfile(graph, checkpoint / graph.name)
 
@@ -23,11 +30,5 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
 def _layout(checkpoint: Path) -> dict[str, bytes]:
     """config.json and the shards' headers, by file name."""
     return {"config.json": (checkpoint / "config.json").read_bytes()} | {
-        shard.name: _header(shard) for shard in sorted(checkpoint.glob("*.safetensors"))
+        shard.name: header_bytes(shard) for shard in sorted(checkpoint.glob("*.safetensors"))
     }
-
-
-def _header(shard: Path) -> bytes:
-    regular_file(shard)
-    with open(shard, "rb") as handle:
-        return handle.read(int.from_bytes(handle.read(8), "little"))

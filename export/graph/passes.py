@@ -4,9 +4,7 @@ They work on onnx_ir, whose tensors may lie in files: no pass reads a weight.
 """
 
 import ast
-import json
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from onnx_ir.passes.common import (
     RemoveUnusedOpsetsPass,
 )
 
+from ...headers import read_header
 from .. import names
 
 if TYPE_CHECKING:
@@ -57,21 +56,13 @@ class Stored:
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor in the safetensors files of `directory`, from their headers alone (the format: 8 bytes of length,
-    JSON, data).
-    """
-    found: dict[str, Stored] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with open(path, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__" and entry["dtype"] in ELEMENT_TYPES:
-                start, end = entry["data_offsets"]
-                found[name] = Stored(
-                    path.name, 8 + length + start, end - start, ELEMENT_TYPES[entry["dtype"]], tuple(entry["shape"])
-                )
-    return found
+    """Every tensor in the safetensors files of `directory` that has a type of ONNX's, from their headers alone."""
+    return {
+        name: Stored(path.name, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, at in read_header(path).items()
+        if at.dtype in ELEMENT_TYPES
+    }
 
 
 def name_interface(model: ir.Model, layers: int) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
 
+from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
-from ...calibrate.model.architecture import one_line
 from ...calibrate.model.products import attention_modules, matrix_products
 from ...calibrate.model.weights import Weights
 from .modules import cache_shape

@@ -3,7 +3,7 @@ no torch, no weight read.
 
 Any FP8 graph can be checked, others' too. With a promise (which modules run on FP8, and their scales) the graph is also
 held against `scales.json` and against the interface that serving relies on. The rules are in `rules_codes` (F1xx),
-`rules_products` (F2xx), `rules_graph` (F3xx) and `rules_storage` (F4xx).
+`rules_products` (F2xx), `rules_graph`, `rules_interface` and `rules_form` (F3xx) and `rules_storage` (F4xx).
 """
 
 from collections.abc import Mapping

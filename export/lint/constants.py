@@ -73,7 +73,7 @@ class Constants:
         if size > LARGEST_CONSTANT:
             self._unread[value] = f"has {size} numbers and is not read: no scale has more than {LARGEST_CONSTANT}"
         elif self._sum + size > LARGEST_SUM:
-            self._unread[value] = f"is not read: the scales before it have {LARGEST_SUM} numbers"
+            self._unread[value] = f"is not read: the scales have more than {LARGEST_SUM} numbers together"
         if value in self._unread:
             return None
         self._sum += size

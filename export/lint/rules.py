@@ -53,7 +53,7 @@ class Finding:
 
     def __str__(self) -> str:
         """As one line."""
-        node = visible(shortened(self.node, LONGEST_SHOWN))
+        node = shortened(visible(self.node), LONGEST_SHOWN)
         return f"{self.rule} {self.name}: {node}{': ' if node else ''}{self.message}"
 
 
@@ -107,7 +107,7 @@ class Rule:
     def _finding(self, node: str, message: str, graph: Indexed) -> Finding:
         node = shortened(node, LONGEST_TEXT)
         module = names.module_of(node) or _owner(node, graph) or names.scope_of(node)
-        line = visible(shortened(message, LONGEST_MESSAGE))
+        line = shortened(visible(shortened(message, LONGEST_MESSAGE)), LONGEST_MESSAGE)  # an escape is up to ten long
         return Finding(self.number, self.name, self.severity, node, module, line)
 
 

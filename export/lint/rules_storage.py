@@ -2,11 +2,9 @@
 
 The weights lie in files beside the graph, at an offset; here is checked that they are there, and are the right ones.
 
-Only sizes and the headers of safetensors files are read (8 bytes of length, JSON, data: the format's whole
-specification).
+Only sizes and the headers of safetensors files are read.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -15,6 +13,8 @@ from pathlib import Path
 from onnx import TensorProto, helper
 from onnx.external_data_helper import uses_external_data
 
+from ...errors import InputError
+from ...headers import Stored, read_header
 from .indexed import FP8_TYPES, Indexed
 from .rules import Broken, rule
 from .tensors import bytes_of, elements_of, type_name
@@ -30,8 +30,6 @@ ONE_EACH = (
     TensorProto.INT32,
     *FP8_TYPES,
 )
-#: The longest header of a safetensors file, in bytes: what its own library takes.
-LONGEST_HEADER = 100_000_000
 COPY = "copy the graph's whole directory again"
 
 
@@ -99,26 +97,25 @@ def external_tensor(graph: Indexed) -> Broken:
     """Data in a safetensors file are one of its tensors, of the type, and the one of that name if there is one: two of
     one shape are easily taken for each other.
     """
-    header = cache(safetensors_header)
+    cached = cache(header_of)
     for name, tensor, where, place in graph.storage.external:
         if place.size is None or place.path.suffix != ".safetensors":
             continue
-        stored = header(place.path)
-        if stored is None:
+        header = cached(place.path)
+        if header is None:
             yield name, f"its file {where.location} has no safetensors header; {COPY}"
             continue
-        here = stored.names.get(where.offset)
+        here = header.names.get(where.offset)
         if here is None:
             yield name, f"no tensor of {where.location} begins at byte {where.offset}; {AGAIN}"
-        elif stored.starts.get(tensor.name, where.offset) != where.offset:
+            continue
+        dtype, named = header.stored[here].dtype, header.stored.get(tensor.name)
+        if named and named.start != where.offset:
             yield name, f"its data are those of {here} in {where.location}; {AGAIN}"
-        elif stored.types[here] != _SAFETENSORS.get(type_name(tensor.data_type), stored.types[here]):
+        elif dtype != _SAFETENSORS.get(type_name(tensor.data_type), dtype):
             yield (
                 name,
-                (
-                    f"its data are {stored.types[here]} in {where.location}, and {type_name(tensor.data_type)} in the "
-                    f"graph; {AGAIN}"
-                ),
+                f"its data are {dtype} in {where.location}, and {type_name(tensor.data_type)} in the graph; {AGAIN}",
             )
 
 
@@ -131,25 +128,19 @@ _SAFETENSORS = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of its tensors: `starts` in the file and `types` by name, and `names` by start."""
+    """What a safetensors file says of its tensors: `stored` by name, and `names` by the byte they begin at."""
 
-    starts: dict[str, int]
-    types: dict[str, str]
+    stored: dict[str, Stored]
     names: dict[int, str]
 
 
-def safetensors_header(path: Path) -> Header | None:
-    """The header of a safetensors file; None when it does not read, or is longer than the format allows."""
+def header_of(path: Path) -> Header | None:
+    """The header of a safetensors file; None when it does not read, or names no tensor."""
     try:
-        with open(path, "rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            header = json.loads(handle.read(length)) if length <= LONGEST_HEADER else {}
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        starts = {name: 8 + length + int(entry["data_offsets"][0]) for name, entry in entries.items()}
-        types = {name: str(entry["dtype"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
+        stored = read_header(path)
+    except InputError:
         return None
-    return Header(starts, types, {start: name for name, start in reversed(starts.items())}) if starts else None
+    return Header(stored, {found.start: name for name, found in reversed(stored.items())}) if stored else None
 
 
 @rule("F406", "external-overlap")

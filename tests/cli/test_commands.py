@@ -278,6 +278,6 @@ def test_an_interrupt_says_that_the_same_command_goes_on(fp8q: Fp8q, monkeypatch
 
     monkeypatch.setattr("fp8q.cli.doctor.examine", interrupt)
     assert (
-        fp8q("doctor").complaint(code=1)
+        fp8q("doctor").complaint(code=130)
         == "interrupted; what is finished is kept, and the same command goes on from there"
     )

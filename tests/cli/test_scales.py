@@ -67,6 +67,16 @@ def test_a_graph_of_another_layout_is_not_gone_on_with(demo_run: Run, tmp_path: 
     assert not (checkpoint / "model.onnx").exists()
 
 
+def test_a_graph_of_a_damaged_checkpoint_is_not_gone_on_with(demo_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    (shard,) = run.model.glob("model-*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(demo_run.model, checkpoint, ignore=shutil.ignore_patterns("*.onnx"))
+    carry_graphs(run, checkpoint)
+    assert not (checkpoint / "model.onnx").exists()
+
+
 def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_run: Run) -> None:
     result = fp8q("inspect", demo_run.root, "--delayed", "--amax-history-len", 2, "--json")
     assert result.code == 0, result.err

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 
 from fp8q.calibrate.measure.moments import load_moments
-from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.model.weights import Weights
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions

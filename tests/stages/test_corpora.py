@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from fp8q.calibrate.measure.statistics import StatisticsRecord
-from fp8q.calibrate.model.source import Source, load_tokenizer, open_source
+from fp8q.calibrate.model.source import Source, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.corpus import encode
 from fp8q.errors import InputError
 from fp8q.files import read_document

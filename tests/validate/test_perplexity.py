@@ -1,13 +1,15 @@
 """Windows and scores: what is scored, by hand."""
 
+from math import nan
+
 import numpy as np
 import pytest
 import torch
 
 from fp8q.errors import GateError, InputError
 from fp8q.reporter import SILENT
-from fp8q.stages.validating import check_increase
-from fp8q.validate.accuracy import Accuracy, RuntimeAccuracy
+from fp8q.stages.validating import check_increase, check_numbers
+from fp8q.validate.accuracy import Accuracy, Protocol, RuntimeAccuracy
 from fp8q.validate.compare import compare
 from fp8q.validate.perplexity import cut
 
@@ -91,3 +93,21 @@ def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pyt
     alone = compare(evaluation, runtimes, 7, SILENT)
     assert alone[0] == together[0]
     np.testing.assert_array_equal(alone[1]["other"], together[1]["other"])
+
+
+def test_a_perplexity_that_is_no_number_is_no_success() -> None:
+    protocol = Protocol(dataset="text", sha256="0", tokens=1, context=2, stride=2)
+    good, bad = RuntimeAccuracy(perplexity=2.0, nll_nats=0.7), RuntimeAccuracy(perplexity=nan, nll_nats=nan)
+    check_numbers(Accuracy(protocol=protocol, runtimes={"bf16": good, "reference": good}))
+    with pytest.raises(InputError) as blamed:
+        check_numbers(Accuracy(protocol=protocol, runtimes={"reference": bad, "bf16": bad}))
+    assert str(blamed.value) == (
+        "bf16: perplexity is nan on text: the model gives no finite numbers before anything is quantized; check its "
+        "config.json and its weights"
+    )
+    with pytest.raises(GateError) as lost:
+        check_numbers(Accuracy(protocol=protocol, runtimes={"bf16": good, "reference": bad}))
+    assert str(lost.value) == (
+        "reference: perplexity is nan, and the float model's is a number; `fp8q inspect` shows what stands out, keep "
+        "modules in BF16 with --skip"
+    )

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from fp8q.calibrate.model.architecture import max_positions
-from fp8q.calibrate.model.source import Source, load_model, load_tokenizer, meta_model, open_source
+from fp8q.calibrate.model.source import Source, load_model, meta_model, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.model.weights import check_finite
 from fp8q.errors import InputError
 
@@ -265,11 +266,11 @@ def test_a_config_that_does_not_read(copy: Path, content: bytes, why: str) -> No
 
 
 def test_a_config_whose_values_make_no_model(copy: Path) -> None:
-    configure(copy, num_hidden_layers="four")
+    configure(copy, attention_bias="four")
     found = refusal(copy)
     assert found.startswith(f"{copy}/config.json: does not make a llama configuration: ")
     assert found.endswith("; copy or download it again")
-    assert "num_hidden_layers" in found
+    assert "attention_bias" in found
     assert "\n" not in found
 
 
@@ -322,7 +323,7 @@ def test_no_tokenizer(copy: Path) -> None:
 
 
 def test_a_damaged_tokenizer(copy: Path) -> None:
-    (copy / "tokenizer.json").write_text("{", encoding="utf-8")
+    (copy / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(InputError) as refused:
         load_tokenizer(open_source(str(copy)))
     assert str(refused.value).startswith(f"{copy}: its tokenizer does not load: ")

@@ -192,7 +192,9 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"w": 1}}'])
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "null", '{"weight_map": null}', '{"weight_map": {}}', '{"weight_map": {"w": 1}}']
+)
 def test_an_index_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(content, encoding="utf-8")

@@ -208,3 +208,40 @@ def test_a_template_that_reaches_for_the_machine_is_stopped_by_the_sandbox(
         f"{path}: line 1: the tokenizer's chat template refuses it: access to attribute '__class__' of 'str' object "
         "is unsafe.; mend the row, or leave it out"
     )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",  # computed while it is compiled, in one step that no signal interrupts
+    ],
+)
+def test_a_template_that_computes_for_ever_is_stopped(
+    tokenizer: PreTrainedTokenizerBase, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8q.calibrate.text.template.START", 0.3)
+    tokenizer.chat_template = template
+    with pytest.raises(InputError) as refused:
+        renderer(tokenizer, "demo")("here", CHATS[0])
+    assert str(refused.value) == (
+        "here: the tokenizer's chat template refuses it: it was stopped, since it takes longer than any template does, "
+        "or crashes; mend the row, or leave it out"
+    )
+    tokenizer.chat_template = TEMPLATE
+    assert renderer(tokenizer, "demo")("here", CHATS[0]) == RENDERED[0]
+
+
+def test_a_template_that_takes_all_memory_is_stopped(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{{ messages[0].role * 4000000000 }}"
+    with pytest.raises(InputError, match="template refuses it: MemoryError; mend the row"):
+        renderer(tokenizer, "demo")("here", CHATS[0])
+
+
+def test_a_template_renders_as_transformers_does(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{% if loop.first %}{% continue %}{% endif %}\n  {{ m | tojson(indent=2) }}"
+        "{% generation %}{{ m.content | trim | upper }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{{ tools }}"
+    )
+    expected = tokenizer.apply_chat_template(CHATS[1], tokenize=False)
+    assert renderer(tokenizer, "demo")("here", CHATS[1]) == expected

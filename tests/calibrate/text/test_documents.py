@@ -1,6 +1,7 @@
 """Text comes in five forms and reads the same; what does not read is named by line, byte or column."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -279,3 +280,61 @@ def test_json_that_python_cannot_read_is_refused_in_a_line(line: str, tmp_path: 
         InputError, match=rf"^{path}: line 1 is no JSON that can be read \(.+\); each line must be one object$"
     ):
         load_texts(str(path))
+
+
+# Texts that are none
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    for suffix in ("txt", "jsonl", "parquet"):
+        path = tmp_path / f"a.{suffix}"
+        os.mkfifo(path)
+        assert refusal(path) == f"{path}: is a FIFO, and not a file; put the file there"
+        path.unlink()
+        path.symlink_to("gone")
+        assert refusal(path) == f"{path}: is a link to a file that is not there; copy or download it again"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "offset", "likely"),
+    [
+        ("utf-16le", 1, "perhaps UTF-16; convert it with `iconv -f utf-16le -t utf-8`"),
+        ("utf-16be", 0, "perhaps UTF-16; convert it with `iconv -f utf-16be -t utf-8`"),
+    ],
+)
+def test_utf_16_without_its_mark(tmp_path: Path, encoding: str, offset: int, likely: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("plain words\n".encode(encoding))
+    assert refusal(path) == f"{path}: holds a NUL at offset {offset}, which is in no text: it is {likely}"
+
+
+def test_nul_bytes_are_in_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"plain words and one \0 among them")
+    assert refusal(tmp_path / "a.txt") == (
+        f"{tmp_path}/a.txt: holds a NUL at offset 20, which is in no text: it is binary data; give a text"
+    )
+    (tmp_path / "a.jsonl").write_text('{"text": "plain"}\n{"text": "a\\u0000b"}\n', encoding="utf-8")
+    assert refusal(tmp_path / "a.jsonl") == (
+        f"{tmp_path}/a.jsonl: line 2 holds a NUL, which is in no text, under `text`; take it out, or convert what it "
+        "was made from to UTF-8"
+    )
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "[" * 100_000, '{"features": 7}'])
+def test_a_saved_data_set_whose_description_is_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "saved"
+    datasets.Dataset.from_list([{"text": "plain words"}]).save_to_disk(str(path))
+    (path / "dataset_info.json").write_text(content, encoding="utf-8")
+    found = refusal(path)
+    assert found.startswith(f"{path}: does not read: ")
+    assert found.endswith("; save or copy it again")
+    assert "\n" not in found
+
+
+def test_rows_that_repeat_one_long_value_are_bounded(tmp_path: Path, report: "Notebook") -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x" * 1000] * 10_000}), path)  # 10 MB of text in 2 kB
+    assert path.stat().st_size < 10_000
+    texts = load_texts(str(path), Reading(limit=5_000), report)
+    assert sum(map(len, texts)) == 20_000
+    assert report.lines == [f"{path}: only its first 20,000 characters are read"]

@@ -1,5 +1,6 @@
-"""Keeping transformers quiet: what it logs, warns of and draws is ours to say, or of no use to whoever runs fp8q."""
+"""Keeping libraries quiet: what they log, warn of, draw and print is ours to say, or of no use to whoever runs fp8q."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,3 +22,23 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Keep what is written past Python off standard error: Rust's libraries print a panic before they raise it, and all
+    of a vocabulary's holes.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed: nothing to keep quiet
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)

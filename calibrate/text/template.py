@@ -1,0 +1,140 @@
+"""A tokenizer's chat template, run in a process of its own that can be ended.
+
+A template is a program of somebody else's. Jinja's sandbox keeps it from the machine, and not from the processor or the
+memory: two loops inside each other, or `9 ** (9 ** 9)`, which Jinja computes before the template runs, never come to an
+end, and no signal interrupts a product of large integers. So it runs in a child, which has so much memory beyond its
+own, and is killed when its time is up: `START` seconds, and `EACH` for every row that it has rendered.
+
+The child is this file. It is started once for each process that renders, when it first does, and told the template
+again whenever that changes.
+"""
+
+import atexit
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from datetime import datetime
+from functools import cache
+from typing import IO, Any, TextIO
+
+#: Seconds that a template may take in all, to begin with and for every row; real ones take some 0.5 ms a row.
+START, EACH = 20.0, 0.02
+#: Seconds for the child to import transformers on a busy machine.
+WAKE = 300.0
+#: Bytes that the child may have beyond what it has when it begins, and characters that a row may become.
+MEMORY, CHARACTERS = 2 << 30, 64 << 20
+#: What templates are told the date is: the one that Llama 3.1's falls back to.
+DATE = datetime(2024, 7, 26)  # noqa: DTZ001  # a date, in no place's time
+
+
+class TemplateError(Exception):
+    """The template refused a row, or was stopped."""
+
+
+class Template:
+    """One template, with the special tokens that it is told; `render` gives each list of messages as text."""
+
+    def __init__(self, source: str, tokens: dict[str, Any]):
+        """Nothing runs before the first `render`."""
+        self.told = {"template": source, "tokens": tokens}
+        self.allowed = START
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The text of `messages`. Raises TemplateError, saying why, when there is none."""
+        child, begun = _child(os.getpid()), time.monotonic()
+        answer = child.asked({**self.told, "messages": messages}, self.allowed)
+        self.allowed += EACH - (time.monotonic() - begun)
+        if answer is None:
+            _child.cache_clear()
+            raise TemplateError("it was stopped, since it takes longer than any template does, or crashes")
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return str(answer["text"])
+
+
+class Child:
+    """The process that renders."""
+
+    def __init__(self) -> None:
+        """Start it, and wait until it has imported what it needs."""
+        command = [sys.executable, "-P", __file__]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        atexit.register(self.close)
+        if self._line(WAKE) is None:
+            raise TemplateError("the process that renders it does not start")
+
+    def asked(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Its answer; None, and it is gone, when there is none within `seconds`."""
+        try:
+            _stream(self.process.stdin).write(json.dumps(question, default=str).encode() + b"\n")
+            _stream(self.process.stdin).flush()
+            line = self._line(max(seconds, 0.1))
+        except OSError:  # it died
+            line = None
+        if line is None:
+            self.close()
+            return None
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _line(self, seconds: float) -> bytes | None:
+        end, parts, stream = time.monotonic() + seconds, list[bytes](), _stream(self.process.stdout)
+        while not parts or not parts[-1].endswith(b"\n"):
+            ready, _, _ = select.select([stream], [], [], max(end - time.monotonic(), 0))
+            part = os.read(stream.fileno(), 1 << 20) if ready else b""
+            if not part:
+                return None
+            parts.append(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """End it."""
+        atexit.unregister(self.close)
+        self.process.kill()
+        self.process.communicate()
+
+
+@cache
+def _child(process: int) -> Child:
+    """The child of this `process`: one that was forked since has its own."""
+    return Child()
+
+
+def _stream(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None, "both are pipes"
+    return stream
+
+
+def serve(questions: TextIO, answers: TextIO) -> None:
+    """What the child does: a line of JSON for a line of JSON, until there are no more."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as sizes:
+        pages = sizes.read().split()
+    if pages:
+        limit = int(pages[0]) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    print("{}", file=answers, flush=True)
+    for line in questions:
+        asked = json.loads(line)
+        try:
+            rendered = render_jinja_template(
+                [asked["messages"]], chat_template=asked["template"], strftime_now=DATE.strftime, **asked["tokens"]
+            )
+            text = rendered[0][0]
+            if len(text) > CHARACTERS:
+                raise ValueError(f"it makes {len(text):,} characters of one row")
+            answer = {"text": text}
+        except Exception as error:  # noqa: BLE001  # a template is a program, and may raise anything
+            answer = {"error": str(error) or type(error).__name__}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)
