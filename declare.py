@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, convert
 
 from .errors import InputError
 
@@ -39,6 +39,15 @@ class FromText:
         return self.rule(tokens[0].keyword, tokens[0].value)
 
 
+def as_written(hint: Any, tokens: Sequence[Any]) -> Any:
+    """The value of an option as cyclopts reads it, but for whole numbers: it takes 3.7 for 4, and `none` for nothing
+    given.
+    """
+    if hint is int and not re.fullmatch(r"[+-]?[0-9]{1,99}", tokens[0].value):
+        raise InputError(f"{tokens[0].keyword} {tokens[0].value}: is no whole number; give one such as 8")
+    return convert(hint, tokens)
+
+
 def option(
     panel: Group,
     help: str,
@@ -55,8 +64,7 @@ def option(
     """
     if default is not None:  # what is left out, a class may say for all its fields
         more |= {"show_default": default}
-    if text:
-        more |= {"converter": FromText(text), "n_tokens": 1}
+    more |= {"converter": FromText(text), "n_tokens": 1} if text else {"converter": as_written}
     return Parameter(group=panel, help=help, metavar=unit, **more)
 
 

@@ -89,7 +89,7 @@ def launch(words: Sequence[str]) -> int:
                 "or unset RANK"
             )
         if getattr(given.arguments.get("common"), "print_config", False):
-            sys.stdout.write(config.written(arguments, given, name))
+            sys.stdout.write(config.written(arguments, given, name) if place().rank == 0 else "")
             return 0
     action(*given.args, **given.kwargs)
     return 0

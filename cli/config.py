@@ -172,7 +172,8 @@ def written(arguments: ArgumentCollection, given: BoundArguments, command: str) 
             continue
         owner = reduce(getattr, argument.keys[:-1], given.arguments[root])
         value = getattr(owner, argument.keys[-1]) if argument.keys else owner
-        if argument.tokens or not (said := unsaid(argument, owner, value)):
+        said = unsaid(argument, owner, value)
+        if said is None or (argument.tokens and value is not None):
             lines.append(f"{name} = {toml(argument, value)}")
         else:
             lines.append(f"# {name}: {said}")

@@ -16,23 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import visible
 from . import progress
 
 #: Columns of a table that no terminal bounds.
 PIPE_WIDTH = 200
 #: The most characters of a line, and how many are kept of one that has more, at its beginning and its end.
 LONGEST, HEAD, TAIL = 1500, 1000, 400
-
-
-def visible(text: str) -> str:
-    """`text` with all that is no printable character as Python's escape of it: controls (C0, C1, of direction, of zero
-    width), the bytes of names that are not UTF-8, every space but the plain one.
-    """
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    )
 
 
 def one_line(text: str) -> str:

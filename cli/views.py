@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Fp8qError
+from ..errors import Fp8qError, visible
 from ..run import Run
 from ..validate.columns import (
     Table,
@@ -25,7 +25,6 @@ from ..validate.columns import (
     wide_cache_table,
 )
 from ..validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
-from .console import visible
 
 if TYPE_CHECKING:
     from ..api import Inspection
@@ -187,7 +186,12 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
     from ..export.names import product_of
 
     for view in found:
-        codes = f"; the codes of {view.codes_found} weights found in it" if view.codes_found is not None else ""
+        codes = (
+            f"; {view.codes_found} multiply the run's codes, {view.factors_found} have its factors s_x · s_w behind "
+            f"them, {view.inputs_found} its input scale before them"
+            if view.codes_found is not None
+            else ""
+        )
         told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
         head = (
             f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised "
@@ -219,6 +223,13 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
             reason = "the weights' scales are per tensor, or narrower than FP32"
             narrow = [(module, reason) for module in view.narrow]
             speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
+        differs = [
+            (row.module, row.profile, row.what, row.found, row.expected if row.told else "cannot be told")
+            for row in view.differences
+        ]
+        if differs:
+            title = f"{view.target}: what is not this run's, or cannot be told"
+            speak.table(title, ("module", "profile", "of it", "the engine", "the run"), alike(differs))
         if wide:
             speak.table(
                 f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide)

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 
 from ..calibrate.given import read_json
-from ..calibrate.model.architecture import max_positions
 from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
 from ..calibrate.model.weights import Weights
@@ -180,9 +179,9 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
     config = read_json(source.path / "config.json")
     for key in ("torch_dtype", "transformers_weights"):  # said below, and of files that are not copied
         config.pop(key, None)
-    if source.max_positions is not None and max_positions(config) is None:
-        # transformers' default for the class, which whoever has no transformers would not know
-        config["max_position_embeddings"] = source.max_positions
+    if source.max_positions is not None:
+        # by one name for whoever has no transformers, which knows the others and each class's default
+        config.setdefault("max_position_embeddings", source.max_positions)
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: What configurations call the number of positions a model was made for.
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+#: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
+#: called it.
+POSITIONS = "max_position_embeddings"
 
 
 class ModelFileError(ValueError):
@@ -49,18 +50,14 @@ class Vocabulary:
         generation = directory / "generation_config.json"
         tokens = config | (_read_json(generation) if generation.is_file() else {})
         text = config.get("text_config", config)  # models of text and images keep the language model's numbers there
-        positions = next((int(text[key]) for key in POSITIONS if text.get(key)), None)
-        if positions is None:
-            raise ModelFileError(
-                f"{directory / 'config.json'}: names no number of positions ({', '.join(POSITIONS)}); add "
-                "max_position_embeddings"
-            )
+        if not text.get(POSITIONS):
+            raise ModelFileError(f"{directory / 'config.json'}: names no number of positions; add {POSITIONS}")
         end = tokens.get("eos_token_id")
         return cls(
             _read_tokenizer(directory / "tokenizer.json"),
             tokens.get("bos_token_id"),
             frozenset(_as_list(end)),
-            positions,
+            int(text[POSITIONS]),
         )
 
     def encode(self, prompt: str) -> list[int]:

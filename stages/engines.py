@@ -17,8 +17,9 @@ from ..run import Run
 if TYPE_CHECKING:
     from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
     from ..export.engine.info import EngineInfo
+    from ..export.engine.numbers import Difference
     from ..export.engine.plan import Plan
-    from ..export.lint.indexed import Indexed
+    from ..export.engine.proof import Pledge
     from ..quantize.scales import Scales
 
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 class EngineView:
     """What one engine runs.
 
-    `unknown`: why that cannot be told, where it cannot; `codes_found`: promised weights whose FP8 codes lie in the
-    engine (None: not looked for).
+    `unknown`: why that cannot be told, where it cannot; `codes_found`, `factors_found` and `inputs_found`: FP8 products
+    that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and whose input
+    was quantized with the run's scale (None: not looked for); `differences`: what is otherwise, or cannot be told.
     """
 
     file: str
@@ -41,6 +43,9 @@ class EngineView:
     fp8_products: int
     codes_found: int | None
     codes_missing: tuple[str, ...]
+    factors_found: int | None
+    inputs_found: int | None
+    differences: "tuple[Difference, ...]"
     narrow: tuple[str, ...]
     products: "tuple[ProductRow, ...]"
     attention: "tuple[AttentionRow, ...]"
@@ -52,11 +57,11 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     the one target.
 
     Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built
-    from other files than the run has now: scales of activations are numbers that the program of an engine does not
-    tell, so only the record does.
+    from other files than the run has now.
     """
     from ..export.engine.info import load_engines
-    from ..export.lint.check import sound_graph
+    from ..export.engine.proof import Pledge
+    from ..export.lint.check import promised_attention, sound_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -71,7 +76,8 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
     scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
-    return [view(info, engine_file(run, info, plan), scales, graph) for info in chosen]
+    pledge = Pledge(scales.promised, graph, tuple(scales.kv_cache), promised_attention(run))
+    return [view(info, engine_file(run, info, plan), pledge, scales) for info in chosen]
 
 
 def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
@@ -83,36 +89,39 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
     return plan
 
 
-def view(info: "EngineInfo", file: Path, scales: "Scales", graph: "Indexed") -> EngineView:
+def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
     """Read one engine."""
-    from ..export import names
     from ..export.engine.anatomy import attention_rows, product_rows, wide_rows
-    from ..export.engine.codes import modules_held
-    from ..export.engine.plan import evidence
+    from ..export.engine.numbers import CODES, FACTORS, INPUT
+    from ..export.engine.proof import prove
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
     plan, reason = read(info, data)
     profiles = [profile.name for profile in info.profiles]
-    found = evidence(plan, {names.matmul(module): module for module in scales.promised}, len(profiles))
-    held = dict(modules_held(data, graph, scales.promised)) if info.runtime == "tensorrt-rtx" else None
+    proof = prove(data.data, plan, pledge, profiles)
+    found = proof.evidence
     if found.kind == "unknown" and reason is None:
         reason = next(iter(found.wide.values()), "it shows no promised product")
+    skipped = {module: skipped.reason for module, skipped in scales.skipped.items()}
     return EngineView(
-        str(file),
-        info.runtime,
-        info.version,
-        info.target,
-        len(data),
-        found.kind,
-        reason,
-        len(scales.promised),
-        len(found.fp8),
-        None if held is None else sum(held.values()),
-        tuple(module for module, there in (held or {}).items() if not there),
-        tuple(sorted(found.narrow)),
-        tuple(product_rows(plan, profiles)) if plan else (),
-        tuple(attention_rows(plan, profiles)) if plan else (),
-        tuple(wide_rows(plan, found, graph, {module: skipped.reason for module, skipped in scales.skipped.items()})),
+        file=str(file),
+        runtime=info.runtime,
+        version=info.version,
+        target=info.target,
+        bytes=len(data),
+        evidence=found.kind,
+        unknown=reason,
+        promised_products=len(pledge.modules),
+        fp8_products=len(found.fp8),
+        codes_found=proof.found(CODES),
+        codes_missing=tuple(dict.fromkeys(each.module for each in proof.differences if each.what == CODES)),
+        factors_found=proof.found(FACTORS),
+        inputs_found=proof.found(INPUT),
+        differences=proof.differences,
+        narrow=tuple(sorted(found.narrow)),
+        products=tuple(product_rows(plan, profiles)) if plan else (),
+        attention=tuple(attention_rows(plan, profiles)) if plan else (),
+        wide=tuple(wide_rows(plan, found, pledge.graph, skipped)),
     )
 
 
@@ -136,9 +145,10 @@ def read(
 
 def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
     """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised
-    products in FP8, on this model's codes.
+    products in FP8, on this model's codes and scales, with the cache and the attention that the run promises.
     """
-    from ..export.engine.info import listed
+    from ..export.engine.info import shortfall
+    from ..export.engine.proof import broken
 
     for view in views:
         asked = f"--min-fp8-share {min_fp8_share:g}"
@@ -147,15 +157,16 @@ def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
                 f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet {asked}; "
                 "build it again with `fp8q build-engine`"
             )
-        if view.fp8_products / view.promised_products < min_fp8_share:
-            wide = [row.product for row in view.wide if row.promised]
+        wide = [row.product for row in view.wide if row.promised]
+        if short := shortfall(view.promised_products, wide, view.narrow, min_fp8_share):
             raise GateError(
-                f"{view.target}: {view.fp8_products} of {view.promised_products} promised products take FP8 on both "
-                f"sides, less than {asked}; wide: {listed(wide)}; "
-                f"`fp8q export` and `fp8q build-engine` again, or accept it with a smaller share"
+                f"{view.target}: {short}; `fp8q export` and `fp8q build-engine` again, or accept it with a smaller "
+                "share"
             )
-        if view.codes_missing and min_fp8_share > 0:
+        if (found := broken(view.differences)) and min_fp8_share > 0:
+            first, *others = found
+            more = f" ({len(others)} more, --json has all)" if others else ""
             raise GateError(
-                f"{view.target}: {view.file} does not hold the FP8 codes of {listed(view.codes_missing)}: it is an "
-                "engine of other weights; build it again with `fp8q build-engine`"
+                f"{view.target}: {view.file} is not the engine of this run: {first}{more}; build it again with `fp8q "
+                "build-engine`"
             )

@@ -24,8 +24,8 @@ ELSEWHERE = {
     "configuration_files": "has transformers read another file in its place",
     "fusion_config": "has transformers replace parts of the model",
 }
-#: More experts than any model has: a skeleton makes a module of each.
-EXPERTS = 1024
+#: More experts than any model has (Doge's configuration says 16,384): a skeleton may make a module of each.
+EXPERTS = 1 << 16
 LARGEST_INT = 2**31 - 1
 _SIZE = re.compile(r"(\w+_(size|dim|heads|rank|groups)|n_(embd|inner|head|heads)|d_(model|ff|kv))")
 _NO_SIZE = re.compile(r"window|chunk|block|batch|cache|image|patch|kernel")

@@ -182,6 +182,7 @@ def build_engine(
         promised_products=len(promised),
         fp8_products=len(found.fp8),
         wide_products=[module for module in promised if module not in found.fp8],
+        narrow_products=[module for module in promised if module in found.narrow],
         evidence=kind,
         profiles=list(job.profiles),
         build_seconds=seconds,

@@ -29,6 +29,9 @@ class EngineInfo(Strict):
     promised_products: int = Field(description="modules that scales.json promises on FP8")
     fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
     wide_products: list[str] = Field(description="the others")
+    narrow_products: list[str] = Field(
+        default=[], description="those of fp8_products that answer in less than FP32, and so do not count as promised"
+    )
     ran: dict[str, int] | None = Field(
         default=None, description="of an engine that promises none: how many modules' products are of which types"
     )
@@ -69,20 +72,31 @@ def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
     An engine that cannot be read has no share: it passes only where none is asked for (0).
     """
     for info in engines:
-        share = info.fp8_products / info.promised_products
         if info.evidence == "unknown" and min_fp8_share > 0:
             raise GateError(
                 f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told "
                 f"from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
                 f"use the version that fp8q pins, or accept it with --min-fp8-share 0"
             )
-        if share < min_fp8_share:
+        if short := shortfall(info.promised_products, info.wide_products, info.narrow_products, min_fp8_share):
             raise GateError(
-                f"{info.target}: {info.fp8_products} of {info.promised_products} promised products take FP8 on both "
-                f"sides, less than --min-fp8-share {min_fp8_share:g}; "
-                f"wide: {listed(info.wide_products)}; the engine is kept, `fp8q export` again or accept it with a "
-                "smaller share"
+                f"{info.target}: {short}; the engine is kept, `fp8q export` again or accept it with a smaller share"
             )
+
+
+def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8_share: float) -> str | None:
+    """Why fewer than `min_fp8_share` (a fraction) of the `promised` products run as promised; None where enough do.
+
+    `wide` are not FP8 on both sides, `narrow` are and answer in less than FP32; neither counts.
+    """
+    if (promised - len(wide) - len(narrow)) / promised >= min_fp8_share:
+        return None
+    named = [f"{word}: {listed(those)}" for word, those in (("wide", wide), ("narrow", narrow)) if those]
+    answers = f" and {len(narrow)} of them answer in less than FP32" if narrow else ""
+    return (
+        f"{promised - len(wide)} of {promised} promised products take FP8 on both sides{answers}, less than "
+        f"--min-fp8-share {min_fp8_share:g}; {'; '.join(named)}"
+    )
 
 
 def listed(items: Sequence[str]) -> str:

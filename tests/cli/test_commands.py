@@ -199,9 +199,12 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
         (["calibrat"], 'Unknown command "calibrat". Did you mean "calibrate"? Available commands: run, calibrate, '),
         (["export", "run", "--nonsense"], "Unknown option: --nonsense. See `fp8q --help`, or --help after a command."),
         (["validate", "m", "--contxet", "3"], "Unknown option: --contxet. Did you mean --context? See `fp8q --help`"),
+        (["validate", "run", "--context", "x"], "--context x: is no whole number; give one such as 8"),
+        (["validate", "run", "--context", "3.7"], "--context 3.7: is no whole number; give one such as 8"),
+        (["validate", "run", "--context", "none"], "--context none: is no whole number; give one such as 8"),
         (
-            ["validate", "run", "--context", "x"],
-            'Invalid value for --context: unable to convert "x" into int. See `fp8q',
+            ["scales", "run", "--percentile", "x"],
+            'Invalid value for --percentile: unable to convert "x" into float. See `fp8q --help`, or --help after a ',
         ),
         (
             ["scales", "run", "--method", "maximum"],

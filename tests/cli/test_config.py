@@ -197,11 +197,11 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
     assert not (tmp_path / "run").exists()
 
 
-def test_a_name_that_is_no_unicode_is_not_written(fp8q: Fp8q, tmp_path: Path) -> None:
-    line = fp8q("export", f"{tmp_path}/\udcff", "--print-config").complaint()
-    assert line == (
-        f"{tmp_path}/\\udcff: is no text in UTF-8, and names are kept in files that are; rename what is called so"
-    )
+def test_a_place_that_is_no_unicode_is_not_written(fp8q: Fp8q, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "\udcff").mkdir()
+    monkeypatch.chdir(tmp_path / "\udcff")
+    line = fp8q("export", "run", "--print-config").complaint()
+    assert line == f"RUN '{tmp_path}/\\udcff/run': is no Unicode, which TOML is written in; give another"
 
 
 COUNTS = st.none() | st.integers(1, 2**31 - 1)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import strategies
 
 from fp8q.cli import console, views
-from fp8q.cli.console import Terminal, one_line, visible
+from fp8q.cli.console import Terminal, one_line
+from fp8q.errors import visible
 from fp8q.export.lint.rules import Finding
 from fp8q.stages.linting import Linted
 

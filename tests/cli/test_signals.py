@@ -259,7 +259,7 @@ def test_a_stream_that_is_interrupted_goes_on_and_ends_the_same(
 ) -> None:
     def command(run: Run) -> list[str]:
         texts = ["--data", str(demo_texts.calibration), "--eval-data", str(demo_texts.evaluation)]
-        sizes = ["--samples", "24", "--seq-len", "256", "--batches", "0:6", "--stream"]
+        sizes = ["--samples", "48", "--seq-len", "128", "--batches", "0:6", "--stream"]
         here = [sys.executable, "-m", "fp8q", "calibrate", str(demo_checkpoint)]
         return [*here, *texts, *sizes, "--out", str(run.root)]
 

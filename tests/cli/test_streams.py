@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-#: A command that is quick and prints a table, help, or wrong usage.
-TABLE, HELP, WRONG = ["doctor"], ["--help"], ["nonsense"]
-NO_SUCH_COMMAND = "fp8q: No such command 'nonsense'. See `fp8q --help`, or --help after a command.\n"
+#: A command that is quick and prints a table, help, or what is wrong.
+TABLE, HELP, WRONG = ["doctor"], ["--help"], ["inspect", "nowhere"]
+NOWHERE = (
+    "fp8q: nowhere: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out nowhere`\n"
+)
 
 
 def shell(line: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +43,7 @@ def test_messages_that_nobody_takes_are_lost_and_the_exit_code_stays(line: str) 
 
 
 def test_a_closed_standard_input_is_no_concern() -> None:
-    assert shell("fp8q <&-", *WRONG).stderr == NO_SUCH_COMMAND
+    assert shell("fp8q <&-", *WRONG).stderr == NOWHERE
     assert shell("fp8q <&- >&- 2>&-", *TABLE).returncode == 1
 
 

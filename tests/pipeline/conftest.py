@@ -160,3 +160,19 @@ def two_implementations() -> ModuleType:
     sys.modules[spec.name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="package")
+def attention_run(
+    tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any
+) -> Run:
+    """A Llama of one layer with a cache in FP8, two query heads to a key head, exported with attention in FP8."""
+    folder = tmp_path_factory.mktemp("attention")
+    model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
+    texts = [folder / "calibration.txt", folder / "evaluation.txt"]
+    for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
+        path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
+    return api.calibrate(
+        str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8")
+    )

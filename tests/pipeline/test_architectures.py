@@ -30,6 +30,7 @@ from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
+from fp8q.stages.engines import check_views
 from fp8q.validate.accuracy import load_accuracy
 
 PROMPTS = (5, 9, 2)
@@ -237,6 +238,12 @@ def test_tensorrt_rtx_builds_it_with_every_promised_product_in_fp8(finished: Any
     assert (engine.promised_products, engine.fp8_products, engine.wide_products, engine.evidence) == (
         len(load_scales(finished.run).weights), len(load_scales(finished.run).weights), [], "plan"
     )  # fmt: skip
+    (view,) = api.engine(finished.run.root)
+    check_views([view], 1.0)
+    assert (view.codes_found, view.factors_found) == (engine.promised_products, engine.promised_products)
+    # of heads too small for a fused kernel, attention in decoding has the scale of what it gives in its own code
+    small = finished.architecture.name == "stories260k"
+    assert {each.module.rpartition(".")[2] for each in view.differences} == ({"o_proj"} if small else set())
 
 
 def test_perplexity_stays_near_bf16_and_the_runtimes_agree(finished: Any) -> None:

@@ -1,7 +1,6 @@
 """`--attention fp8`: both products of attention on codes, from the queries' statistics to the engine."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_arrays, load_statistics
 from fp8q.errors import InputError
 from fp8q.export.engine.build import build_engines
-from fp8q.export.engine.plan import read_plan
 from fp8q.files import read_document
 from fp8q.quantize.attention import attention_on_codes
 from fp8q.quantize.formats import E4M3
@@ -33,18 +31,10 @@ from fp8q.stages.corpora import load_tokens
 ATTENTION = "model.layers.0.self_attn"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
-    """A Llama of one layer with a cache in FP8, two query heads to a key head, exported with attention in FP8."""
-    folder = tmp_path_factory.mktemp("attention")
-    model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
-    texts = [folder / "calibration.txt", folder / "evaluation.txt"]
-    for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
-        path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
-    options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
-    return api.calibrate(
-        str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8")
-    )
+@pytest.fixture
+def run(attention_run: Run) -> Run:
+    """A Llama of one layer with cache and attention in FP8; read only."""
+    return attention_run
 
 
 @pytest.fixture
@@ -142,28 +132,6 @@ def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
         difference = np.abs(logits - expected).max(-1)
         assert (difference < 1e-4).mean() > 0.7  # a code that rounds the other way changes the positions behind it
         assert difference[:, 0].max() < 1e-4
-
-
-def test_the_engine_multiplies_codes_in_two_products(copied: Run, fp8q: Callable[..., Any]) -> None:
-    options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89", "sm120"), max_seq_len=64)
-    assert [engine.fp8_products for engine in api.build_engine(copied.root, options)] == [7, 7]
-    for target in options.targets:
-        plan = read_plan((copied.engines / f"{target}.plan").read_bytes())
-        assert plan is not None
-        for profile in plan.profiles:
-            for product in ("scores", "values"):
-                (found,) = plan.products(f"{ATTENTION}.attention_{product}", profile)
-                assert found.fp8
-    shown = fp8q("engine", copied.root).out
-    for product in ("scores", "values"):
-        assert (
-            len(
-                re.findall(
-                    rf"^{ATTENTION}\.attention_{product} +(?:prefill|decode) +fp8 × fp8 -> ", shown, re.MULTILINE
-                )
-            )
-            == 4
-        )
 
 
 def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.quantize.baselines import write_bf16
@@ -72,3 +72,15 @@ def test_weights_in_another_type_are_cast_to_bf16(tmp_path: Path, demo_checkpoin
         assert written[name].dtype == torch.bfloat16
         assert written[name].equal(tensor.to(torch.bfloat16))
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_positions_are_written_by_one_name_and_mean_the_same_to_transformers(
+    tmp_path: Path, demo_checkpoint: Path
+) -> None:
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=48)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_bytes((demo_checkpoint / "tokenizer.json").read_bytes())
+    write_bf16(open_source(str(tmp_path / "source")), tmp_path / "bf16", SILENT)
+    written = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert (written["n_positions"], written["max_position_embeddings"]) == (48, 48)
+    assert AutoConfig.from_pretrained(tmp_path / "bf16").n_positions == 48

@@ -215,17 +215,36 @@ def test_a_checkpoint_without_a_generation_config_has_none_in_the_repository(cou
     assert not [name for name in write(counting_run) if "generation_config" in name]
 
 
-def test_weights_that_lie_elsewhere_are_refused(counting_run: Run, tmp_path: Path) -> None:
-    assert external_data(counting_run.onnx_fp32) == ["model-00001-of-00001.safetensors"]
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (
+            "../weights.safetensors",
+            (
+                "F401 external-location: {name}: its data lie in ../weights.safetensors, outside the graph's "
+                "directory; put the file beside the graph"
+            ),
+        ),
+        (
+            "below/weights.safetensors",
+            "keeps weights in below/weights.safetensors, which is not beside it; export it again with `fp8q export`",
+        ),
+    ],
+)
+def test_weights_that_lie_elsewhere_are_refused(counting_run: Run, tmp_path: Path, place: str, why: str) -> None:
+    (weights,) = external_data(counting_run.onnx_fp32)
+    assert weights == "model-00001-of-00001.safetensors"
+    (tmp_path / "below").mkdir()
+    for copy in (tmp_path / weights, tmp_path / "below" / "weights.safetensors"):
+        copy.write_bytes((counting_run.model / weights).read_bytes())
     model = onnx.load(counting_run.onnx_fp32, load_external_data=False)
-    model.graph.initializer[0].external_data[0].value = "../weights.safetensors"
+    moved = model.graph.initializer[0]
+    moved.external_data[0].value = place
     path = tmp_path / "elsewhere.onnx"
     path.write_bytes(model.SerializeToString())
     with pytest.raises(InputError) as raised:
         external_data(path)
-    assert str(raised.value) == (
-        f"{path}: keeps weights in ../weights.safetensors, which is not beside it; export it again with `fp8q export`"
-    )
+    assert str(raised.value) == f"{path}: {why.format(name=moved.name)}"
 
 
 @pytest.mark.parametrize("module", ["tritonclient.grpc", "google.protobuf"])

@@ -161,7 +161,7 @@ def write(directory: Path, tokenizer: Tokenizer = FALLBACK, **documents: Any) ->
 def test_the_tokens_that_end_a_text_come_from_the_generation_config_first(
     tmp_path: Path, config: dict[str, Any], generation_config: dict[str, Any] | None, end: set[int]
 ) -> None:
-    documents = {"config": {"n_positions": 9} | config} | (
+    documents = {"config": {"max_position_embeddings": 9} | config} | (
         {"generation_config": generation_config} if generation_config else {}
     )
     vocabulary = Vocabulary.read(write(tmp_path, **documents))
@@ -174,7 +174,7 @@ def test_the_positions_of_a_text_model_within_another_are_found(tmp_path: Path) 
 
 
 def test_a_prompt_begins_once(tmp_path: Path) -> None:
-    vocabulary = Vocabulary.read(write(tmp_path, config={"n_positions": 9, "bos_token_id": 1}))
+    vocabulary = Vocabulary.read(write(tmp_path, config={"max_position_embeddings": 9, "bos_token_id": 1}))
     a = FALLBACK.token_to_id("▁a")
     assert vocabulary.encode("a") == [1, a]
     assert FALLBACK.encode("<s>a").ids.count(1) == 2
@@ -185,7 +185,7 @@ def test_a_tokenizer_saved_with_truncation_and_padding_does_neither(tmp_path: Pa
     tokenizer = byte_fallback()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=4)
-    vocabulary = Vocabulary.read(write(tmp_path, tokenizer, config={"n_positions": 9}))
+    vocabulary = Vocabulary.read(write(tmp_path, tokenizer, config={"max_position_embeddings": 9}))
     assert len(vocabulary.encode("a")) == 2
     assert len(vocabulary.encode("a b a b a b")) > 4
 
@@ -206,11 +206,8 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch
     config.write_text("[]")
     assert message() == f"{config}: holds no JSON object; copy it again from the model"
     config.write_text("{}")
-    assert message() == (
-        f"{config}: names no number of positions (max_position_embeddings, n_positions, max_seq_len, "
-        "max_sequence_length, seq_length); add max_position_embeddings"
-    )
-    config.write_text('{"n_positions": 9}')
+    assert message() == f"{config}: names no number of positions; add max_position_embeddings"
+    config.write_text('{"max_position_embeddings": 9}')
     assert message() == f"{tokenizer}: there is no such file; copy it from the model"
     tokenizer.write_text("{}")
     assert message().startswith(f"{tokenizer}: tokenizers cannot read it (")

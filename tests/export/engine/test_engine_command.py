@@ -102,6 +102,13 @@ def other_codes(model: ModelProto, directory: Path) -> None:
             tensor.CopyFrom(numpy_helper.from_array(codes.view(ml_dtypes.float8_e4m3fn), tensor.name))
 
 
+def layers_exchanged(model: ModelProto, directory: Path) -> None:
+    """Two layers' weights, codes and scales."""
+    first, second = (named(model, f"{LAYER[:-1]}{at}.mlp.down_proj.weight.dequantize")[0] for at in (1, 2))
+    kept = list(first.input)
+    first.input[:], second.input[:] = second.input, kept
+
+
 def unchanged(model: ModelProto, directory: Path) -> None:
     """As fp8q exported it."""
 
@@ -166,7 +173,8 @@ def test_a_good_engine_shows_every_product_on_fp8_and_passes(
             28,
             28,
         )
-        assert (view["codes_found"], view["codes_missing"], view["narrow"]) == (28, [], [])
+        assert [view[f"{what}_found"] for what in ("codes", "factors", "inputs")] == [28, 28, 28]
+        assert (view["codes_missing"], view["differences"], view["narrow"]) == ([], [], [])
         for profile in ("prefill", "decode"):
             products = {
                 row["module"]: row for row in view["products"] if row["profile"] == profile and row["module"] in modules
@@ -208,7 +216,8 @@ def test_people_see_layers_that_run_alike_in_one_row(fp8q: Fp8q, demo_run: Run) 
     for target in TARGETS:
         assert (
             f"{target}, tensorrt-rtx 1.7.1.116: 28 of 28 promised products on FP8 codes on both sides (read from the "
-            "engine's plan); the codes of 28 weights found in it"
+            "engine's plan); 28 multiply the run's codes, 28 have its factors s_x · s_w behind them, 28 its input "
+            "scale before them"
         ) in result.out
     assert "model.layers.*.mlp.down_proj (3)" in result.out
     assert "model.layers.*.self_attn (4)" in result.out
@@ -221,7 +230,7 @@ def test_people_see_layers_that_run_alike_in_one_row(fp8q: Fp8q, demo_run: Run) 
 def test_fp8_weights_alone_are_told(fp8q: Fp8q, demo_run: Run, built: Built, modules: list[str], target: str) -> None:
     code, view, error = shown(fp8q, demo_run, target, built(no_activation_quantized, target))
     assert (code, view["evidence"], view["fp8_products"]) == (3, "plan", 0)
-    assert view["codes_found"] == 28  # the codes are all there, and the size is that of an FP8 engine: neither tells
+    assert view["codes_found"] == 0  # all codes are in it, and the size is that of an FP8 engine: no product takes them
     assert [row["product"] for row in view["wide"] if row["promised"]] == modules
     assert view["wide"][0]["reason"] == (
         "bf16 × bf16 -> bf16 in profile 0; model.onnx has Q/DQ on both sides, so the engine is of another graph, or "
@@ -263,8 +272,13 @@ def test_where_weights_outweigh_the_program_bf16_takes_a_byte_more_for_each(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_scales_in_bf16_are_told(fp8q: Fp8q, demo_run: Run, built: Built, modules: list[str], target: str) -> None:
-    code, view, _ = shown(fp8q, demo_run, target, built(scales_in_bf16, target))
-    assert (code, view["fp8_products"], view["narrow"]) == (0, 28, sorted(modules))
+    code, view, error = shown(fp8q, demo_run, target, built(scales_in_bf16, target))
+    assert (code, view["fp8_products"], view["narrow"], view["codes_found"]) == (3, 28, sorted(modules), 0)
+    assert error.startswith(
+        f"fp8q: {target}: 28 of 28 promised products take FP8 on both sides and 28 of them answer in less than FP32, "
+        "less than --min-fp8-share 1; narrow: model.layers.0.mlp.down_proj, "
+    )
+    assert shown(fp8q, demo_run, target, built(scales_in_bf16, target), "--min-fp8-share", "0")[0] == 0
     result = fp8q("engine", demo_run.root, "--target", target, "--plan", built(scales_in_bf16, target))
     assert f"{target}: FP8 products that answer in less than FP32" in result.out
     assert re.search(
@@ -279,8 +293,19 @@ def test_one_other_code_of_the_same_model_is_told(fp8q: Fp8q, demo_run: Run, bui
     code, view, error = shown(fp8q, demo_run, target, plan)
     assert (code, view["fp8_products"], view["codes_found"], view["codes_missing"]) == (3, 28, 27, [DOWN])
     assert error == (
-        f"fp8q: {target}: {plan} does not hold the FP8 codes of {DOWN}: it is an engine of other weights; build it "
-        "again with `fp8q build-engine`"
+        f"fp8q: {target}: {plan} is not the engine of this run: {DOWN}: its product multiplies 1 codes of 180224 that "
+        "are others, and the run has its own in model.onnx; build it again with `fp8q build-engine`"
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_layers_that_are_exchanged_are_told(fp8q: Fp8q, demo_run: Run, built: Built, target: str) -> None:
+    plan, other = built(layers_exchanged, target), DOWN.replace(".1.", ".2.")
+    code, view, error = shown(fp8q, demo_run, target, plan)
+    assert (code, view["fp8_products"], view["codes_found"], view["codes_missing"]) == (3, 28, 26, [DOWN, other])
+    assert error.startswith(
+        f"fp8q: {target}: {plan} is not the engine of this run: {DOWN}: its product multiplies the codes of {other}, "
+        "and the run has its own in model.onnx (3 more, --json has all); "
     )
 
 
@@ -290,7 +315,7 @@ def test_an_engine_of_another_model_is_unknown(
     plan = tmp_path / "other.plan"
     plan.write_bytes(engine_of("sm89")[1].replace(b"model.layers.", b"other.layers."))
     code, view, error = shown(fp8q, demo_run, "sm89", plan)
-    assert (code, view["evidence"], view["fp8_products"], view["codes_found"]) == (3, "unknown", 0, 0)
+    assert (code, view["evidence"], view["fp8_products"], view["codes_found"]) == (3, "unknown", 0, None)
     assert view["unknown"] == "the engine shows no such product in profile 0"
     assert error.startswith(
         f"fp8q: sm89: what {plan} runs cannot be told (the engine shows no such product in profile 0), which does not "
@@ -378,9 +403,10 @@ def test_engines_of_other_files_than_the_run_has_now_are_refused(fp8q: Fp8q, dem
         f"{run.root}: what the stage build-engine wrote is of other files than are there now, which were made anew "
         f"since; run `fp8q build-engine {run.root}` again"
     )
-    # a plan from elsewhere has no record: its weights' codes are the same at any margin
-    code, view, _ = shown(fp8q, run, "sm89", plan)
-    assert (code, view["fp8_products"], view["codes_found"]) == (0, 28, 28)
+    # a plan from elsewhere has no record: its weights' codes are the same at any margin, its scales are not
+    code, view, error = shown(fp8q, run, "sm89", plan)
+    assert (code, view["fp8_products"], view["codes_found"], view["factors_found"]) == (3, 28, 28, 0)
+    assert f"{plan} is not the engine of this run: model.layers.0.self_attn.q_proj: its product is scaled by " in error
 
 
 # Wrong input.
@@ -414,15 +440,16 @@ def test_a_checkpoint_cut_short_or_gone_is_one_line(fp8q: Fp8q, demo_run: Run, t
     result = fp8q("engine", run.root)
     assert (result.code, result.out) == (2, "")
     assert re.fullmatch(
-        (
-            rf"fp8q: {shard}: is cut short: the codes of model\.\S+\.weight end at byte \d+, and it has 2000000; copy "
-            r"the "
-            r"whole of model/ again\n"
-        ),
+        rf"fp8q: {run.onnx}: F403 external-bounds: model\.\S+\.weight: its data end at byte \d+ of {shard.name}, "
+        r"which has 2000000; copy the graph's whole directory again\n",
         result.err,
     )
     shard.unlink()
-    assert fp8q("engine", run.root).err == f"fp8q: {shard}: is missing; copy the whole of model/ again\n"
+    assert re.fullmatch(
+        rf"fp8q: {run.onnx}: F402 external-missing: model\.\S+\.weight: its file {shard.name} is missing "
+        r"\(tensors in it: \d+\); copy the graph's whole directory again\n",
+        fp8q("engine", run.root).err,
+    )
 
 
 def test_a_run_without_engines_says_what_to_run(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:

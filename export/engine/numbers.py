@@ -1,0 +1,288 @@
+"""Whether an engine computes with the numbers of a run: the very codes of each weight in the product of its own module,
+the factors `s_x · s_w[channel]` behind it, and the scale that its input was quantized with.
+
+Types alone do not tell. An engine of other scales, of a fine-tune of the same model, or with the weights of two layers
+exchanged runs the very same program. Which constant belongs to which product is read from that program: the second
+operand of a `fully_connected` are the codes; a kernel that reads its result takes the factors beside it; the
+kernel that made its first operand takes the scale of the input, as a literal `1 / s_x` or together with the norm in
+front of it, `w / s_x`. Columns of merged products lie in the order of the product's name. Sizes may be padded.
+
+What is not found there cannot be told (`Difference.told` is false): never a pass of codes and factors. The scale of an
+input alone may lie inside a kernel's code, where nothing here reads it (attention that quantizes its own result).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .plan import Plan
+from .program import Pool, Program, Statement
+from .promise import Codes, Numbers, Promise
+
+#: What of a module is compared.
+CODES, FACTORS, INPUT = "codes", "factors", "input scale"
+#: Where the compiler multiplies or divides several numbers beforehand, in an order of its own.
+RELATIVE = 1e-6
+#: Kernels between a product and the one that quantized its input, or scales its result: they only move numbers.
+_MOVES = 4
+_OPERANDS = 2
+_FP32 = 4
+#: A node that a kernel's own program multiplies by a number, the profile, and the number.
+Literal = tuple[str, str | None, np.float32]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What of a module an engine has otherwise than the run: `found` there, `expected` by the run; or (`told` is false)
+    why it cannot be told.
+    """
+
+    module: str
+    profile: str
+    what: str
+    found: str
+    expected: str
+    told: bool = True
+
+    def __str__(self) -> str:
+        """In one line."""
+        if not self.told:
+            return f"{self.module}: its {self.what} cannot be told, {self.found}"
+        return f"{self.module}: {self.found}, and the run has {self.expected}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One product in the program of one profile, and the promises of its modules in the order of its columns."""
+
+    program: Program
+    profile: str
+    pool: Pool
+    statement: Statement
+    promises: tuple[Promise, ...]
+
+    def constant(self, name: str) -> npt.NDArray[np.generic] | None:
+        """The numbers of a constant."""
+        return self.pool.read(self.program.tensors.get(name))
+
+    def numbers(self, names: Iterable[str]) -> list[Numbers]:
+        """Those of `names` that are constants of FP32, each in a row."""
+        found = (self.constant(name) for name in names)
+        return [each.astype(np.float32).ravel() for each in found if each is not None and each.dtype == np.float32]
+
+    def alpha(self, product: Statement) -> np.float32 | None:
+        """The one number that a product multiplies its sums by."""
+        numbers = self.numbers(product.inputs[_OPERANDS : _OPERANDS + 1])
+        return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
+
+    def columns(self, promise: Promise) -> slice:
+        """Where the columns of a module lie."""
+        start = sum(len(each.factors) for each in self.promises[: self.promises.index(promise)])
+        return slice(start, start + len(promise.factors))
+
+    def differs(self, promise: Promise, what: str, found: str, expected: str) -> Difference:
+        """A number that is another."""
+        return Difference(promise.module, self.profile, what, found, expected)
+
+    def untold(self, promise: Promise, what: str, reason: str) -> Difference:
+        """A number that is not found."""
+        return Difference(promise.module, self.profile, what, reason, "", told=False)
+
+
+def compare(
+    plan: Plan, pool: Pool | None, promised: Iterable[Promise], attention: Mapping[str, tuple[float, float]],
+    profiles: Iterable[str],
+) -> Iterator[Difference]:  # fmt: skip
+    """Where the products of an engine compute with other numbers than `promised`, or cannot be told.
+
+    `attention`: as `lint.check.promised_attention` gives it; `profiles`: their names, in order.
+    """
+    by_node, named = {promise.node: promise for promise in promised}, dict(enumerate(profiles))
+    literals = [(node, named.get(each.profile), number) for each in plan.programs for node, number in each.scalings]
+    same: set[tuple[str, int | None]] = set()  # codes that were compared already: profiles share their constants
+    for program in plan.programs:
+        profile = named.get(program.profile, str(program.profile))
+        for statement in program.statements:
+            if not (own := tuple(by_node[node] for node in statement.nodes if node in by_node)):
+                continue
+            if pool is None or len(own) < len(statement.nodes):
+                reason = "its constants do not read" if pool is None else "it is merged with a product not promised"
+                yield from (
+                    Difference(each.module, profile, what, reason, "", told=False)
+                    for each in own
+                    for what in (CODES, FACTORS, INPUT)
+                )
+                continue
+            seen = Seen(program, profile, pool, statement, own)
+            for promise in own:
+                yield from _codes(seen, promise, by_node.values(), same)
+                yield from _factors(seen, promise)
+                yield from _input(seen, promise, attention, literals)
+
+
+def _codes(
+    seen: Seen, promise: Promise, others: Iterable[Promise], same: set[tuple[str, int | None]]
+) -> Iterator[Difference]:
+    """The codes that the product multiplies."""
+    name = next((name for name in seen.statement.inputs[:_OPERANDS] if seen.constant(name) is not None), "")
+    held, columns, shape = seen.constant(name), seen.columns(promise), promise.codes.shape
+    if held is None or held.dtype != np.uint8 or held.ndim != len(shape) or held[: shape[0], columns].shape != shape:
+        yield seen.untold(promise, CODES, "its product takes no constant of their size")
+        return
+    if (key := (promise.module, seen.program.tensors[name].constant)) in same:
+        return
+    found = held[: shape[0], columns]
+    if np.array_equal(found, promise.codes):
+        same.add(key)
+        return
+    owner = next((other.module for other in others if _same(found, other.codes)), None)
+    number = int((found != promise.codes).sum())
+    text = f"the codes of {owner}" if owner else f"{number} codes of {found.size} that are others"
+    yield seen.differs(promise, CODES, f"its product multiplies {text}", "its own in model.onnx")
+
+
+def _same(found: npt.NDArray[np.generic], codes: Codes) -> bool:
+    """Whether two matrices are the same; the first row of most tells."""
+    return np.array_equal(found[:1], codes[:1]) and np.array_equal(found, codes)
+
+
+def _factors(seen: Seen, promise: Promise) -> Iterator[Difference]:
+    """The factors of the product's columns."""
+    columns, covered = seen.columns(promise), np.zeros(len(promise.factors), bool)
+    if (alpha := seen.alpha(seen.statement)) is None:
+        yield seen.untold(promise, FACTORS, "its product states no alpha")
+        return
+    for kernel, start, candidates in _applied(seen):
+        parts = [_overlap(start, numbers * alpha, columns) for numbers in candidates]
+        if not candidates and columns.start <= start < columns.stop:
+            yield seen.untold(promise, FACTORS, f"{kernel} reads its product and takes none of them")
+            return
+        if not (parts := [(inside, found) for inside, found in parts if found.size]):
+            continue
+        own = [inside for inside, found in parts if np.array_equal(found, promise.factors[inside])]
+        if not own:
+            inside, found = parts[0]
+            at = int(np.flatnonzero(found != promise.factors[inside])[0])
+            scaled = f"its product is scaled by {found[at]:.9g} in channel {inside.start + at}"
+            yield seen.differs(promise, FACTORS, scaled, f"s_x · s_w = {promise.factors[inside][at]:.9g}")
+            return
+        covered[own[0]] = True
+    if not covered.all():
+        yield seen.untold(promise, FACTORS, "no kernel takes them together with its product")
+
+
+def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbers]:
+    """Those of `numbers`, for the product's columns from `start` on, that are for a module's `columns`, and where in
+    these they belong.
+    """
+    first, last = max(start, columns.start), max(min(start + numbers.size, columns.stop), start)
+    return slice(first - columns.start, last - columns.start), numbers[first - start : max(last - start, 0)]
+
+
+def _applied(seen: Seen) -> Iterator[tuple[str, int, list[Numbers]]]:
+    """Each kernel that reads the product: its name, the first column that it reads, and the FP32 constants that it
+    takes next to it, the one behind it first. Kernels that only move the product are looked through.
+
+    Multiplication commutes, so the factors of one part may stand before it; of several parts in a row each has to find
+    its own beside it, which leaves no room for an exchange.
+    """
+    program = seen.program
+    waiting = [(seen.statement.outputs[0], 0, _MOVES)]
+    while waiting:
+        made, begin, moves = waiting.pop()
+        (root, origin), strides = program.root(made), program.tensors[made].strides
+        for reader, index in program.readers.get(root, ()):
+            name = reader.inputs[index]
+            column = begin + (program.root(name)[1] - origin) // _FP32 % max(strides[0] if strides else 0, 1)
+            beside = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
+            if numbers := [each for each in seen.numbers(beside) if each.size == program.width(name)]:
+                yield reader.name, column, numbers
+            elif moves and (moved := _moved(program, reader, name)) is not None:
+                waiting.append((moved, column, moves - 1))
+            else:
+                yield reader.name, column, []
+
+
+def _moved(program: Program, kernel: Statement, name: str) -> str | None:
+    """What a kernel makes of `name` that does nothing but move it; None for any other."""
+    types = [program.type(made) for made in kernel.outputs]
+    if kernel.nodes or types != ["fp32"] or "Mul" in kernel.name:
+        return None
+    (made,) = kernel.outputs
+    same = program.width(made) == program.width(name)
+    return made if same and [program.type(taken) for taken in kernel.inputs].count("fp32") == 1 else None
+
+
+def _input(
+    seen: Seen,
+    promise: Promise,
+    attention: Mapping[str, tuple[float, float]],
+    literals: Iterable[Literal],
+) -> Iterator[Difference]:
+    """The scale that the product's input was quantized with."""
+    activation = next((name for name in seen.statement.inputs[:_OPERANDS] if seen.constant(name) is None), "")
+    maker = _quantizer(seen.program, activation, promise.quantizer)
+    if maker is None:
+        yield seen.untold(promise, INPUT, "no kernel with its QuantizeLinear makes what it reads")
+        return
+    if maker.nodes:
+        yield from _folded(seen, promise, maker, attention)
+        return
+    constants = seen.numbers(maker.inputs)
+    own = (promise.quantizer, seen.profile)
+    constants += [np.array([number]) for *where, number in literals if tuple(where) == own and not constants]
+    scales = [scale for numbers in constants for scale in _scales(numbers, promise)]
+    if any(math.isclose(scale, promise.scale, rel_tol=RELATIVE) for scale in scales):
+        return
+    if scales:
+        yield seen.differs(
+            promise, INPUT, f"its input is quantized with the scale {scales[0]:.6g}", f"{promise.scale:.6g}"
+        )
+    else:
+        yield seen.untold(promise, INPUT, f"{maker.name} takes no constant that could be it")
+
+
+def _scales(numbers: Numbers, promise: Promise) -> Iterator[float]:
+    """The scales that a kernel's constant may stand for: `1 / s`, or a norm's numbers divided by s."""
+    if numbers[0] and np.all(numbers == numbers[0]):
+        yield 1 / float(numbers[0])
+    for norm in promise.norms:
+        at = int(np.argmax(np.abs(norm)))
+        if norm.size == numbers.size and norm[at] and numbers[at]:
+            scale = float(norm[at]) / float(numbers[at])
+            if np.allclose(norm, numbers * scale, rtol=RELATIVE, atol=0):
+                yield scale
+
+
+def _quantizer(program: Program, name: str, quantizer: str) -> Statement | None:
+    """The statement that quantized a product's input: the kernel that holds its QuantizeLinear, or a product that
+    answers in FP8. Kernels that only move codes are passed by.
+    """
+    for _ in range(_MOVES):
+        maker = program.makers.get(program.root(name)[0])
+        if maker is None or maker.nodes or quantizer in maker.layers:
+            return maker
+        codes = [source for source in maker.inputs if program.type(source) == "fp8"]
+        if len(codes) != 1:
+            return None
+        (name,) = codes
+    return None
+
+
+def _folded(
+    seen: Seen, promise: Promise, maker: Statement, attention: Mapping[str, tuple[float, float]]
+) -> Iterator[Difference]:
+    """A product of attention that answers in FP8 holds the scale of the next input in its own."""
+    sides = next((attention[node] for node in maker.nodes if node in attention), None)
+    alpha, label = seen.alpha(maker), "+".join(maker.nodes)
+    if sides is None or alpha is None or not alpha:
+        yield seen.untold(promise, INPUT, f"{label} makes what it reads")
+        return
+    scale = sides[0] * sides[1] / float(alpha)
+    if not math.isclose(scale, promise.scale, rel_tol=RELATIVE):
+        yield seen.differs(
+            promise, INPUT, f"{label} quantizes its input with the scale {scale:.6g}", f"{promise.scale:.6g}"
+        )

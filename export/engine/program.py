@@ -1,0 +1,281 @@
+"""The programs in a TensorRT-RTX plan, read: statements, tensors, and the numbers behind their constants.
+
+A plan holds the program of its compiler, Myelin, as text, one for each optimization profile and one for each fused
+kernel that is finished at run time:
+
+    header { version = 5 … inputs={ "input_ids.1" … } outputs={ … } … accelerators={sm89 } }
+    descriptors {
+      tensor={ … const_payload_size=32768 dims={ 256 128 } name="__mye5_dconst" offset=5 … strides={ 1 256 }
+      type=fp8_e4m3 }
+      sub_tensor={ base="__mye4" const_offset=512 dims={ "rows" 128 } name="__mye7^deref" … type=float }
+    }
+    main {
+      fully_connected={ name="q.matmul+k.matmul" output={"__mye4" } input={"__mye2^deref" "__mye5_dconst" "…_alpha"
+      "…_beta" } … } function={ name=__myl_MulCast … input_args={ "__mye7^deref" "__mye6_folded_matmul" … } …
+      layers="[ONNX Layer: q.matmul]" }
+    }
+
+A constant's `offset` is its number in one pool that all programs share. The pool lies at the end of the plan's last
+segment (the header has its place and size at byte 96), and a table near the beginning of the file has the place of
+each number in it. So what a statement multiplies by is read from where the program takes it, and not looked for.
+
+Found by reading plans of TensorRT-RTX 1.7.1 for sm89 and sm120; the format is undocumented. What does not read is None.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Buffer = bytes | bytearray | memoryview
+#: What the plan and the inspector call an element type -> the name used here.
+TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8", "float8": "fp8", "float16": "fp16"}
+#: How the numbers of a constant are stored; FP8 ones stay codes.
+_STORED: dict[str, npt.DTypeLike] = {
+    "fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp8": np.uint8,
+}  # fmt: skip
+
+# A program: the run of text after its header's first line. Names may hold any UTF-8, so only control characters end it
+# (0x1F separates ONNX layers).
+_PROGRAM = re.compile(rb"header \{\n  version = \d[\t\n\x1f\x20-\x7e\x80-\xff]*")
+_TENSOR = re.compile(rb"^  (?:sub_)?tensor=\{ ([^\n]*) type=(\w+) \}$", re.MULTILINE)
+_FIELD = re.compile(rb'(\w+)=(?:"([^"\n]*)"|\{((?:[^}"\n]|"[^"\n]*")*)\}|(\S+))')
+_PRODUCT = (
+    rb'fully_connected=\{ name="(?P<label>[^"\n]*)" output=\{(?P<made>[^\n]*?)\} input=\{(?P<read>[^\n]*?)\} '
+    rb"[a-z](?P<more>[^\n]*)"
+)
+_KERNEL = (
+    rb"(?:function|runtime_fusion)=\{ name=(?P<kernel>\S+) [^\n]*?input_args=\{(?P<taken>[^\n]*?)\} "
+    rb"[^\n]*?output_args=\{(?P<given>[^\n]*?)\} (?P<rest>[^\n]*)"
+)
+# A multiplication by one number, in the program of a kernel that is finished at run time: FP32 bits in hexadecimal.
+_SCALING = re.compile(rb"^  mul=\{ [^\n]* alpha=([0-9A-F]{8})f32 ([^\n]*)", re.MULTILINE)
+_STATEMENT = re.compile(rb"^  (?:" + _PRODUCT + rb"|" + _KERNEL + rb")", re.MULTILINE)
+# What a program runs on; that of a single kernel may say `*`, any.
+_TARGET = re.compile(rb"^  accelerators=\{([^\n}]*)\}$", re.MULTILINE)
+_BOUND = re.compile(rb"^  (?:in|out)puts=\{([^\n]*)\}$", re.MULTILINE)
+_LAYERS = re.compile(rb' layers="([^"\n]*)"')
+LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+_QUOTED = re.compile(rb'"([^"\n]*)"')
+_NODE = re.compile(r"(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a program: element type, sizes and strides (0 where they are known at run time only).
+
+    `constant`: its number in the pool; `base` and `offset`: the tensor that it is a part of, and where, in bytes.
+    """
+
+    type: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    constant: int | None = None
+    base: str | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A matrix product (`nodes`: the ONNX nodes it computes) or another kernel (`nodes` is empty), with what it reads
+    and makes, and every ONNX node that went into it.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of one optimization profile, or of a single kernel: `bound` are its inputs and outputs.
+
+    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, each with that number.
+    """
+
+    profile: int
+    tensors: Mapping[str, Tensor]
+    statements: tuple[Statement, ...]
+    targets: frozenset[str] = frozenset()
+    bound: tuple[str, ...] = ()
+    scalings: tuple[tuple[str, np.float32], ...] = ()
+
+    def width(self, name: str) -> int:
+        """The numbers of one row of a tensor: its rows are what is known at run time only."""
+        sizes = self.tensors[name].dims if name in self.tensors else ()
+        return math.prod(size for size in sizes if size)
+
+    def type(self, name: str) -> str:
+        """The element type of a tensor; `unknown` where it is not told."""
+        return self.tensors[name].type if name in self.tensors else "unknown"
+
+    def root(self, name: str) -> tuple[str, int]:
+        """The tensor that `name` is a part of, and where in it, in bytes."""
+        offset, passed = 0, set[str]()
+        while (tensor := self.tensors.get(name)) is not None and tensor.base is not None and name not in passed:
+            passed.add(name)
+            name, offset = tensor.base, offset + tensor.offset
+        return name, offset
+
+    @cached_property
+    def makers(self) -> Mapping[str, Statement]:
+        """The statement that makes a tensor, or a part of it."""
+        return {self.root(name)[0]: statement for statement in self.statements for name in statement.outputs}
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[tuple[Statement, int]]]:
+        """The statements that read a tensor, or a part of it, and as which of their inputs."""
+        found: dict[str, list[tuple[Statement, int]]] = {}
+        for statement in self.statements:
+            for index, name in enumerate(statement.inputs):
+                found.setdefault(self.root(name)[0], []).append((statement, index))
+        return found
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The constants of a plan: where each begins, in bytes of the file."""
+
+    data: Buffer = field(repr=False)
+    places: tuple[int, ...] = field(repr=False)
+
+    def read(self, tensor: Tensor | None) -> npt.NDArray[np.generic] | None:
+        """The numbers of a constant, in its sizes (FP8 as codes, uint8); None where it is none, or does not read."""
+        if tensor is None or tensor.constant is None or tensor.constant >= len(self.places):
+            return None
+        stored, start = np.dtype(_STORED.get(tensor.type, np.void)), self.places[tensor.constant]
+        steps = [stride * stored.itemsize for stride in tensor.strides]
+        extent = sum((size - 1) * step for size, step in zip(tensor.dims, steps, strict=False)) + stored.itemsize
+        if not stored.itemsize or 0 in (*tensor.dims, *tensor.strides) or len(steps) != len(tensor.dims):
+            return None
+        if start + extent > len(self.data):
+            return None
+        numbers = np.frombuffer(self.data, stored, extent // stored.itemsize, start)
+        return np.lib.stride_tricks.as_strided(numbers, tensor.dims, steps, writeable=False)
+
+
+def read_programs(plan: Buffer) -> Iterator[Program]:
+    """Each program of a plan; it is searched in place (3 GB/s), and only its programs are copied, one at a time."""
+    for match in _PROGRAM.finditer(memoryview(plan).cast("B")):
+        text = match.group()
+        statements = [_statement(found) for found in _STATEMENT.finditer(text)]
+        scalings = [(node_of(node)[0], bits) for bits, rest in _SCALING.findall(text) for node in _layers(rest)]
+        profile = max((profile for profile, _ in statements), default=0)
+        yield Program(
+            profile,
+            {name: tensor for fields, kind in _TENSOR.findall(text) for name, tensor in _tensor(fields, kind)},
+            tuple(statement for _, statement in statements),
+            frozenset(name for listed in _TARGET.findall(text) for name in listed.decode().split()),
+            tuple(name for listed in _BOUND.findall(text) for name in _quoted(listed)),
+            tuple((node, np.uint32(int(bits, 16)).view(np.float32)) for node, bits in scalings),
+        )
+
+
+def read_pool(plan: Buffer) -> Pool | None:
+    """Where the constants of a plan lie; None where its header does not say so.
+
+    The table: pairs of a constant's number (0, 1, …) and its place in the pool, each 8 bytes, then how many there are
+    (4) and the size of the pool (8), which ends where the last segment ends.
+    """
+    data = memoryview(plan).cast("B")
+    first = _PROGRAM.search(data)
+    if len(data) < _SEGMENT + 16 or first is None:
+        return None
+    end = sum(struct.unpack_from("<QQ", data, _SEGMENT))
+    tables = [found for match in _TABLE.finditer(data[: first.start()]) if (found := _places(data, match.start(), end))]
+    return Pool(plan, tables[0]) if len(tables) == 1 else None
+
+
+_SEGMENT = 96
+_TABLE = re.compile(re.escape(struct.pack("<QQQ", 0, 0, 1)))
+
+
+def _places(data: memoryview, start: int, end: int) -> tuple[int, ...] | None:
+    """The places that a table at `start` states, for a pool that ends at `end`; None where it is no table."""
+    offsets: list[int] = []
+    while start + 28 <= len(data) and (entry := struct.unpack_from("<QQ", data, start))[0] == len(offsets):
+        offsets.append(entry[1])
+        start += 16
+    if start + 12 > len(data):
+        return None
+    count, size = struct.unpack_from("<IQ", data, start)
+    if count != len(offsets) or offsets != sorted(offsets) or not offsets[-1] < size <= end <= len(data):
+        return None
+    return tuple(end - size + offset for offset in offsets)
+
+
+def _statement(found: re.Match[bytes]) -> tuple[int, Statement]:
+    """A statement, and the profile that its label names."""
+    rest = found["more"] if found["label"] is not None else found["rest"]
+    layers = tuple(node for node, _ in map(node_of, _layers(rest)))
+    if found["label"] is None:
+        name = found["kernel"].decode(errors="replace")
+        return 0, Statement(name, (), _quoted(found["taken"]), _quoted(found["given"]), layers)
+    label = found["label"].decode(errors="replace")
+    nodes = [node_of(part) for part in label.split("+")]
+    profile = max((profile for _, profile in nodes), default=0)
+    return profile, Statement(
+        label, tuple(node for node, _ in nodes), _quoted(found["read"]), _quoted(found["made"]), layers
+    )
+
+
+def node_of(label: str) -> tuple[str, int]:
+    """The ONNX node that the engine labels so, and the profile it is of."""
+    match = _NODE.fullmatch(label.strip())
+    return (match["node"], int(match["profile"] or 0)) if match else (label, 0)
+
+
+def _layers(rest: bytes) -> list[str]:
+    listed = _LAYERS.search(rest)
+    return LAYER.findall(listed[1].decode(errors="replace")) if listed else []
+
+
+def _quoted(names: bytes) -> tuple[str, ...]:
+    return tuple(name.decode(errors="replace") for name in _QUOTED.findall(names))
+
+
+def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, Tensor]]:
+    """The tensor of a line, under its name."""
+    told = {key: (text or listed or word) for key, text, listed, word in _FIELD.findall(fields)}
+    if (name := told.get(b"name")) is None or b"offset" not in told:
+        return
+    base = told.get(b"base")
+    yield (
+        name.decode(errors="replace"),
+        Tensor(
+            type_name(kind.decode()),
+            _numbers(told.get(b"dims", b"")),
+            _numbers(told.get(b"strides", b"")),
+            _number(told[b"offset"])
+            if b"const_payload_size" in told and _POOLED.match(told.get(b"region", b""))
+            else None,
+            base.decode(errors="replace") if base is not None else None,
+            _number(told.get(b"const_offset", b"0")),
+        ),
+    )
+
+
+# Constants of the pool; those of kernels finished at run time (runtime-fusion-consts) lie elsewhere.
+_POOLED = re.compile(rb"__mye\d+-consts")
+_SIZE = re.compile(rb'"[^"]*"|\d+')
+
+
+def _numbers(listed: bytes) -> tuple[int, ...]:
+    return tuple(_number(size) for size in _SIZE.findall(listed))
+
+
+def _number(digits: bytes) -> int:
+    return int(digits) if digits.isdigit() and len(digits) < 19 else 0
+
+
+def type_name(name: str) -> str:
+    """An element type as it is called here."""
+    return TYPES.get(name.lower(), name.lower())

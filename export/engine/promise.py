@@ -1,0 +1,130 @@
+"""What an engine must multiply, quantize and scale by, module by module, as `model.onnx` and its external data say.
+
+`lint` holds the graph to `scales.json` and the checkpoint; here its numbers are put into the form that a compiler gives
+them: the codes as the product reads them [in, out], and one factor `s_x · s_w[channel]` for each of its columns.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from onnx import numpy_helper
+
+from ...errors import InputError
+from .. import names
+from ..lint.external import stored_at
+from ..lint.indexed import Indexed, Operand
+from ..lint.indexed import Product as GraphProduct
+from ..lint.rules_products import activation_of, output_axis, quantize_of, weight_of
+from ..lint.tensors import bytes_of
+
+Codes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.float32]
+#: Steps from a QuantizeLinear back to the norm before it.
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One module's product: the `codes` of its weight, uint8 [in, out], and the `factors` of its columns, float32
+    [out]; the QuantizeLinear of its input and that one's `scale`.
+
+    `norms`: float32 [in] each, what a norm in front of that multiplies by, which compilers divide by the scale
+    beforehand.
+    """
+
+    module: str
+    codes: Codes = field(repr=False)
+    factors: Numbers = field(repr=False)
+    quantizer: str
+    scale: np.float32
+    norms: tuple[Numbers, ...] = field(repr=False)
+
+    @property
+    def node(self) -> str:
+        """The product's ONNX node."""
+        return names.matmul(self.module)
+
+
+def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[Promise]:
+    """What the graph says of the products of `modules`; those it does not have on FP8 codes are left out.
+
+    Raises InputError for external data cut short or gone.
+    """
+    products = {product.node.name: product for product in graph.products}
+    for module in modules:
+        product = products.get(names.matmul(module))
+        if product is not None and (made := _promise(graph, module, product)) is not None:
+            yield made
+
+
+def _promise(graph: Indexed, module: str, product: GraphProduct) -> Promise | None:
+    weight, activation = weight_of(graph, product), activation_of(graph, product)
+    if weight is None or weight.dequantize is None or activation is None or activation.dequantize is None:
+        return None
+    quantize = quantize_of(graph, activation)
+    scales = [graph.constant(node.input[1]) for node in (weight.dequantize, activation.dequantize)]
+    codes = _turned(product, weight, stored_codes(graph, weight.dequantize.input[0]))
+    if quantize is None or scales[0] is None or scales[1] is None or codes.ndim != 2:
+        return None
+    scale = np.float32(scales[1].ravel()[0])
+    factors = np.broadcast_to(scale * scales[0].astype(np.float32).ravel(), codes.shape[1])
+    return Promise(module, codes, factors, quantize.name, scale, tuple(_norms(graph, quantize.input[0], len(codes))))
+
+
+def _turned(product: GraphProduct, side: Operand, codes: Codes) -> Codes:
+    """The codes with the product's columns last."""
+    return codes.T if codes.ndim == 2 and output_axis(product, side, 2) == 0 else codes
+
+
+def stored_codes(graph: Indexed, tensor: str) -> Codes:
+    """The codes of a weight, uint8 [rows, columns], mapped from its file.
+
+    Raises InputError for a file cut short or gone.
+    """
+    found = graph.initializers[tensor]
+    if (where := stored_at(found)) is None:
+        return numpy_helper.to_array(found).view(np.uint8)
+    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(found)
+    if place.size is None:
+        raise InputError(f"{place.path}: {place.why or 'lies outside model/'}; copy the whole of model/ again")
+    if where.offset < 0 or end > place.size:
+        raise InputError(
+            f"{place.path}: is cut short: the codes of {tensor} end at byte {end}, and it has {place.size}; copy the "
+            "whole of model/ again"
+        )
+    return np.memmap(place.path, np.uint8, "r", where.offset, tuple(found.dims))
+
+
+def _norms(graph: Indexed, value: str, width: int) -> Iterator[Numbers]:
+    """Every constant vector of `width` numbers that a value is multiplied by on the few steps before it."""
+    waiting = [value]
+    for _ in range(_STEPS):
+        nodes = [graph.producers[name] for name in waiting if name in graph.producers]
+        waiting = []
+        for node in nodes:
+            for name in node.input:
+                if name not in graph.folded:
+                    waiting.append(name)
+                elif node.op_type in _SCALING:
+                    vector = evaluate(graph, name)
+                    if vector is not None and vector.size == width:
+                        yield vector.astype(np.float32).ravel()
+
+
+_SCALING = ("Mul", "RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
+
+
+def evaluate(graph: Indexed, value: str) -> npt.NDArray[np.generic] | None:
+    """The numbers of a value made of constants by Add and Mul (a norm's `1 + weight`); None for any other."""
+    if (known := graph.constant(value)) is not None:
+        return known
+    node = graph.producers.get(value)
+    if node is None or node.op_type not in ("Add", "Mul", "Cast", "Identity"):
+        return None
+    parts = [evaluate(graph, name) for name in node.input]
+    if node.op_type in ("Cast", "Identity") or any(part is None for part in parts):
+        return parts[0] if parts else None
+    left, right = (np.asarray(part, np.float32) for part in parts)
+    return left + right if node.op_type == "Add" else left * right

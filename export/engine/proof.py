@@ -1,0 +1,184 @@
+"""The proof: all that an engine is read to run, held against all that its run promises.
+
+Types first (`plan.evidence`): which promised products take FP8 on both sides. Then, from TensorRT-RTX's plans, the
+numbers those compute with (`numbers`), the types of the KV cache that go in and out, and the products of attention.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from .. import names
+from ..lint.indexed import Indexed
+from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
+from .plan import Evidence, Kernel, Plan, evidence
+from .program import Buffer, Pool, read_pool
+from .promise import promises
+
+_CACHE = re.compile(r"(?P<name>(?:past|new)_key_values\.\d+\.(?:key|value))(?: \[profile \d+\])?(?:\.\d+)?")
+_FP8 = TensorProto.FLOAT8E4M3FN
+_ELEMENTS: dict[int, str] = {
+    _FP8: "fp8",
+    TensorProto.BFLOAT16: "bf16",
+    TensorProto.FLOAT16: "fp16",
+    TensorProto.FLOAT: "fp32",
+}
+_ALPHA = 2
+#: What cannot be told of a product of attention inside a kernel.
+INSIDE = "types inside a kernel"
+
+
+@dataclass(frozen=True)
+class Pledge:
+    """What a run promises of its engines: `modules` on FP8 with the numbers of `graph`, the parts of the `cache`
+    (`<attention>.k`, `<attention>.v`) on codes, and `attention` as `lint.check.promised_attention` gives it.
+    """
+
+    modules: Sequence[str]
+    graph: Indexed
+    cache: Sequence[str] = ()
+    attention: Mapping[str, tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found: `compared` are the modules whose numbers were looked at (None: of this runtime's engines they
+    cannot be), `differences` what is not the run's.
+    """
+
+    evidence: Evidence
+    compared: frozenset[str] | None = None
+    differences: tuple[Difference, ...] = ()
+
+    def found(self, what: str) -> int | None:
+        """The number of modules whose codes (or factors, or input's scale) are the run's; None: not looked at."""
+        if self.compared is None:
+            return None
+        return len(self.compared - {each.module for each in self.differences if each.what == what})
+
+
+def broken(differences: Sequence[Difference]) -> list[Difference]:
+    """What an engine must not pass with: each of a module once, what differs before what cannot be told.
+
+    What lies inside a kernel's code, and so cannot be told, is no such: the scale of an input, fused attention.
+    """
+    once = {(each.module, each.what, each.told): each for each in reversed(differences)}
+    kept = [each for each in reversed(once.values()) if each.told or each.what not in (INPUT, INSIDE)]
+    return sorted(kept, key=lambda each: not each.told)
+
+
+def prove(data: Buffer, plan: Plan | None, pledge: Pledge, profiles: Sequence[str]) -> Proof:
+    """Hold an engine, its bytes and its `plan`, against what the run promises of it in `profiles` (their names)."""
+    found = evidence(plan, {names.matmul(module): module for module in pledge.modules}, len(profiles))
+    if plan is None or found.kind == "unknown":
+        return Proof(found)
+    attention = list(_attention(plan, pledge.attention or {}, profiles))
+    if not plan.programs:
+        return Proof(found, None, tuple(attention))
+    pool, compared = read_pool(data), found.fp8 - found.narrow
+    promised = list(promises(pledge.graph, [module for module in pledge.modules if module in compared]))
+    missing = [module for module in pledge.modules if module in compared - {each.module for each in promised}]
+    differences = [
+        *(
+            Difference(module, profiles[0], what, "model.onnx does not have it on FP8 codes", "", told=False)
+            for module in missing
+            for what in (CODES, FACTORS, INPUT)
+        ),
+        *sorted(
+            compare(plan, pool, promised, pledge.attention or {}, profiles),
+            key=lambda each: pledge.modules.index(each.module),
+        ),
+        *_cache(plan, pledge, profiles),
+        *attention,
+        *(_attention_scales(plan, pool, pledge.attention or {}, profiles) if pool is not None else ()),
+    ]
+    return Proof(found, compared, tuple(differences))
+
+
+def _attention(
+    plan: Plan, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
+) -> Iterator[Difference]:
+    """Products of attention that take other types than promised, either way."""
+    for index, profile in enumerate(profiles):
+        for node in promised:
+            shown = plan.products(node, index)
+            if wide := [product for product in shown if not product.fp8]:
+                yield Difference(node, profile, "types", f"the product is {wide[0]}", "FP8 on both sides")
+            elif not shown:
+                yield _fused(plan.kernels.get(index, ()), node, profile)
+        for product in plan.profiles.get(index, ()):
+            for node in product.nodes:
+                if product.fp8 and node not in promised and names.module_of(node) and names.product_of(node) == node:
+                    yield Difference(node, profile, "types", f"the product is {product}", "attention not in FP8")
+
+
+def _fused(kernels: Sequence[Kernel], node: str, profile: str) -> Difference:
+    """A promised product of attention that is none of its own: a kernel that attends as a whole may have rounded its
+    operands to codes, and with which types it then multiplies is not told.
+    """
+    module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
+    kernel = next((kernel for kernel in kernels if node in kernel.layers), None)
+    if kernel is None:
+        return Difference(node, profile, "types", "the engine has no such product", "one on FP8 codes")
+    if names.attention_quantize(module, quantized) in kernel.layers:
+        return Difference(node, profile, INSIDE, f"{kernel.name} quantizes and multiplies in one", "", told=False)
+    return Difference(node, profile, "types", f"{kernel.name} attends in it without codes", "FP8 on both sides")
+
+
+def _attention_scales(
+    plan: Plan, pool: Pool, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
+) -> Iterator[Difference]:
+    """Products of attention on codes whose one factor is not that of their two scales.
+
+    One that answers in FP8 has the next input's scale in it too: `numbers` sees to that.
+    """
+    for program in plan.programs:
+        for statement in program.statements:
+            node = next((node for node in statement.nodes if node in promised), None)
+            types = [program.type(name) for name in (*statement.inputs[:_ALPHA], *statement.outputs)]
+            if node is None or types[:_ALPHA] != ["fp8"] * _ALPHA or "fp8" in types[_ALPHA:]:
+                continue
+            alpha = pool.read(program.tensors.get(next(iter(statement.inputs[_ALPHA:]), "")))
+            left, right = promised[node]
+            profile, wanted = profiles[program.profile], left * right
+            if alpha is None or alpha.dtype != np.float32 or alpha.size != 1:
+                yield Difference(node, profile, FACTORS, "the product states no alpha", "", told=False)
+            elif not math.isclose(found := float(alpha.astype(np.float32).ravel()[0]), wanted, rel_tol=RELATIVE):
+                yield Difference(node, profile, FACTORS, f"the product is scaled by {found:.9g}", f"{wanted:.9g}")
+
+
+def _cache(plan: Plan, pledge: Pledge, profiles: Sequence[str]) -> Iterator[Difference]:
+    """Keys and values that go in or out as another type than the run's."""
+    wanted = _cache_types(pledge)
+    for index, profile in enumerate(profiles):
+        bound = {
+            match["name"]: program.type(name)
+            for program in plan.programs
+            if program.profile == index
+            for name in program.bound
+            if (match := _CACHE.fullmatch(name))
+        }
+        for name, expected in wanted.items():
+            if name not in bound:
+                yield Difference(name, profile, "type", "the engine has no such input or output", "", told=False)
+            elif bound[name] != expected:
+                yield Difference(name, profile, "type", f"it is {bound[name]}", expected)
+
+
+def _cache_types(pledge: Pledge) -> dict[str, str]:
+    """The type of every `past_key_values.N.key`, `new_key_values.N.value` …: FP8 where scales.json has a scale for it,
+    and the graph's elsewhere.
+    """
+    graph, promised = pledge.graph, {names.cache_quantize(*name.rsplit(".", 1)) for name in pledge.cache}
+    codes = {node.output[0] for node in graph.nodes if node.name in promised}
+    return {
+        name: "fp8"
+        if re.sub("^past_", "new_", name) in codes
+        else _ELEMENTS.get(int(value.type.tensor_type.elem_type), "")
+        for name, value in {**graph.inputs, **graph.outputs}.items()
+        if _CACHE.fullmatch(name)
+    }
