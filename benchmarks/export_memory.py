@@ -1,14 +1,13 @@
-"""How much memory writing the FP8 checkpoint and its graphs takes: at most 1.5 GB, for 4 GB of weights and for 8; and
-how long the graph takes a layer.
+"""How much memory writing the FP8 checkpoint and its graphs takes: at most 1.5 GB, for 4 GB of weights and for 8.
 
-    python benchmarks/export_memory.py [--layers 5 14] [--depths 2 8 32] [--no-engine]
+    python benchmarks/export_memory.py [--layers 5 14] [--no-engine]
 
 Checkpoints of the 8 B shape (`synthetic`: 4.3 and 8.2 GB) are measured on a few tokens by one process; another then
 chooses scales, writes the checkpoint (`quantize`) and exports and lints both graphs (`export`), and its anonymous
 memory is sampled. What any way of writing needs is the libraries (the stage `start`) and one matrix. A third process
-builds an engine from the smaller one: TensorRT holds the weights, so its peak is told and not limited. Depth: narrow
-Llamas of 2, 8 and 32 layers, whose graphs are those of wide ones, exported in one process each. Prints one JSON line;
-exit status 1 when a limit is not met.
+builds an engine from the smaller one: TensorRT holds the weights, so its peak is told and not limited. How long the
+graphs of deep models take is the question of `export_time.py`. Prints one JSON line; exit status 1 when a limit is not
+met.
 """
 
 import argparse
@@ -18,11 +17,10 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import copyfile, rmtree
+from shutil import rmtree
 
 from result import arguments, described, publish
 from synthetic import DEMO, sampled, write_checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fp8q.run import Run
 
@@ -102,41 +100,10 @@ def of_checkpoint(folder: Path, layers: int, engine: bool) -> dict[str, object]:
     return found
 
 
-def export_seconds(folder: Path, depth: int) -> float:
-    """Seconds of the stage `export` (both graphs and their lint) of a narrow Llama of `depth` layers, in a process of
-    its own.
-    """
-    checkpoint, run = folder / "narrow", Run(folder / "run")
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=depth,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        dtype="bfloat16",
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(checkpoint)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        copyfile(DEMO / "checkpoint" / name, checkpoint / name)
-    subprocess.run([sys.executable, __file__, "--child", "measure", str(checkpoint), str(run.root)], check=True)
-    subprocess.run(
-        [sys.executable, __file__, "--child", "write", str(checkpoint), str(run.root)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    seconds = run.record().stages["export"].seconds
-    rmtree(checkpoint)
-    rmtree(run.root)
-    return seconds
-
-
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
     parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, nargs=2, default=[5, 14])
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument(
         "--engine", action=argparse.BooleanOptionalAction, default=find_spec("tensorrt_rtx") is not None
     )
@@ -149,16 +116,12 @@ def main() -> int:
     head = described("export_memory")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        seconds = {depth: export_seconds(folder, depth) for depth in options.depths}
         found = [
             of_checkpoint(folder, layers, options.engine and layers == min(options.layers)) for layers in options.layers
         ]
-    shallow, deep = min(seconds), max(seconds)
     result = {
         "limit_bytes": LIMIT_BYTES,
         "checkpoints": found,
-        "export_seconds": seconds,
-        "export_seconds_a_further_layer": round((seconds[deep] - seconds[shallow]) / max(1, deep - shallow), 3),
         "passed": all(each["passed"] for each in found),
     }
     return publish(head, result, options.save)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TARGETS = ("sm89", "sm120")
-MEGABYTE = 1e6
+MEGABYTE, GIGABYTE = 1e6, 1e9
 Figures = Mapping[str, Any]
 
 
@@ -243,6 +243,65 @@ def calibration() -> str:
     return table(head, rows)
 
 
+def limits() -> str:
+    """What is held to a limit, and which page has the rest."""
+    rows = [
+        ["which architectures, and with what perplexities?", "architectures, unseen_architectures", "architectures.md"],
+        ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
+        ["what do weight scales and rounding give?", "weight_rounding, weight_mse", "weights.md"],
+        ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
+        ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
+        ["how much memory does `--stream` take?", "memory", _memory(load("memory"))],
+        ["how much memory to write the checkpoint and its graphs?", "export_memory", _writing(load("export_memory"))],
+        ["how long do the graphs of a deep model take?", "export_time", _deep(load("export_time"))],
+        ["how long does the lint of 10,000 products take?", "lint_time", _lint(load("lint_time"))],
+        ["how long to choose all scales of 32 layers again?", "rescale", _rescale(load("rescale"))],
+    ]
+    head = ["question", "`benchmarks/`", "result, or the page that has it"]
+    return table(head, ([question, f"`{scripts}`", result] for question, scripts, result in rows))
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / GIGABYTE:.2f} GB"
+
+
+def _memory(result: Figures) -> str:
+    found = [
+        f"{_gigabytes(each['peak_anonymous_bytes'])} for a checkpoint of {each['checkpoint_bytes'] / GIGABYTE:.1f} GB"
+        for each in result["checkpoints"]
+    ]
+    return f"{', '.join(found)} (limit {_gigabytes(result['checkpoints'][0]['limit_bytes'])})"
+
+
+def _writing(result: Figures) -> str:
+    found = [
+        f"{_gigabytes(each['peak_anonymous_bytes'])} for {each['checkpoint_bytes'] / GIGABYTE:.1f} GB"
+        for each in result["checkpoints"]
+    ]
+    return f"{', '.join(found)} (limit {_gigabytes(result['limit_bytes'])})"
+
+
+def _deep(result: Figures) -> str:
+    limits, layers = result["limit_seconds"], result["layers"]
+    found = [
+        f"{depth}: {each['cpu_seconds']:.0f} s" + (f" (limit {limits[depth]:.0f})" if depth in limits else "")
+        for depth, each in layers.items()
+    ]
+    return f"layers, processor time: {', '.join(found)}; memory of the deepest {result['memory_growth']:.2f}× that of 8"
+
+
+def _lint(result: Figures) -> str:
+    slowest = max(result["graphs"], key=lambda graph: graph["lint_seconds"])
+    return (
+        f"{slowest['lint_seconds']:.1f} s (limit {result['limit_seconds']:.0f}); "
+        f"onnx's load and checker alone {slowest['onnx_load_and_checker_seconds']:.2f} s"
+    )
+
+
+def _rescale(result: Figures) -> str:
+    return f"{result['seconds']:.1f} s by the slowest method (limit {result['limit_seconds']:.0f})"
+
+
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/architectures.md": (architectures,),
@@ -251,7 +310,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (engine_sizes,),
     "docs/kv-cache.md": (kv_cache,),
-    "docs/numbers.md": (two_implementations, calibration),
+    "docs/numbers.md": (two_implementations, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
 }
 

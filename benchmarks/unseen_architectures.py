@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.api import CalibrateOptions, EngineOptions, InputError, build_engine, calibrate
 from fp8q.calibrate.model.source import open_source
-from fp8q.export.graph.modules import GraphPlan, cache_shape, prepare
+from fp8q.export.graph.cache import cache_shape
+from fp8q.export.graph.modules import GraphPlan, prepare
 from fp8q.quantize.reference import load_reference
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens

@@ -56,6 +56,8 @@ def split_by_heads(model: ir.Model) -> None:
             num_outputs=len(heads),
             name=f"{split.name}.heads.split",
         )
+        for node in (reshape, transpose, cut):
+            node.metadata_props.update(split.metadata_props)
         for node in (reshape, transpose):
             node.outputs[0].name, node.outputs[0].type = f"{node.name}.output", heads[0].out.type
         model.graph.insert_after(split, [reshape, transpose, cut])

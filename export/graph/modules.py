@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.linear import CODE, replace_linears
 from . import operators
+from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
 
 ATTENTION = "fp8q"
 
@@ -88,69 +88,13 @@ class GraphLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class QuantizedCache(nn.Module):
-    """Keys (or values) of one layer as codes: the past is dequantized, the new ones are quantized once and leave as
-    codes.
-    """
-
-    def __init__(self, plan: GraphPlan):
-        super().__init__()
-        self.dtype = plan.dtype
-        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
-
-    scale: torch.Tensor
-
-    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as
-        values, and the new codes.
-        """
-        codes = operators.quantize(new, self.scale, CODE)
-        values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
-        return torch.cat(values, dim=-2), codes
-
-
-def cache_shape(text: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and head size of the cache, of keys as of values and in every layer, by the configuration of the text
-    model.
-    """
-    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-class PlainCache(nn.Module):
-    """Keys (or values) of one layer in the compute type."""
-
-    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of them, and the new ones."""
-        return torch.cat([past, new], dim=-2), new
-
-
-class GraphLayer(DynamicLayer):
-    """One layer of the cache while the graph is traced: `new` holds what this step wrote."""
-
-    def __init__(self, attention: nn.Module, past: tuple[torch.Tensor, torch.Tensor]):
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
-        self.parts = tuple(attention.get_submodule(name) for name in ("fp8q_k", "fp8q_v"))
-        self.past = past
-        self.new: tuple[torch.Tensor, ...] = ()
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take keys and values [batch, heads, seq, size]; return the past's and theirs."""
-        pairs = [
-            part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)
-        ]
-        self.new = tuple(stored for _, stored in pairs)
-        return pairs[0][0], pairs[1][0]
-
-
 class Graph(nn.Module):
     """The traced module: inputs and outputs of the ONNX graph, in its order."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        #: Layer index -> its attention, of the layers that are traced.
         self.attention = attention_modules(model)
 
     def forward(
@@ -164,17 +108,16 @@ class Graph(nn.Module):
         capacity = past[0][0].shape[2]
         slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
         keys = torch.cat([slots, position_ids], dim=1)
-        cache = DynamicCache()
-        layers = [
-            GraphLayer(self.model.get_submodule(self.attention[i]), pair)
+        layers = {
+            i: GraphLayer(self.model.get_submodule(self.attention[i]), pair)
             for i, pair in zip(sorted(self.attention), past, strict=True)
-        ]
-        cache.layers = [*layers]
+        }
+        cache = GraphCache(layers)
         with attending(position_ids, keys, attention_mask):
             logits = self.model(
                 input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True
             ).logits
-        return (logits, *(new for layer in layers for new in layer.new))
+        return (logits, *(new for layer in layers.values() for new in layer.new))
 
 
 _mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -300,5 +243,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         module = model.get_submodule(name)
         if plan.attention:
             module.fp8q_attention = QuantizedAttention(plan)
-        module.fp8q_k, module.fp8q_v = (QuantizedCache(plan) if part in plan.cache else PlainCache() for part in "kv")
+        module.fp8q_k, module.fp8q_v = (
+            QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
+        )
     return Graph(model.eval())

@@ -3,18 +3,15 @@
 They work on onnx_ir, whose tensors may lie in files: no pass reads a weight.
 """
 
-import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
-    DeduplicateInitializersPass,
     InlinePass,
     LiftConstantsToInitializersPass,
     NameFixPass,
@@ -23,7 +20,7 @@ from onnx_ir.passes.common import (
 )
 
 from ...headers import read_header
-from .. import names
+from .naming import values_of
 
 if TYPE_CHECKING:
     from onnxscript.rewriter.pattern import RewriteRule
@@ -41,7 +38,6 @@ ELEMENT_TYPES = {
 }
 #: The version of ONNX's file format that came with opset 23.
 IR_VERSION = 11
-SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True)
@@ -65,193 +61,146 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     }
 
 
-def name_interface(model: ir.Model, layers: int) -> None:
-    """Name inputs, outputs and dynamic dimensions as DESIGN section 7 does.
-
-    1. `past_key_values.N.key|value` and `new_key_values.N.key|value`, in the order of tracing. 2. The exporter's
-       symbols become batch, seq and capacity wherever a shape mentions them, in sums too.
+@dataclass(frozen=True)
+class Tensors:
+    """Where the values of a model's tensors are: those in the safetensors of `directory`; `aliases` of a tied tensor's
+    name, or of one stored under another; `computed`: buffers that no file holds.
     """
-    inputs, outputs = model.graph.inputs, model.graph.outputs
-    parts = [f"{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
-    for value, part in zip(inputs[3:], parts, strict=True):
-        value.name = f"past_key_values.{part}"
-    for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
-        value.name = name
-    tokens, past = inputs[0].shape, inputs[3].shape
-    assert tokens is not None, "the exporter gives its inputs shapes"
-    assert past is not None, "the exporter gives its inputs shapes"
-    symbols = {str(tokens[0]): "batch", str(tokens[1]): "seq", str(past[2]): "capacity"}
-    for value in _values(model):
-        if value.shape is not None:
-            value.shape = ir.Shape(
-                [dim if isinstance(dim, int) else _renamed(str(dim), symbols) for dim in value.shape]
-            )
-    outputs[0].shape = ir.Shape(["batch", "seq", outputs[0].shape[2] if outputs[0].shape else None])
 
+    directory: Path
+    stored: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    computed: Mapping[str, ir.TensorProtocol]
 
-def _renamed(dimension: str, symbols: Mapping[str, str]) -> str:
-    words = re.sub(r"\w+", lambda match: symbols.get(match[0], match[0]), dimension)
-    return "capacity + seq" if words in ("seq + capacity", "capacity + seq") else words
+    def types(self) -> dict[str, ir.DataType]:
+        """Name -> element type in the file, under both names of a tensor that has two."""
+        found = {name: tensor.dtype for name, tensor in self.stored.items()}
+        return {name: found[other] for name, other in self.aliases.items() if other in found} | found
 
-
-def _values(model: ir.Model) -> list[ir.Value]:
-    return [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
-
-
-def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
-    """Give every product, Q and DQ the name of its Hugging Face module, from the scopes the exporter noted.
-
-    1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and
-       DQ of the activation.
-    3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its
-       MatMul and Add. 5. In a layer's
-    `fp8q_attention`: both products, Q and DQ. 6. The Attention of an attention module. 7. The two products of a module
-    of `attention` that has none.
-    """
-    scopes = {node: _scope(node) for node in model.graph}
-    matrices = {
-        name.removeprefix("model.").removesuffix(".weight")
-        for name in model.graph.initializers
-        if name.endswith(".weight")
-    }
-    linear = {scope for node, scope in scopes.items() if node.op_type in ("MatMul", "Gemm")} & matrices
-    for node, scope in scopes.items():
-        if name := _node_name(node, scope, scope in linear):
-            node.name = name
-    for module in attention:
-        products = [node for node, scope in scopes.items() if scope == module and node.op_type == "MatMul"]
-        if len(products) == len(names.ATTENTION_PRODUCTS):
-            for node, product in zip(products, names.ATTENTION_PRODUCTS, strict=True):
-                node.name = names.attention_product(module, product)
-
-
-def _scope(node: ir.Node) -> str:
-    """The Hugging Face module whose forward pass made `node`; empty where that is not known."""
-    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
-    return str(scopes[-2]).removeprefix("model.") if len(scopes) > 1 else ""
-
-
-def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
-    owner, _, last = scope.rpartition(".")
-    if node.op_type == "Attention" and scope:
-        return names.attention(scope)
-    if last == "input":
-        return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(
-            node.op_type
+    def external(self, name: str, shape: ir.Shape | None) -> ir.ExternalTensor:
+        """The stored tensor `name`, declared to have `shape`."""
+        at = self.stored.get(name) or self.stored[self.aliases[name]]
+        shape = shape if shape is not None else ir.Shape(at.shape)
+        return ir.ExternalTensor(
+            at.file, at.offset, at.length, at.dtype, shape=shape, name=name, base_dir=self.directory
         )
-    if owner.endswith(".fp8q_attention"):
-        module = owner.removesuffix(".fp8q_attention")
-        if last in names.ATTENTION_PRODUCTS:
-            return names.attention_product(module, last)
-        return {
-            "QuantizeLinear": names.attention_quantize(module, last),
-            "DequantizeLinear": names.attention_dequantize(module, last),
-        }.get(node.op_type)
-    if last in ("fp8q_k", "fp8q_v"):
-        part = last[-1]
-        past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
-        dequantize = names.cache_dequantize_past(owner, part) if past else names.cache_dequantize(owner, part)
-        return {"QuantizeLinear": names.cache_quantize(owner, part), "DequantizeLinear": dequantize}.get(node.op_type)
-    if linear:
-        kinds = {
-            "MatMul": names.matmul(scope),
-            "Gemm": names.matmul(scope),
-            "Add": names.bias_add(scope),
-            "DequantizeLinear": names.weight_dequantize(scope),
-        }
-        return kinds.get(node.op_type)
-    return None
+
+    def like(self, name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        """The tensor `name`, of a layer, as `tensor` is the same of another layer: stored, computed, or a constant."""
+        if isinstance(tensor, ir.ExternalTensor):
+            return self.external(name, tensor.shape)
+        return self.computed[name] if name in self.computed else ir.Tensor(tensor.numpy(), tensor.dtype, name=name)
 
 
-def point_at_weights(
-    model: ir.Model, directory: Path, aliases: Mapping[str, str], buffers: Mapping[str, ir.TensorProtocol]
-) -> None:
-    """Make every initializer external data in the safetensors of `directory`.
+def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
+    """Make every initializer external data in the safetensors of the model's directory.
 
     1. `M.input.scale`, `A.fp8q_k.scale` and `A.fp8q_attention.q.scale` are stored as `M.input_scale`, `A.k_scale` and
-       `A.attention.q_scale`. 2. A tied tensor lies under its other name (`aliases`).
-    3. A buffer that no file holds (rotary frequencies) has its value in `buffers` and is kept in the graph. 4. A scale
-       stored [N, 1] or [1] is declared [N] or []: the bytes are the same.
+       `A.attention.q_scale`. 2. A tied tensor lies under its other name. 3. A buffer that no file holds (rotary
+       frequencies) is kept in the graph. 4. A scale stored [N, 1] or [1] is declared [N] or []: the bytes are the same.
     """
-    stored = stored_tensors(directory)
     for name, value in [*model.graph.initializers.items()]:
         plain = name.removeprefix("model.")
-        if plain in buffers:
-            value.const_value = buffers[plain]
-            continue
-        if name.startswith("model."):
+        if plain in tensors.computed:
+            value.const_value, value.name = tensors.computed[plain], plain
+        elif name.startswith("model."):
             key = (
                 plain.replace(".input.scale", ".input_scale")
                 .replace(".fp8q_k.scale", ".k_scale")
                 .replace(".fp8q_v.scale", ".v_scale")
             )
             key = re.sub(r"\.fp8q_attention\.([qkvp])\.scale$", r".attention.\1_scale", key)
-            at = stored.get(key) or stored[aliases[key]]
-            shape = value.shape if value.shape is not None else ir.Shape(at.shape)
-            value.const_value = ir.ExternalTensor(
-                at.file, at.offset, at.length, at.dtype, shape=shape, name=key, base_dir=directory
-            )
-            value.name = key
+            value.const_value, value.name = tensors.external(key, value.shape), key
 
 
 def widen_initializers(model: ir.Model) -> None:
-    """Put a Cast after every stored initializer whose type is not the one the graph computes in.
+    """Put a Cast after every stored initializer whose type is not the one the graph computes in, before its first
+    reader.
 
     The FP32 and FP16 graphs read the BF16 tensors of the checkpoint: one copy of the weights serves all. The declared
     type of the value becomes the stored one.
     """
-    for value in [*model.graph.initializers.values()]:
-        stored = value.const_value.dtype if value.const_value is not None else value.dtype
-        if stored is None or value.dtype is None or stored == value.dtype:
-            continue
-        cast = ir.node("Cast", [value], {"to": value.dtype.value}, name=f"{value.name}.cast")
-        cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = (
-            f"{value.name}.wide",
-            value.dtype,
-            value.shape,
-        )
-        for usage in [*value.uses()]:
-            if usage.node is not cast:
-                usage.node.replace_input_with(usage.idx, cast.outputs[0])
-        value.dtype = stored
-        model.graph.insert_before(model.graph[0], cast)
+    for node in [*model.graph]:
+        for value in node.inputs:
+            if value is None or not value.is_initializer() or value.dtype is None:
+                continue
+            stored = value.const_value.dtype if value.const_value is not None else value.dtype
+            if stored != value.dtype:
+                _widen(model, value, stored, node)
+
+
+def _widen(model: ir.Model, value: ir.Value, stored: ir.DataType, before: ir.Node) -> None:
+    """Let the readers of `value` read its Cast from the type `stored`, a node put `before` another."""
+    assert value.dtype is not None, "the exporter gives its initializers types"
+    cast = ir.node(
+        "Cast", [value], {"to": value.dtype.value}, name=f"{value.name}.cast", metadata_props=before.metadata_props
+    )
+    wide = cast.outputs[0]
+    wide.name, wide.dtype, wide.shape = f"{value.name}.wide", value.dtype, value.shape
+    for usage in [*value.uses()]:
+        if usage.node is not cast:
+            usage.node.replace_input_with(usage.idx, wide)
+    value.dtype = stored
+    model.graph.insert_before(before, cast)
+
+
+def order_initializers(model: ir.Model) -> None:
+    """Let the initializers stand in the order in which the nodes read them."""
+    read = dict.fromkeys(value for node in model.graph for value in node.inputs if value is not None)
+    ordered = [value for value in read if value.is_initializer()]
+    model.graph.initializers.clear()
+    for value in ordered:
+        model.graph.register_initializer(value)
 
 
 def simplify(model: ir.Model) -> None:
     """Fold what is constant, merge what is computed twice, drop what nobody reads.
 
-    Only shapes and small constants are folded: a quantized weight stays a constant in front of its DequantizeLinear,
-    and no weight is read. Scales that happen to be equal stay apart, since scales chosen again may differ: to the
-    optimizer each is another number, and none that a model computes with (it would make one constant of a scale and of
-    an exponent 2). The passes are those of `onnxscript.optimizer.optimize_ir` without the rules that no decoder needs:
+    Only shapes and small constants are folded, and no stored tensor has a value here: a quantized weight stays a
+    constant in front of its DequantizeLinear, and scales, biases and norms that happen to be equal stay apart, since
+    those of another checkpoint of the same shape may differ. So the graph follows from config.json and the safetensors'
+    headers alone. The passes are those of `onnxscript.optimizer.optimize_ir` without the rules that no decoder needs:
     one of them (two Slices into a Split) looks through the whole graph at every node, so that the time grew with the
     square of the layers.
     """
     from onnxscript.optimizer import fold_constants_ir
     from onnxscript.rewriter import RewritePass
 
-    scales = {name: value.const_value for name, value in model.graph.initializers.items() if name.endswith("_scale")}
-    for number, (name, scale) in enumerate(scales.items(), 1):
-        assert scale is not None, "point_at_weights gave every scale its place"
-        model.graph.initializers[name].const_value = ir.tensor(
-            np.full(scale.shape.numpy(), 2.0**-100 * (1 + number * 2.0**-20), np.float32), name=name
-        )
+    stored = [value for value in model.graph.initializers.values() if isinstance(value.const_value, ir.ExternalTensor)]
+    tensors = [value.const_value for value in stored]
+    for value in stored:
+        value.const_value = None
     InlinePass()(model)
     for _ in range(2):  # what one rule uncovers another folds
         fold_constants_ir(model, onnx_shape_inference=True, should_fold=_foldable)
         RewritePass(_rules())(model)
         RemoveUnusedNodesPass()(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    merge_constants(model)
     for merge in (
-        DeduplicateInitializersPass(),
         CommonSubexpressionEliminationPass(),
         RemoveUnusedNodesPass(),
         RemoveUnusedOpsetsPass(),
         NameFixPass(),
     ):
         merge(model)
-    for name, value in model.graph.initializers.items():
-        value.const_value = scales.get(name, value.const_value)
+    for value, tensor in zip(stored, tensors, strict=True):
+        value.const_value = tensor
+
+
+def merge_constants(model: ir.Model) -> None:
+    """Make one of the constants of the same type, shape and bytes. A stored tensor (its value is not known yet) is none
+    of them.
+    """
+    found: dict[tuple[object, ...], ir.Value] = {}
+    for name, value in [*model.graph.initializers.items()]:
+        tensor = value.const_value
+        if tensor is None:
+            continue
+        kept = found.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), value)
+        if kept is not value:
+            value.replace_all_uses_with(kept)
+            model.graph.initializers.pop(name)
 
 
 def _rules() -> list["RewriteRule"]:
@@ -290,7 +239,7 @@ def _foldable(node: ir.Node) -> bool | None:
 
 def strip(model: ir.Model) -> None:
     """Drop the exporter's notes: stack traces name files of the machine that exported."""
-    for value in _values(model):
+    for value in values_of(model):
         value.metadata_props.clear()
         value.doc_string = None
     for node in model.graph:

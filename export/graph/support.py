@@ -21,7 +21,7 @@ from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules, matrix_products
 from ...calibrate.model.weights import Weights
-from .modules import cache_shape
+from .cache import cache_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

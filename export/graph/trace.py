@@ -8,7 +8,7 @@ does not grow with the model, and the run is all that is needed.
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Literal
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.measure.statistics import StatisticsRecord
@@ -27,9 +28,12 @@ from ...quantize.linear import CODE
 from ...quantize.scales import Scales
 from ...reporter import Reporter
 from ...run import GRAPH, GRAPH_FP32, Run
-from . import operators, passes
+from . import naming, operators, passes
+from .cache import cache_shape
 from .heads import split_by_heads
-from .modules import Graph, GraphPlan, cache_shape, prepare
+from .layers import NotAlikeError, kinds_of, layer_prefix, skip
+from .modules import Graph, GraphPlan, prepare
+from .stamp import stamp
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]
@@ -60,13 +64,28 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
     Raises BackendError where torch's exporter cannot trace the architecture.
     """
     plans = {directory / GRAPH: plan, directory / GRAPH_FP32: replace(plan, dtype=torch.float32)}
-    with report.track("Exporting to ONNX", len(plans), "graphs") as advance:
+    layers: int = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
+    with report.track("Exporting to ONNX", len(plans) * 2 * layers, "layers") as advance:
         for path, planned in plans.items():
-            model = trace(directory, planned)
+            tell = at_most(2 * layers, advance)  # a layer counts when the model has run it, and when it is in the graph
+            model = trace(directory, planned, tell)
             with replacing(path) as partial:
                 ir.save(model, partial)
-            advance(1)
+            tell(2 * layers)
     return list(plans)
+
+
+def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """`advance`, which never hears of more than `total` units in all."""
+    told = 0
+
+    def tell(done: int) -> None:
+        nonlocal told
+        done = min(done, total - told)
+        told += done
+        advance(done)
+
+    return tell
 
 
 def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
@@ -75,11 +94,67 @@ def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str
     return {members[0]: members for members in kept if members}
 
 
-def trace(directory: Path, plan: GraphPlan) -> ir.Model:
-    """The ONNX model of the checkpoint in `directory`, its initializers external data there."""
+def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
+    """The ONNX model of the checkpoint in `directory`, its initializers external data there.
+
+    Of each kind of layers a few are traced, and the others are made from them (`layers`, `stamp`); all are traced where
+    that cannot be. `ran` is called with the number of layers that the model has run.
+    """
+    try:
+        return stamped(directory, plan, ran)
+    except (NotAlikeError, BackendError, AttributeError):  # the last: of modules that a skipped layer no longer has
+        return whole(directory, plan, ran)
+
+
+def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
+    """The same, with layers made from others of their kind. Raises NotAlikeError where there is nothing to save, or the
+    layers are not what they seemed.
+    """
+    model, tensors = _opened(directory, plan)
+    graph = prepare(model, plan)
+    prefix = layer_prefix(model)
+    kinds = kinds_of(model, prefix, tensors.types(), tensors.computed) if prefix else []
+    if prefix is None or not any(kind.skipped for kind in kinds):
+        raise NotAlikeError("every layer is one of the first two or the last of its kind")
+    skip(model, prefix, kinds)
+    traced = {index: graph.attention[index] for kind in kinds for index in kind.traced}
+    _count(graph, prefix, ran)
+    graph.attention = traced
+    exported = _finished(_exported(graph, plan), graph, tensors)
+    stamp(exported, prefix, kinds, tensors.like)
+    RemoveUnusedOpsetsPass()(exported)
+    passes.order_initializers(exported)
+    return exported
+
+
+def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
+    """The same, with every layer traced. Raises BackendError where torch's exporter cannot trace the architecture."""
+    model, tensors = _opened(directory, plan)
+    graph = prepare(model, plan)
+    if prefix := layer_prefix(model):
+        _count(graph, prefix, ran)
+    return _finished(_exported(graph, plan), graph, tensors)
+
+
+def _count(graph: Graph, prefix: str, ran: Callable[[int], None]) -> None:
+    """Call `ran` whenever a decoder layer has run."""
+    for index in graph.attention:
+        graph.model.get_submodule(f"{prefix}{index}").register_forward_hook(lambda *_: ran(1))
+
+
+def _opened(directory: Path, plan: GraphPlan) -> tuple[PreTrainedModel, passes.Tensors]:
+    """The empty model of a checkpoint, and where its tensors are."""
     config = AutoConfig.from_pretrained(directory)
     model, buffers = empty_model(config, plan.dtype)
-    graph = prepare(model, plan)
+    stored = passes.stored_tensors(directory)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    aliases = tied_names(model) | renamed_in(config, type(model), shapes)
+    return model, passes.Tensors(directory, stored, aliases, buffers)
+
+
+def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
+    """What torch's exporter makes of `graph`."""
+    config = graph.model.config
     with quiet(), torch.no_grad():
         inputs, shapes = example(graph, config, plan)
         try:
@@ -104,16 +179,23 @@ def trace(directory: Path, plan: GraphPlan) -> ir.Model:
                 f"({_first_line(error)}); `model/` is complete, serve it with vLLM or transformers"
             ) from error
     assert exported is not None, "torch.onnx.export without a file returns its program"
-    onnx_model: ir.Model = exported.model
-    passes.name_interface(onnx_model, len(graph.attention))
-    passes.name_nodes(onnx_model, graph.attention.values())
-    stored = {name: tensor.shape for name, tensor in passes.stored_tensors(directory).items()}
-    passes.point_at_weights(onnx_model, directory, tied_names(model) | renamed_in(config, type(model), stored), buffers)
-    passes.simplify(onnx_model)
-    split_by_heads(onnx_model)
-    passes.widen_initializers(onnx_model)
-    passes.strip(onnx_model)
-    return onnx_model
+    return exported.model
+
+
+def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Model:
+    """`model` after all passes, in place."""
+    naming.name_interface(model, sorted(graph.attention))
+    naming.read_sizes_first(model)
+    naming.name_nodes(model, graph.attention.values())
+    passes.point_at_weights(model, tensors)
+    named = frozenset(model.graph.initializers)
+    passes.simplify(model)
+    split_by_heads(model)
+    passes.widen_initializers(model)
+    naming.name_the_rest(model, named)
+    passes.order_initializers(model)
+    passes.strip(model)
+    return model
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, ir.TensorProtocol]]:

@@ -23,7 +23,6 @@ NOT_MEASURED = (
     "| | batch | seq (tokens in this step) | capacity (slots of the past) |",
     "| engine | what `fp8q engine` says |",
     "| `--kv-cache` | keys | values | bytes of a position, against BF16 | `model/` says so to transformers and vLLM |",
-    "| question | command |",
     "| | formula | Llama 3.1 70B | Llama 3.1 405B |",
 )
 

@@ -14,9 +14,13 @@ from typing import Any, Literal
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8q import api
+from fp8q.calibrate.measure.observe import probe_groups
+from fp8q.calibrate.model.products import attention_modules, matrix_products, output_axis, output_head
+from fp8q.export.graph.modules import GraphPlan
 from fp8q.options import KvCache
 from fp8q.run import Run
 
@@ -84,6 +88,28 @@ ARCHITECTURES = [
 ]
 
 
+def as_if_quantized(
+    folder: Path, config: PreTrainedConfig, cache: str, dtype: torch.dtype, wide: str = ""
+) -> GraphPlan:
+    """Write a random checkpoint of `config` with scales as FP8's, all zero (a graph does not look at values), and
+    return the plan of its graph: `cache` in FP8, products whose name contains `wide` not.
+    """
+    torch.manual_seed(0)
+    model: PreTrainedModel = torch.nn.Module.to(AutoModelForCausalLM.from_config(config), torch.bfloat16)
+    model.save_pretrained(folder)
+    products = {name: product for name, product in matrix_products(model).items() if name != output_head(model)}
+    quantized = {name: product for name, product in products.items() if not wide or wide not in name}
+    groups = probe_groups(model, quantized)
+    scales = {f"{name}.input_scale": torch.zeros(1) for name in quantized}
+    scales |= {
+        f"{name}.weight_scale": torch.zeros(model.get_parameter(f"{name}.weight").shape[output_axis(product)], 1)
+        for name, product in quantized.items()
+    }
+    scales |= {f"{name}.{part}_scale": torch.zeros(1) for name in attention_modules(model).values() for part in cache}
+    save_file(scales, folder / "scales.safetensors")
+    return GraphPlan(groups, cache, dtype)
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run of one architecture, calibrated and exported."""
@@ -108,6 +134,30 @@ def random_checkpoint(demo_checkpoint: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session", name="as_if_quantized")
+def as_if_quantized_fixture() -> Callable[..., GraphPlan]:
+    """`as_if_quantized(folder, config, cache, dtype, wide)`."""
+    return as_if_quantized
+
+
+@pytest.fixture(params=ARCHITECTURES, ids=lambda case: case.name)
+def deep(
+    request: pytest.FixtureRequest, tmp_path: Path, shared_checkpoint: Callable[[str], Path]
+) -> tuple[Path, GraphPlan]:
+    """Each architecture with four layers, as if quantized: a checkpoint whose weights mean nothing, and what of it is
+    in FP8.
+    """
+    case: Architecture = request.param
+    fields = {**TINY, **case.fields, "num_hidden_layers": 4}
+    config = (
+        AutoConfig.from_pretrained(shared_checkpoint(case.name), num_hidden_layers=4)
+        if case.trained
+        else getattr(transformers, case.config)(**fields)
+    )
+    dtype = torch.float16 if case.dtype == "fp16" else torch.bfloat16
+    return tmp_path, as_if_quantized(tmp_path, config, {"off": "", "fp8": "kv", "v": "v"}[case.kv_cache], dtype)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,102 @@
+"""Layers made from others of their kind are, byte for byte, what tracing each of them gives."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+from fp8q.export.graph.layers import NotAlikeError
+from fp8q.export.graph.modules import GraphPlan
+from fp8q.export.graph.trace import export_graphs, stamped, whole
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def written(model: ir.Model, path: Path) -> bytes:
+    """The model as it is saved."""
+    ir.save(model, path)
+    return path.read_bytes()
+
+
+def test_the_graph_is_that_of_a_full_trace(deep: tuple[Path, GraphPlan]) -> None:
+    folder, plan = deep
+    copied, traced = (
+        written(make(folder, plan), folder / name) for make, name in ((stamped, "copied.onnx"), (whole, "traced.onnx"))
+    )
+    assert b"layers.2." in copied or b".h.2." in copied
+    assert copied == traced
+
+
+@pytest.mark.parametrize(
+    ("config", "wide"),
+    [
+        (
+            Qwen3Config(**TINY, head_dim=16, num_hidden_layers=8, use_sliding_window=True, sliding_window=4,
+                        layer_types=[SLIDING, FULL] * 4),
+            "",
+        ),
+        (LlamaConfig(**TINY, num_hidden_layers=5), "layers.1.mlp.down_proj"),
+    ],
+    ids=["two kinds in turn", "one layer with a product in BF16"],
+)  # fmt: skip
+def test_so_it_is_of_layers_of_several_kinds(
+    config: Any, wide: str, tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]
+) -> None:
+    plan = as_if_quantized(tmp_path, config, "kv", torch.float32, wide)
+    assert written(stamped(tmp_path, plan), tmp_path / "a.onnx") == written(whole(tmp_path, plan), tmp_path / "b.onnx")
+
+
+def test_a_model_whose_layers_compute_with_their_index_is_not_copied(
+    tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]
+) -> None:
+    """GPT-2 divides its scores by the layer's number there."""
+    fields: dict[str, Any] = {
+        "vocab_size": 64,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    config = GPT2Config(**fields, scale_attn_by_inverse_layer_idx=True)
+    plan = as_if_quantized(tmp_path, config, "", torch.bfloat16)
+    with pytest.raises(NotAlikeError, match="every layer is one of the first two or the last of its kind"):
+        stamped(tmp_path, plan)
+
+
+class Counting:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.total = (0, "")
+
+    def note(self, line: str) -> None:
+        """Notes do not matter here."""
+
+    @contextmanager
+    def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+        """Keep each number."""
+        self.total = (total, unit)
+        yield self.told.append
+
+
+def test_the_bar_moves_with_each_layer_and_ends_at_its_total(
+    tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]
+) -> None:
+    plan, report = as_if_quantized(tmp_path, LlamaConfig(**TINY, num_hidden_layers=2), "", torch.bfloat16), Counting()
+    export_graphs(tmp_path, plan, report)
+    assert report.total == (8, "layers")
+    assert report.told == [1, 1, 2] * 2
