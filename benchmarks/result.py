@@ -59,8 +59,9 @@ def defaults(kind: type) -> dict[str, Any]:
 def machine() -> str:
     """Processor, cores, memory and GPUs."""
     processor = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    name = processor[1] if processor else "processor unknown"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return f"{os.cpu_count()} cores of {processor[1] if processor else 'a processor'}, {memory:.0f} GB, {gpus()}"
+    return f"{os.cpu_count()} cores, {name}, {memory:.0f} GB, {gpus()}"
 
 
 def gpus() -> str:
