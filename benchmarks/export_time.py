@@ -12,7 +12,6 @@ exit status 1 when a limit is not met.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,11 +19,10 @@ import time
 from pathlib import Path
 from shutil import copyfile, rmtree
 
-import torch
-from synthetic import DEMO, commit, sampled
+from result import arguments, described, publish
+from synthetic import DEMO, sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.record import library_versions
 from fp8q.run import GRAPH, GRAPH_FP32, Run
 
 #: Layers -> seconds.
@@ -36,7 +34,8 @@ LIMIT_GROWTH = 1.1
 def calibrate(checkpoint: str, out: str) -> None:
     """All stages before `export`."""
     from fp8q.api import CalibrateOptions
-    from fp8q.calibrate.model.source import load_tokenizer, open_source
+    from fp8q.calibrate.model.source import open_source
+    from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.options import ScaleOptions
     from fp8q.reporter import SILENT
     from fp8q.stages import choosing, corpora, measuring, sources
@@ -101,7 +100,7 @@ def of_depth(folder: Path, depth: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 32, 80])
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -109,17 +108,13 @@ def main() -> int:
         name, checkpoint, out = options.child
         CHILDREN[name](checkpoint, out)
         return 0
-    measured = commit()
+    head = described("export_time")
     with tempfile.TemporaryDirectory() as directory:
         found = {depth: of_depth(Path(directory), depth) for depth in options.depths}
     late = [depth for depth, limit in LIMIT_SECONDS.items() if depth in found and found[depth]["cpu_seconds"] > limit]
     deepest = max(found)
     growth = found[deepest]["peak_anonymous_bytes"] / found[8]["peak_anonymous_bytes"] if 8 in found else None
     result = {
-        "benchmark": "export_time",
-        "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
-        "versions": library_versions(),
-        "commit": measured,
         "limit_seconds": LIMIT_SECONDS,
         "limit_memory_growth": LIMIT_GROWTH,
         "ceiling_cpu_seconds": found[min(found)]["cpu_seconds"],
@@ -127,8 +122,7 @@ def main() -> int:
         "memory_growth": None if growth is None else round(growth, 3),
         "passed": not late and (growth is None or growth <= LIMIT_GROWTH),
     }
-    print(json.dumps(result))
-    return 0 if result["passed"] else 1
+    return publish(head, result, options.save)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_a_node_is_named_after_its_module_and_its_place_in_it(graph: ir.Graph) -
 
 
 def test_a_constant_is_named_after_its_first_reader(graph: ir.Graph) -> None:
-    found = {}
+    found: dict[str | None, str] = {}
     for node in graph:
         for index, value in enumerate(node.inputs):
             if value is not None and value.is_initializer():
@@ -91,7 +91,10 @@ def test_no_name_counts_over_the_whole_graph_and_no_note_of_the_exporter_remains
 
 
 def test_a_size_is_read_from_the_first_input_that_has_it() -> None:
-    shapes = {"input_ids": ["batch", "seq"], "past_key_values.0.key": ["batch", 2, "capacity", 8]}
+    shapes: dict[str, list[str | int]] = {
+        "input_ids": ["batch", "seq"],
+        "past_key_values.0.key": ["batch", 2, "capacity", 8],
+    }
     shapes["past_key_values.2.key"] = shapes["past_key_values.0.key"]
     inputs = [ir.Value(name=name, shape=ir.Shape(shape)) for name, shape in shapes.items()]
     nodes = [ir.node("Shape", [inputs[2]], {"start": axis, "end": axis + 1}) for axis in (0, 2)]
