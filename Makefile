@@ -2,17 +2,20 @@
 # make test      set up, then every check and the whole suite (what .ci/run calls)
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
+# make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
+# make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
 # PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
+# PARTS=…     which benchmarks; all take hours, and times want a quiet machine
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test install lint format clean
+.PHONY: help demo test fuzz install lint format benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -28,6 +31,12 @@ demo: install
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
+MINUTES ?= 10
+KILLS ?= 20
+SEED ?= 1
+fuzz: install
+	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
+
 install: $(STAMP)
 
 lint: install
@@ -40,6 +49,14 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
+PARTS := kv_cache attention baselines engine_size choosing_scales weight_mse weight_rounding rescale lint_time calibration memory \
+  export_memory export_time two_implementations architectures unseen_architectures
+benchmarks: install
+	@missed=; for part in $(PARTS); do \
+	  echo "== $$part"; $(BIN)/python benchmarks/$$part.py --save $$part >/dev/null || missed+=" $$part"; \
+	done; $(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
 
 clean:
 	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

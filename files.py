@@ -9,6 +9,9 @@ import os
 import re
 import shutil
 import stat
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +19,6 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticSerializationError
 from safetensors import SafetensorError
 
 from .errors import InputError
@@ -214,7 +216,7 @@ def write_document(path: Path, document: BaseModel) -> None:
     """Write a pydantic model as indented JSON, atomically. Raises InputError for a name that is no text in UTF-8."""
     try:
         text = document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n"
-    except PydanticSerializationError:
+    except ValueError:  # pydantic_core.PydanticSerializationError
         raise InputError(
             f"{path}: would hold the name of a file or directory that is no text in UTF-8; rename what is called so"
         ) from None
@@ -243,3 +245,27 @@ def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+#: What readers of safetensors, npz, JSON and ONNX raise for a file that is not what it should be.
+DAMAGE = (
+    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError, RuntimeError,
+    SafetensorError, TypeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+@contextmanager
+def reading(
+    path: Path, what: str, remedy: str = "restore it, or calibrate again into a new directory"
+) -> Iterator[None]:
+    """Turn whatever a reader raises for `path`, which should hold `what`, into an InputError that names it.
+
+    For files of a run: their SHA-256 is in the record, and a record can be written by whoever writes the file.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except DAMAGE as error:
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{path}: does not read as {what} ({told}); {remedy}") from None

@@ -6,11 +6,12 @@ import resource
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
-from typing import Annotated
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Self, TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
+from .errors import InputError
 from .files import Strict
 
 #: The distributions whose versions are written beside what they helped to make.
@@ -43,12 +44,40 @@ COMMANDS = {
 FP8_STAGES = ("measure", "quantize", "export")
 
 
+Value = TypeVar("Value")
+
+
+class Recorded(dict[str, Value]):
+    """What a record holds under one of its keys; what it lacks is the fault of whoever wrote it, and told as that."""
+
+    file: Path | None = None
+
+    def __missing__(self, key: str) -> Value:
+        """Raise InputError, naming the file and what it lacks."""
+        raise InputError(
+            f"{self.file or 'run.json'}: does not say `{key}`, which every run's does; restore it, or calibrate again "
+            "into a new directory"
+        )
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError("names a place outside the run")
+    return name
+
+
+Texts = Annotated[dict[str, str], AfterValidator(Recorded)]
+
+
 class StageRecord(Strict):
     """How one stage's outputs came about."""
 
-    inputs: dict[str, str] = Field(description="name -> SHA-256 of what the stage read")
-    options: dict[str, JsonValue]
-    outputs: dict[str, str] = Field(description="path in the run -> SHA-256 of what the stage wrote")
+    inputs: Texts = Field(description="name -> SHA-256 of what the stage read")
+    options: Annotated[dict[str, JsonValue], AfterValidator(Recorded)]
+    outputs: Annotated[dict[Annotated[str, AfterValidator(_inside)], str], AfterValidator(Recorded)] = Field(
+        description="path in the run -> SHA-256 of what the stage wrote"
+    )
     version: str
     libraries: dict[str, str]
     notes: list[str]
@@ -63,8 +92,16 @@ class RunRecord(Strict):
     """`run.json`."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
-    model: dict[str, str] = Field(default_factory=dict, description="what identifies the source model")
-    stages: dict[str, StageRecord] = Field(default_factory=dict)
+    model: Texts = Field(default_factory=dict, description="what identifies the source model")
+    stages: Annotated[dict[str, StageRecord], AfterValidator(Recorded)] = Field(default_factory=dict)
+
+    def of(self, file: Path) -> Self:
+        """The same, read from `file`: what it lacks is told with this name."""
+        parts = (part for stage in self.stages.values() for part in (stage.inputs, stage.options, stage.outputs))
+        for part in (self.model, self.stages, *parts):
+            if isinstance(part, Recorded):
+                part.file = file
+        return self
 
 
 @dataclass

@@ -75,7 +75,7 @@ class Run:
         Raises InputError when the directory holds other things than a run, or the file does not read.
         """
         if self.exists():
-            return read_document(self.record_file, RunRecord)
+            return read_document(self.record_file, RunRecord).of(self.record_file)
         if self.root.is_dir() and any(not _is_ours(path) for path in self.root.iterdir()):
             raise InputError(
                 f"{self.root}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"

@@ -1,27 +1,27 @@
 """What FP8 makes of each architecture: perplexity in BF16, in the FP8 reference and on ONNX Runtime, with and without
 an FP8 cache, and FP8 products by target.
 
-    python benchmarks/architectures.py CHECKPOINTS DATA [--names llama,gpt2] [--windows 40] [--context 256]
+    python benchmarks/architectures.py [MODEL=CALIBRATION,EVALUATION …] [--windows 40] [--context 256]
 
-CHECKPOINTS holds a folder for each model of `MODELS`, DATA their texts. Calibrates each on 64 windows, validates on
+Calibrates each on 64 windows, validates on
 `--windows` windows of `--context` tokens, each scored alone, and builds engines with TensorRT-RTX; then again with an
-FP8 cache, from the same statistics. The ceiling is BF16's own perplexity, beside the others. Prints a table in Markdown
-and last one line of JSON; exit status 1 when a promised product is not FP8 in an engine, or ONNX Runtime's perplexity
+FP8 cache, from the same statistics. The ceiling is BF16's own perplexity, beside the others. Prints one
+line of JSON; exit status 1 when a promised product is not FP8 in an engine, or ONNX Runtime's perplexity
 is more than 0.5 % from the reference's (1 % for heads of 8, whose attention is ill-conditioned).
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from models import Given, cut_text, given, small_models
+from result import arguments, described, publish
 
 from fp8q.api import (
     CalibrateOptions,
     EngineOptions,
     RescaleOptions,
+    ScaleOptions,
     ValidateOptions,
     build_engine,
     calibrate,
@@ -30,26 +30,12 @@ from fp8q.api import (
 )
 from fp8q.options import KvCache
 from fp8q.quantize.scales import load_scales
-from fp8q.record import library_versions
 from fp8q.run import Run
 
-PYTHON, STORIES = (
-    ("python-calibration.txt", "python-evaluation.txt"),
-    ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt"),
-)
-MODELS = {"llama": PYTHON, "qwen2": PYTHON, "gemma": PYTHON, "gpt2": PYTHON, "opt": PYTHON, "stories260k": STORIES}
+MODELS = ("llama", "qwen2", "gemma", "gpt2", "opt", "stories260k")
 TARGETS = ("sm89", "sm120")
 LIMITS = {"stories260k": 0.01}
 LIMIT = 0.005
-COLUMNS = (
-    "BF16",
-    "FP8 reference",
-    "ONNX Runtime",
-    "FP8 reference, FP8 cache",
-    "ONNX Runtime, FP8 cache",
-    "promised products",
-    *(f"FP8 on {target}" for target in TARGETS),
-)
 
 
 def outcome(run: Run, options: ValidateOptions) -> dict[str, object]:
@@ -66,50 +52,15 @@ def outcome(run: Run, options: ValidateOptions) -> dict[str, object]:
     }
 
 
-def beginning(text: str, checkpoint: Path, tokens: int) -> str:
-    """As much of `text` as the checkpoint's tokenizer makes `tokens` of."""
-    ends = AutoTokenizer.from_pretrained(checkpoint)(text, return_offsets_mapping=True)["offset_mapping"]
-    return text[: ends[min(tokens, len(ends)) - 1][1]]
-
-
-def measure(
-    checkpoint: Path, calibration: Path, evaluation: Path, windows: int, context: int
-) -> dict[KvCache, dict[str, object]]:
+def measure(model: Given, windows: int, context: int) -> dict[KvCache, dict[str, object]]:
     """`outcome` of one checkpoint with the cache in BF16 and in FP8."""
     with tempfile.TemporaryDirectory() as directory:
-        held_out = Path(directory) / evaluation.name
-        held_out.write_text(
-            beginning(evaluation.read_text(encoding="utf-8"), checkpoint, windows * context), encoding="utf-8"
-        )
-        run = calibrate(
-            str(checkpoint),
-            str(calibration),
-            Path(directory) / "run",
-            str(held_out),
-            CalibrateOptions(samples=64, seq_len=256),
-        )
+        held_out = cut_text(model, windows * context, Path(directory))
+        calibration = CalibrateOptions(samples=64, seq_len=256)
+        run = calibrate(model.directory, model.data, Path(directory) / "run", str(held_out), calibration)
         options = ValidateOptions(context=context)
         off = outcome(run, options)
         return {"off": off, "fp8": outcome(scales(run.root, RescaleOptions(kv_cache="fp8")), options)}
-
-
-def row(name: str, result: dict[KvCache, dict[str, object]]) -> str:
-    """A row of the table."""
-    off, fp8 = (result[cache] for cache in ("off", "fp8"))
-    plain, cached = off["perplexity"], fp8["perplexity"]
-    assert isinstance(plain, dict)
-    assert isinstance(cached, dict)
-    assert isinstance(fp8["fp8_products"], dict)
-    bf16 = plain["bf16"]
-    shown = [
-        f"{bf16:.3f}",
-        *(
-            f"{value:.3f} ({value / bf16 - 1:+.2%})"
-            for value in (plain["reference"], plain["onnxruntime"], cached["reference"], cached["onnxruntime"])
-        ),
-    ]
-    products = [str(fp8["promised_products"]), *(str(fp8["fp8_products"][target]) for target in TARGETS)]
-    return f"| {' | '.join([name, *shown, *products])} |"
 
 
 def passed(name: str, result: dict[KvCache, dict[str, object]]) -> bool:
@@ -127,35 +78,17 @@ def passed(name: str, result: dict[KvCache, dict[str, object]]) -> bool:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--names", default=",".join(MODELS))
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--context", type=int, default=256)
-    arguments = parser.parse_args()
-    print(f"| model | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}", flush=True)
-    results = {}
-    for name in arguments.names.split(","):
-        calibration, evaluation = (arguments.data / text for text in MODELS[name])
-        results[name] = measure(
-            arguments.checkpoints / name, calibration, evaluation, arguments.windows, arguments.context
-        )
-        print(row(name, results[name]), flush=True)
+    options = parser.parse_args()
+    head = described("architectures", (ScaleOptions, EngineOptions))
+    models = options.models or small_models(*MODELS)
+    results = {model.name: measure(model, options.windows, options.context) for model in models}
     good = all(passed(name, result) for name, result in results.items())
-    print(
-        json.dumps(
-            {
-                "results": results,
-                "context": arguments.context,
-                "limit": LIMIT,
-                "limits": LIMITS,
-                "passed": good,
-                "versions": library_versions(),
-            }
-        )
-    )
-    return 0 if good else 1
+    limits = {"context": options.context, "limit": LIMIT, "limits": LIMITS, "passed": good}
+    return publish(head, {"results": results, **limits}, options.save)
 
 
 if __name__ == "__main__":

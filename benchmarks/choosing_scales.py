@@ -1,29 +1,25 @@
 """What each way of choosing scales costs: KL(BF16 || FP8 reference) and perplexity, on small trained checkpoints.
 
-    python benchmarks/choosing_scales.py MODEL=CALIBRATION,EVALUATION … [--windows 16] [--context 256]
+    python benchmarks/choosing_scales.py [MODEL=CALIBRATION,EVALUATION …] [--windows 40] [--context 256]
 
 Each checkpoint is measured once; every row then changes one choice and leaves the rest at the default (activations by
 amax, margin 0, BF16 grid, weights per channel by mse, E4M3). The floor is what no choice of activation scales goes
-below in a static engine: the cost of the weights alone. Prints a Markdown table (KL relative to the default's, and the
-increase of perplexity) and one JSON line. These models have no large outliers; a row named `outliers` is the first
-model with some
-made: 4 channels of every input norm 64 times larger, the next matrices' columns as much smaller, so that in exact
-arithmetic it is the same function.
+below in a static engine: the cost of the weights alone. Prints one JSON line. These models have no
+large outliers; a column named `outliers` is the first model with some made: 4 channels of every input norm 64 times
+larger, the next matrices' columns as much smaller, so that in exact arithmetic it is the same function.
 """
 
-import argparse
-import json
-import platform
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from synthetic import commit
+from models import Given, given, small_models
+from result import arguments, described, publish
 from torch import nn
 
 from fp8q.calibrate.measure.in_memory import measure
@@ -40,7 +36,6 @@ from fp8q.quantize.kv_cache import FP8Cache
 from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
 from fp8q.quantize.scales import group_of, tensor_scale
 from fp8q.quantize.weights import channel_scales
-from fp8q.record import library_versions
 from fp8q.reporter import SILENT
 from fp8q.stages import corpora, sources
 from fp8q.validate.compare import Forward, compare
@@ -174,21 +169,24 @@ def make_outliers(model: Any) -> None:
 
 
 def evaluate(
-    source: Source, data: str, eval_data: str, windows: int, context: int, outliers: bool
+    source: Source, texts: Given, windows: int, context: int, outliers: bool
 ) -> dict[str, dict[str, float | None]]:
-    """Choice -> perplexity, its increase and mean KL, on `windows` windows of `eval_data`."""
+    """Choice -> perplexity, its increase and mean KL, on `windows` windows of the evaluation text."""
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
     vocabulary = source.text_config.vocab_size
     if outliers:
         make_outliers(model)
-    ids = corpus.windows(corpus.encode(corpus.load_texts(data), tokenizer), context, 4 * windows)
-    record = Corpus(name=data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
+    ids = corpus.windows(corpus.encode(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
+    record = Corpus(name=texts.data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = measure(model, Measurement(ids, identity, record), SILENT)
     products = sources.products_of(source, ())
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(
-        corpus.encode(corpus.load_texts(eval_data), tokenizer)[: windows * context], eval_data, context, context
+        corpus.encode(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],
+        texts.eval_data,
+        context,
+        context,
     )
 
     def logits(window_ids: np.ndarray, cache: FP8Cache | None = None) -> torch.Tensor:
@@ -217,63 +215,24 @@ def evaluate(
     }
 
 
-def markdown(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """A table: one row a choice, one column a model, KL relative to the default's and the increase of perplexity."""
-    default = next(iter(CHOICES))
-    lines = ["| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    for name in CHOICES:
-        cells = [
-            (
-                f"{rows[name]['kl_mean_nats'] / rows[default]['kl_mean_nats']:.2f} "
-                f"({rows[name]['perplexity_increase']:+.2%})"
-            )
-            for rows in found.values()
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    absolute = [
-        f"{rows[default]['kl_mean_nats'] * 1e6:.0f}, {rows['bf16']['perplexity']:.2f}" for rows in found.values()
-    ]
-    return "\n".join([*lines, "| KL of the default (nats × 10⁶), perplexity of BF16 | " + " | ".join(absolute) + " |"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=16)
+def main() -> int:
+    """Measure and print."""
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    start, measured, found = monotonic(), commit(), dict[str, dict[str, dict[str, float | None]]]()
-    for number, spec in enumerate(arguments.models):
-        model, _, texts = spec.partition("=")
-        data, _, eval_data = texts.partition(",")
-        source = open_source(model)
-        name = Path(model).resolve().name if Path(model).name != "checkpoint" else Path(model).resolve().parent.name
-        found[name] = evaluate(source, data, eval_data, arguments.windows, arguments.context, outliers=False)
-        if number == 0:
-            found[f"{name}, outliers"] = evaluate(
-                source, data, eval_data, arguments.windows, arguments.context, outliers=True
+    options = parser.parse_args()
+    head, start = described("choosing_scales", (ScaleOptions,)), monotonic()
+    found = dict[str, dict[str, dict[str, float | None]]]()
+    models = options.models or small_models("demo", "stories260k", "qwen2", "llama", "opt", "gemma")
+    for number, model in enumerate(models):
+        for name in [model.name, f"{model.name}, outliers"][: 1 if number else 2]:
+            found[name] = evaluate(
+                open_source(model.directory), model, options.windows, options.context, outliers=name != model.name
             )
-        if arguments.out:
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "versions": library_versions(),
-    }
-    result = {
-        "windows": arguments.windows,
-        "context": arguments.context,
-        "seconds": round(monotonic() - start, 1),
-        "commit": measured,
-        "machine": machine,
-        "models": found,
-    }
-    print(markdown(found))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    protocol = {"windows": options.windows, "context": options.context, "threads": torch.get_num_threads()}
+    return publish(head, {**protocol, "seconds": round(monotonic() - start, 1), "models": found}, options.save)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,21 +2,33 @@
 in environments of their own.
 """
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-WINDOW, BATCH, VOCABULARY = 512, 4, 4096
-SHORT, LONG = 1, 7
-Series = Callable[[int], None]
+WINDOW, VOCABULARY = 512, 4096
+#: Windows in a short and in a long series.
+SHORT, LONG = 4, 28
+#: Runs so many windows in batches of so many.
+Series = Callable[[int, int], None]
 
 
-def tokens(batches: int) -> np.ndarray:
-    """`batches` batches of random windows, int64 [batches × BATCH, WINDOW]."""
-    return np.random.default_rng(0).integers(0, VOCABULARY, (batches * BATCH, WINDOW))
+@dataclass(frozen=True)
+class Seconds:
+    """Of the clock, and of the processors."""
+
+    wall: float
+    cpu: float
+
+
+def tokens(windows: int) -> np.ndarray:
+    """Random windows, int64 [windows, WINDOW]."""
+    return np.random.default_rng(0).integers(0, VOCABULARY, (windows, WINDOW))
 
 
 def build(layers: int) -> LlamaForCausalLM:
@@ -39,21 +51,35 @@ def build(layers: int) -> LlamaForCausalLM:
 def plain(model: LlamaForCausalLM) -> Series:
     """The ceiling: the decoder and nothing else."""
 
-    def series(batches: int) -> None:
+    def series(windows: int, batch: int) -> None:
         with torch.inference_mode():
-            for ids in np.split(tokens(batches), batches):
+            for ids in np.split(tokens(windows), windows // batch):
                 model.model(input_ids=torch.from_numpy(ids), use_cache=False)
 
     return series
 
 
-def marginal(series: Series) -> float:
-    """Seconds of a series of `LONG` batches less those of one of `SHORT`: what takes the same time in both, such as
-    starting up, drops out.
+def timed(series: Series, windows: int, batch: int) -> Seconds:
+    """What a series takes."""
+    start, cpu = time.perf_counter(), time.process_time()
+    series(windows, batch)
+    return Seconds(time.perf_counter() - start, time.process_time() - cpu)
+
+
+def rounds_of(contenders: dict[str, Series], batch: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Contender -> for each round its seconds: of a whole call of `LONG` windows, and of those beyond `SHORT`, which a
+    series of that length leaves when what both take once (starting up, finishing) drops out. The contenders take turns.
     """
-    seconds = []
-    for batches in (SHORT, LONG):
-        start = time.perf_counter()
-        series(batches)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1] - seconds[0]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, series in contenders.items():
+            short, whole = timed(series, SHORT, batch), timed(series, LONG, batch)
+            further = {f"further_{kind}": asdict(whole)[kind] - value for kind, value in asdict(short).items()}
+            found[name].append({"whole_wall": whole.wall, "whole_cpu": whole.cpu, **further})
+    return found
+
+
+def ratios(found: dict[str, list[dict[str, float]]], name: str) -> dict[str, float]:
+    """Kind of seconds -> the median over rounds of a contender's over the plain pass's."""
+    pairs = list(zip(found[name], found["plain"], strict=True))
+    return {kind: statistics.median(ours[kind] / plain[kind] for ours, plain in pairs) for kind in found[name][0]}

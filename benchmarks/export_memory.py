@@ -12,7 +12,6 @@ met.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 
-import torch
-from synthetic import DEMO, commit, sampled, write_checkpoint
+from result import arguments, described, publish
+from synthetic import DEMO, sampled, write_checkpoint
 
-from fp8q.record import library_versions
 from fp8q.run import Run
 
 LIMIT_BYTES = 1_500_000_000
@@ -104,7 +102,7 @@ def of_checkpoint(folder: Path, layers: int, engine: bool) -> dict[str, object]:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, nargs=2, default=[5, 14])
     parser.add_argument(
         "--engine", action=argparse.BooleanOptionalAction, default=find_spec("tensorrt_rtx") is not None
@@ -115,23 +113,18 @@ def main() -> int:
         name, checkpoint, out = options.child
         CHILDREN[name](checkpoint, out)
         return 0
-    measured = commit()
+    head = described("export_memory")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         found = [
             of_checkpoint(folder, layers, options.engine and layers == min(options.layers)) for layers in options.layers
         ]
     result = {
-        "benchmark": "export_memory",
-        "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
-        "versions": library_versions(),
-        "commit": measured,
         "limit_bytes": LIMIT_BYTES,
         "checkpoints": found,
         "passed": all(each["passed"] for each in found),
     }
-    print(json.dumps(result))
-    return 0 if result["passed"] else 1
+    return publish(head, result, options.save)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ exit status 1 when a limit is not met.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,11 +19,10 @@ import time
 from pathlib import Path
 from shutil import copyfile, rmtree
 
-import torch
-from synthetic import DEMO, commit, sampled
+from result import arguments, described, publish
+from synthetic import DEMO, sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.record import library_versions
 from fp8q.run import GRAPH, GRAPH_FP32, Run
 
 #: Layers -> seconds.
@@ -102,7 +100,7 @@ def of_depth(folder: Path, depth: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 32, 80])
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -110,7 +108,7 @@ def main() -> int:
         name, checkpoint, out = options.child
         CHILDREN[name](checkpoint, out)
         return 0
-    measured = commit()
+    head = described("export_time")
     with tempfile.TemporaryDirectory() as directory:
         found = {depth: of_depth(Path(directory), depth) for depth in options.depths}
     late = [depth for depth, limit in LIMIT_SECONDS.items() if depth in found and found[depth]["seconds"] > limit]
@@ -118,10 +116,6 @@ def main() -> int:
     peaks = found[deep]["peak_anonymous_bytes"] - found[shallow]["peak_anonymous_bytes"]
     layer_bytes = round(peaks / max(1, deep - shallow))
     result = {
-        "benchmark": "export_time",
-        "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
-        "versions": library_versions(),
-        "commit": measured,
         "limit_seconds": LIMIT_SECONDS,
         "limit_bytes_a_further_layer": LIMIT_LAYER_BYTES,
         "ceiling_seconds": found[shallow]["seconds"],
@@ -129,8 +123,7 @@ def main() -> int:
         "peak_bytes_a_further_layer": layer_bytes,
         "passed": not late and layer_bytes <= LIMIT_LAYER_BYTES,
     }
-    print(json.dumps(result))
-    return 0 if result["passed"] else 1
+    return publish(head, result, options.save)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,36 @@
 """What an FP8 KV cache costs: keys alone, values alone, both, and keys less the calibrated mean of each of their
 channels.
 
-    python benchmarks/kv_cache.py MODEL=CALIBRATION,EVALUATION … [--samples 64] [--windows 40] [--context 256]
+    python benchmarks/kv_cache.py [MODEL=CALIBRATION,EVALUATION …] [--samples 64] [--windows 40] [--context 256]
 
 KL(BF16 weights || the same with that cache), everything else computed in FP32, so that nothing but the cache's rounding
 is seen; beside it the cost of all W8A8 products with a wide cache. Subtracting a constant vector m from every key of a
 head changes each of a query's scores by the same q·m, which the softmax does not see; what remains has smaller
-magnitudes where a channel is far from zero, and so smaller errors. Prints a Markdown table and one JSON line.
+magnitudes where a channel is far from zero, and so smaller errors. Prints one JSON line.
 """
 
 import argparse
-import json
-import platform
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from models import Given, given, small_models
+from result import arguments, described, publish
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from fp8q import __version__
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
-from fp8q.options import CalibrateOptions
+from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.kv_cache import FP8Layer
 from fp8q.quantize.reference import load_reference
-from fp8q.record import library_versions
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
@@ -44,10 +43,10 @@ CACHES = {
     "K": ("k", False),
     "V": ("v", False),
     "K and V": ("kv", False),
-    "K less its means": ("k", True),
-    "K less its means, and V": ("kv", True),
+    "K less its channels' means": ("k", True),
+    "K less its channels' means, and V": ("kv", True),
 }
-PRODUCTS = "all W8A8 products, cache wide"
+PRODUCTS = "for comparison: all W8A8 products, cache wide"
 
 
 class Seen(DynamicLayer):
@@ -122,29 +121,26 @@ def measured(model: PreTrainedModel, windows: np.ndarray) -> tuple[list[torch.Te
     ]
 
 
-def benchmark(directory: str, data: str, eval_data: str, arguments: argparse.Namespace) -> dict[str, float]:
+def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
     """Row -> mean KL in nats × 10⁶, on one model."""
-    source = open_source(directory)
-    tokenizer, options, notes = (
-        load_tokenizer(source),
-        CalibrateOptions(samples=arguments.samples, seq_len=arguments.context),
-        Notes(SILENT),
-    )
+    source = open_source(model.directory)
+    tokenizer, notes = load_tokenizer(source), Notes(SILENT)
+    calibration = CalibrateOptions(samples=options.samples, seq_len=options.context)
     evaluation = cut(
-        corpus.encode(corpus.load_texts(eval_data), tokenizer)[: arguments.windows * arguments.context],
-        eval_data,
-        arguments.context,
-        arguments.context,
+        corpus.encode(corpus.load_texts(model.eval_data), tokenizer)[: options.windows * options.context],
+        model.eval_data,
+        options.context,
+        options.context,
     )
-    model = load_model(source, torch.float32)
+    original = load_model(source, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder) / "run")
-        collected = corpora.collect(source, tokenizer, data, eval_data, options, notes)
+        collected = corpora.collect(source, tokenizer, model.data, model.eval_data, calibration, notes)
         corpora.write_corpus(run, source, collected, notes)
-        measuring.measure(run, source, options, notes)
-        choosing.quantize(run, source, sources.products_of(source, ()), options, notes)
+        measuring.measure(run, source, calibration, notes)
+        choosing.quantize(run, source, sources.products_of(source, ()), calibration, notes)
         reference = load_reference(run.model, "exact", torch.float32).model
-        means, scales = measured(model, collected.windows)
+        means, scales = measured(original, collected.windows)
 
         def forward(made: PreTrainedModel, parts: str, centred: bool) -> Forward:
             def cache() -> DynamicCache:
@@ -159,8 +155,8 @@ def benchmark(directory: str, data: str, eval_data: str, arguments: argparse.Nam
             return lambda ids: made(input_ids=torch.from_numpy(ids), past_key_values=cache(), use_cache=True).logits
 
         runtimes = (
-            {"bf16": forward(model, "", False)}
-            | {name: forward(model, *how) for name, how in CACHES.items()}
+            {"bf16": forward(original, "", False)}
+            | {name: forward(original, *how) for name, how in CACHES.items()}
             | {PRODUCTS: forward(reference, "", False)}
         )
         accuracy, _ = compare(evaluation, runtimes, source.text_config.vocab_size, SILENT)
@@ -171,52 +167,22 @@ def benchmark(directory: str, data: str, eval_data: str, arguments: argparse.Nam
     }
 
 
-def markdown(found: Mapping[str, Mapping[str, float]]) -> str:
-    """A table: one row a cache, one column a model."""
-    lines = ["| KL, nats × 10⁶ | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"| {row} | " + " | ".join(f"{values[row]:.0f}" for values in found.values()) + " |"
-                for row in [*CACHES, PRODUCTS]
-            ),
-        ]
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL=CALIBRATION,EVALUATION")
+def main() -> int:
+    """Measure and print."""
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--context", type=int, default=256)
-    arguments = parser.parse_args()
-    found = dict[str, dict[str, float]]()
-    for spec in arguments.models:
-        model, _, texts = spec.partition("=")
-        path = Path(model).resolve()
-        data, _, eval_data = texts.partition(",")
-        found[path.parent.name if path.name == "checkpoint" else path.name] = benchmark(
-            model, data, eval_data, arguments
-        )
-    print(markdown(found))
-    versions = {"fp8q": __version__} | {
-        name: version for name, version in library_versions().items() if name in ("torch", "transformers")
+    options = parser.parse_args()
+    head = described("kv_cache", (ScaleOptions,))
+    found = {
+        model.name: benchmark(model, options)
+        for model in options.models or small_models("demo", "stories260k", "qwen2", "llama", "opt", "gemma")
     }
-    protocol = {"samples": arguments.samples, "windows": arguments.windows, "context": arguments.context}
-    print(
-        json.dumps(
-            {
-                "benchmark": "kv_cache",
-                **protocol,
-                "kl_mean_nats_times_1e6": found,
-                "machine": platform.machine(),
-                "versions": versions,
-            }
-        )
-    )
+    protocol = {"samples": options.samples, "windows": options.windows, "context": options.context}
+    return publish(head, {**protocol, "kl_mean_nats_times_1e6": found}, options.save)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

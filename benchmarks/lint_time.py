@@ -1,6 +1,6 @@
 """How long `lint` takes on graphs of up to 10,000 products, beside what onnx itself takes for them: at most 10 s.
 
-    python benchmarks/lint_time.py [--products 1000 3000 10000] [--out FILE]
+    python benchmarks/lint_time.py [--products 1000 3000 10000]
 
 Two graphs of each size, written node by node: `layers` are linear layers one behind the other, as `fp8q export` writes
 them (Q/DQ, the weight's DequantizeLinear and Transpose, a MatMul; weights and scales in a safetensors file), held
@@ -10,10 +10,7 @@ without is onnx's `load`, and its checker does least of what a lint does: both a
 process's processor time, the least of two runs. Prints one JSON line; exit status 1 when the limit is not met.
 """
 
-import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
-from synthetic import commit
+from result import arguments, described, publish
 
 from fp8q.export.lint.check import lint
-from fp8q.record import library_versions
 
 Array = npt.NDArray[np.generic]
 #: The file of a graph, and what is promised of it.
@@ -171,28 +167,15 @@ def measured(kind: str, products: int) -> dict[str, object]:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether the limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--products", type=int, nargs="+", default=[1000, 3000, 10_000])
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    at = commit()
+    head = described("lint_time")
     found = [measured(kind, products) for kind in options.graphs for products in options.products]
     slowest = max(float(str(each["lint_seconds"])) for each in found)
-    result = {
-        "benchmark": "lint_time",
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "versions": library_versions(),
-        "commit": at,
-        "limit_seconds": LIMIT_SECONDS,
-        "graphs": found,
-        "seconds": slowest,
-        "passed": slowest <= LIMIT_SECONDS,
-    }
-    print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    return 0 if result["passed"] else 1
+    limits = {"limit_seconds": LIMIT_SECONDS, "seconds": slowest, "passed": slowest <= LIMIT_SECONDS}
+    return publish(head, {"graphs": found, **limits}, options.save)
 
 
 if __name__ == "__main__":

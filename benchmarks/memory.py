@@ -11,8 +11,6 @@ is that layer alone. Prints one JSON line; exit status 1 when a limit is not met
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -20,9 +18,8 @@ from shutil import rmtree
 from typing import Any
 
 import torch
-from synthetic import DEMO, commit, layer_shapes, sampled, write_checkpoint
-
-from fp8q.record import library_versions
+from result import arguments, described, publish
+from synthetic import DEMO, layer_shapes, sampled, write_checkpoint
 
 FIXED_BYTES, LAYERS_HELD = 1_200_000_000, 3
 #: A layer may add this share of itself to the peak: what its statistics weigh, and the sampling.
@@ -77,7 +74,7 @@ def measure_checkpoint(folder: Path, layers: int, windows: int, seq_len: int, li
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, nargs=2, default=[5, 14])
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
@@ -88,7 +85,7 @@ def main() -> int:
         calibrate(checkpoint, out, options.windows, options.seq_len)
         return 0
     layer = sum(2 * torch.Size(shape).numel() for shape in layer_shapes().values())
-    limit, measured = FIXED_BYTES + LAYERS_HELD * layer, commit()
+    limit, head = FIXED_BYTES + LAYERS_HELD * layer, described("memory")
     with tempfile.TemporaryDirectory() as directory:
         found = [
             measure_checkpoint(Path(directory), layers, options.windows, options.seq_len, limit)
@@ -100,10 +97,6 @@ def main() -> int:
     )
     passed = all(checkpoint["passed"] for checkpoint in found) and growth <= GROWTH_SHARE * layer
     result = {
-        "benchmark": "memory",
-        "machine": f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
-        "versions": library_versions(),
-        "commit": measured,
         "windows": options.windows,
         "seq_len": options.seq_len,
         "layer_bytes": layer,
@@ -112,8 +105,7 @@ def main() -> int:
         "growth_limit_bytes_a_layer": round(GROWTH_SHARE * layer),
         "passed": passed,
     }
-    print(json.dumps(result))
-    return 0 if passed else 1
+    return publish(head, result, options.save)
 
 
 if __name__ == "__main__":

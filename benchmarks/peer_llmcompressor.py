@@ -1,15 +1,14 @@
 """llm-compressor's static FP8 calibration over the plain forward pass: the peer of `calibration.py`, run by it in an
 environment of llm-compressor's own.
 
-    PYTHON benchmarks/peer_llmcompressor.py [--rounds 3] [--layers 4]
+    PYTHON benchmarks/peer_llmcompressor.py [--rounds 3] [--layers 4] [--batches 1 4]
 
 `oneshot` with the scheme FP8 (weights and inputs per tensor, static) and its default pipeline, on the decoder of
-`decoder.py`; the difference of a short and a long series, so that conversion does not count. Prints one JSON line.
+`decoder.py`, loaded anew for each call, as it converts what it is given. Prints one JSON line.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decoder import Series, build, marginal, plain, tokens
+from decoder import Series, build, plain, ratios, rounds_of, tokens
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -35,9 +34,9 @@ def peer(folder: str, layers: int) -> Series:
     build(layers).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)  # asked for, and not used: the rows are tokens
 
-    def series(batches: int) -> None:
+    def series(windows: int, batch: int) -> None:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        rows: Any = [{"input_ids": torch.from_numpy(ids)} for ids in np.split(tokens(batches), batches)]
+        rows: Any = [{"input_ids": torch.from_numpy(ids)} for ids in np.split(tokens(windows), windows // batch)]
         recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
         oneshot(
             model=model,
@@ -55,17 +54,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     arguments = parser.parse_args()
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         contenders = {"plain": plain(build(arguments.layers)), "llmcompressor": peer(folder, arguments.layers)}
         for series in contenders.values():
-            series(1)
-        rounds = [{name: marginal(series) for name, series in contenders.items()} for _ in range(arguments.rounds)]
-    ratio = statistics.median(seconds["llmcompressor"] / seconds["plain"] for seconds in rounds)
+            series(4, 4)
+        for batch in arguments.batches:
+            found[batch] = ratios(rounds_of(contenders, batch, arguments.rounds), "llmcompressor")
     versions = {
         name: metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch", "transformers")
     }
-    print(json.dumps({"ratio": ratio, "rounds": arguments.rounds, "versions": versions}))
+    print(json.dumps({"ratios": found, "rounds": arguments.rounds, "versions": versions}))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ that about as many patterns occur as in a real one. Every method is timed; the l
 checkpoint is not counted: it is bounded by the disk. Prints one JSON line.
 """
 
-import argparse
-import json
-import platform
 import sys
 from time import perf_counter
 from typing import get_args
 
 import numpy as np
-from synthetic import commit
+from result import arguments, described, publish
 
 from fp8q.calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
@@ -54,10 +51,12 @@ def synthetic(layers: int) -> Statistics:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Measure and print."""
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=32)
-    layers = parser.parse_args().layers
+    options = parser.parse_args()
+    head, layers = described("rescale"), options.layers
     statistics = synthetic(layers)
     modules = [member for members in statistics.record.groups.values() for member in members]
     seconds: dict[str, float] = {}
@@ -76,16 +75,9 @@ def main() -> None:
         "seconds_by_method": seconds,
         "seconds": slowest,
     }
-    result |= {
-        "limit_seconds": LIMIT_SECONDS,
-        "passed": slowest < LIMIT_SECONDS,
-        "commit": commit(),
-        "processor": platform.processor() or platform.machine(),
-        "numpy": np.__version__,
-    }
-    print(json.dumps(result))
-    sys.exit(slowest >= LIMIT_SECONDS)
+    limit = {"limit_seconds": LIMIT_SECONDS, "passed": slowest < LIMIT_SECONDS}
+    return publish(head, result | limit, options.save)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

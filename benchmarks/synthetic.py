@@ -118,10 +118,3 @@ def anonymous_bytes(process: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
-
-
-def commit() -> str:
-    """The commit that was measured."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()

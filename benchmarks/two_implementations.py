@@ -1,7 +1,6 @@
 """Two implementations, one model: ONNX Runtime on the exported graph against the torch reference in exact FP32 mode.
 
-    python benchmarks/two_implementations.py MODEL --data TEXT --eval-data TEXT [--kv-cache fp8] [--windows 40]
-    [--context 256] [--optimized]
+    python benchmarks/two_implementations.py [MODEL=CALIBRATION,EVALUATION …] [--kv-cache off fp8] [--optimized]
 
 Two correct implementations agree to the last digits until one value, somewhere, lies so near to a midpoint that it
 rounds to the other code; from then on they walk apart. So logits are compared before the first differing code (limit
@@ -12,7 +11,6 @@ two runtimes. Prints one JSON line; exit status 1 when a limit is not met.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,9 +22,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from models import Given, given, small_models
+from result import arguments, described, publish
 from transformers.cache_utils import DynamicLayer
 
-from fp8q.api import CalibrateOptions, calibrate
+from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
+from fp8q.options import KvCache
 from fp8q.quantize.linear import FP8Linear, encode
 from fp8q.quantize.reference import Reference, load_reference
 from fp8q.run import Run
@@ -282,41 +283,36 @@ def continuations(run: Run, prompts: np.ndarray, steps: int) -> dict[str, int]:
     return {"continuations": rows, "continuations_parted": parted, "continuations_unexplained": unexplained}
 
 
-def main() -> int:
-    """Measure, print, and say by the exit status whether every limit was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--eval-data", required=True)
-    parser.add_argument("--kv-cache", choices=("off", "fp8"), default="off")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--optimized", action="store_true", help="let ONNX Runtime rewrite the graph")
-    arguments = parser.parse_args()
+def measure(model: Given, kv_cache: KvCache, options: argparse.Namespace) -> dict[str, object]:
+    """All figures of one model with one form of the cache, and whether each limit is met."""
     with tempfile.TemporaryDirectory() as directory:
-        options = CalibrateOptions(kv_cache=arguments.kv_cache, samples=64, seq_len=256)
-        run = calibrate(arguments.model, arguments.data, Path(directory) / "run", arguments.eval_data, options)
-        name = run.record().model["name"]
-        ids = load_tokens(run, run.evaluation)[: arguments.windows * arguments.context].reshape(-1, arguments.context)
-        result = compare(run, ids, arguments.optimized) | continuations(run, ids[:16, :32], 64)
+        calibration = CalibrateOptions(kv_cache=kv_cache, samples=64, seq_len=256)
+        run = calibrate(model.directory, model.data, Path(directory) / "run", model.eval_data, calibration)
+        ids = load_tokens(run, run.evaluation)[: options.windows * options.context].reshape(-1, options.context)
+        result = compare(run, ids, options.optimized) | continuations(run, ids[:16, :32], 64)
     passed = (
         all(result[name] <= limit for name, limit in LIMITS.items())
         and result["tokens_before_first_difference"] > 0
         and not result["continuations_unexplained"]
     )
-    print(
-        json.dumps(
-            {
-                "model": name,
-                "kv_cache": arguments.kv_cache,
-                "optimized": arguments.optimized,
-                **result,
-                "limits": LIMITS,
-                "passed": passed,
-            }
-        )
-    )
-    return 0 if passed else 1
+    described_as = {"model": model.name, "kv_cache": kv_cache, "optimized": options.optimized}
+    return {**described_as, **result, "limits": LIMITS, "passed": passed}
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every limit was met."""
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--kv-cache", choices=("off", "fp8"), nargs="+", default=("off", "fp8"))
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--optimized", action="store_true", help="let ONNX Runtime rewrite the graph")
+    options = parser.parse_args()
+    head = described("two_implementations", (ScaleOptions,))
+    models = options.models or small_models("demo", "llama", "qwen2")
+    results = [measure(model, kv_cache, options) for model in models for kv_cache in options.kv_cache]
+    passed = all(result["passed"] for result in results)
+    return publish(head, {"results": results, "passed": passed}, options.save)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ weights are random. Prints a line for each, and last one line of JSON; exit stat
 refused.
 """
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from result import arguments, described, publish
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.api import CalibrateOptions, EngineOptions, InputError, build_engine, calibrate
@@ -32,7 +31,6 @@ from fp8q.calibrate.model.source import open_source
 from fp8q.export.graph.cache import cache_shape
 from fp8q.export.graph.modules import GraphPlan, prepare
 from fp8q.quantize.reference import load_reference
-from fp8q.record import library_versions
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import products_of
@@ -188,25 +186,25 @@ def works(result: dict[str, object]) -> bool:
 
 def main() -> int:
     """Try each, print, and say by the exit status whether each works or is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--names", default=",".join(sorted(CONFIGURATIONS)))
     parser.add_argument(
         "--graph",
         action="store_true",
         help="only hold the graph's attention against eager attention: seconds each, nothing quantized or built",
     )
-    arguments = parser.parse_args()
+    options = parser.parse_args()
+    head = described("unseen_architectures", (EngineOptions,))
     warnings.simplefilter("ignore")
     results = {}
-    for config in arguments.names.split(","):
-        results[config] = outcome(config, graph_alone if arguments.graph else whole_way)
+    for config in options.names.split(","):
+        results[config] = outcome(config, graph_alone if options.graph else whole_way)
         print(
             f"{config}: {'works' if works(results[config]) else results[config].get('refused', results[config])}",
             flush=True,
         )
     good = all("refused" in result or works(result) for result in results.values())
-    print(json.dumps({"results": results, "limit": LIMIT, "passed": good, "versions": library_versions()}))
-    return 0 if good else 1
+    return publish(head, {"results": results, "limit": LIMIT, "passed": good}, options.save)
 
 
 if __name__ == "__main__":

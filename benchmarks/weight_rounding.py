@@ -1,9 +1,8 @@
 """What the choice of weight scales and of rounding gives in KL, and costs in time.
 
-    python benchmarks/weight_rounding.py MODEL --data TEXT --eval-data TEXT [--samples 128] [--context 256] [--windows
-    40]
+    python benchmarks/weight_rounding.py [MODEL=CALIBRATION,EVALUATION …] [--samples 128] [--context 256] [--windows 40]
 
-Calibrates MODEL with each of {amax, mse} × {nearest, gptq} and holds the FP8 reference, exact and in FP32, against the
+Calibrates each with each of {amax, mse} × {nearest, gptq} and holds the FP8 reference, exact and in FP32, against the
 BF16 weights in FP32 by mean KL(float || FP8) on the evaluation text. Activations are clipped at their amax throughout,
 so that only weights differ. Two more lines bound them: one scale for a whole weight (amax), and weights that lose
 nothing, the floor of whatever is done to weights. `ratio` is gptq's KL over nearest's, at amax scales. Prints one JSON
@@ -11,8 +10,6 @@ line; exit status 1 when a limit is not met.
 """
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
 import time
@@ -21,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from models import Given, given, small_models
+from result import arguments, described, publish
 
-from fp8q import __version__
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.model.weights import Weights
@@ -34,7 +32,6 @@ from fp8q.quantize.reference import Reference, load_reference
 from fp8q.quantize.scales import group_of
 from fp8q.quantize.weight_rounding import Compensations
 from fp8q.quantize.weights import Rounding, WeightMethod
-from fp8q.record import library_versions
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
@@ -86,23 +83,24 @@ def lossless(layer: FP8Linear, weight: torch.Tensor) -> None:
     layer.codes, layer.weight_scale = weight, torch.ones(1)
 
 
-def measured(run: Run, source: Source, arguments: argparse.Namespace) -> tuple[Evaluation, dict[str, float]]:
+def measured(
+    run: Run, source: Source, texts: Given, options: argparse.Namespace
+) -> tuple[Evaluation, dict[str, float]]:
     """Calibrate without and with second moments; the evaluation text, cut, and the seconds of both."""
-    options = CalibrateOptions(samples=arguments.samples, seq_len=arguments.context)
-    notes = Notes(SILENT)
-    collected = corpora.collect(source, load_tokenizer(source), arguments.data, arguments.eval_data, options, notes)
+    calibration, notes = CalibrateOptions(samples=options.samples, seq_len=options.context), Notes(SILENT)
+    collected = corpora.collect(source, load_tokenizer(source), texts.data, texts.eval_data, calibration, notes)
     corpora.write_corpus(run, source, collected, notes)
     seconds = dict[str, float]()
     for rounding in ROUNDINGS:
-        measuring.measure(run, source, replace(options, weight_rounding=rounding), notes)
+        measuring.measure(run, source, replace(calibration, weight_rounding=rounding), notes)
         seconds[rounding] = run.record().stages["measure"].seconds
-    tokens = collected.evaluation[: arguments.windows * arguments.context]
-    return cut(tokens, Path(arguments.eval_data).name, arguments.context, arguments.context), seconds
+    tokens = collected.evaluation[: options.windows * options.context]
+    return cut(tokens, Path(texts.eval_data).name, options.context, options.context), seconds
 
 
-def benchmark(run: Run, source: Source, arguments: argparse.Namespace) -> dict[str, object]:
+def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespace) -> dict[str, object]:
     """All choices on one model."""
-    evaluation, measure_seconds = measured(run, source, arguments)
+    evaluation, measure_seconds = measured(run, source, texts, options)
     made = {
         f"{method}, {rounding}": quantized(run, source, method, rounding)
         for method in METHODS
@@ -121,6 +119,7 @@ def benchmark(run: Run, source: Source, arguments: argparse.Namespace) -> dict[s
     kl = {name: runtime.kl_mean_nats for name, runtime in accuracy.runtimes.items() if runtime.kl_mean_nats is not None}
     ratio = kl["amax, gptq"] / kl["amax, nearest"]
     return {
+        "parameters": parameters(source),
         "kl_mean_nats": {name: float(f"{value:.4g}") for name, value in kl.items()},
         "kl_over_whole_weight": {name: round(value / kl["amax of the whole weight"], 3) for name, value in kl.items()},
         "perplexity": {name: round(runtime.perplexity, 4) for name, runtime in accuracy.runtimes.items()},
@@ -133,42 +132,27 @@ def benchmark(run: Run, source: Source, arguments: argparse.Namespace) -> dict[s
     }
 
 
-def main() -> int:
-    """Run, print, judge."""
-    parser = argparse.ArgumentParser(description="Measure what weight scales and rounding give, and cost.")
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--eval-data", required=True)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=40)
-    arguments = parser.parse_args()
-    source = open_source(arguments.model)
-    with tempfile.TemporaryDirectory() as folder:
-        result = benchmark(Run(Path(folder) / "run"), source, arguments)
-    described = {
-        "benchmark": "weight_rounding",
-        "model": source.title,
-        "parameters": parameters(source),
-        "samples": arguments.samples,
-    }
-    versions = {"fp8q": __version__} | {
-        name: version for name, version in library_versions().items() if name in ("torch", "transformers")
-    }
-    print(
-        json.dumps(
-            described
-            | result
-            | {"threads": torch.get_num_threads(), "machine": platform.machine(), "versions": versions}
-        )
-    )
-    return 0 if result["passed"] else 1
-
-
 def parameters(source: Source) -> int:
     """Numbers in the checkpoint."""
     weights = Weights(source.weight_files)
     return sum(int(torch.Size(weights.shape(name)).numel()) for name in weights.names())
+
+
+def main() -> int:
+    """Run, print, judge."""
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=40)
+    options = parser.parse_args()
+    head, results = described("weight_rounding"), {}
+    for model in options.models or small_models("demo", "llama"):
+        with tempfile.TemporaryDirectory() as folder:
+            results[model.name] = benchmark(Run(Path(folder) / "run"), open_source(model.directory), model, options)
+    protocol = {"samples": options.samples, "threads": torch.get_num_threads()}
+    passed = all(result["passed"] for result in results.values())
+    return publish(head, {**protocol, "results": results, "passed": passed}, options.save)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from ..files import replacing
+from ..files import reading, replacing
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
 from ..reporter import Reporter
 from ..run import Run
@@ -260,6 +260,9 @@ def save_tokens(path: Path, tokens: Tokens) -> None:
 
 def load_tokens(run: Run, path: Path) -> Tokens:
     """Read the `input_ids` of a file the stage `corpus` wrote."""
-    with np.load(run.require(path, "corpus"), allow_pickle=False) as arrays:
+    run.require(path, "corpus")
+    with reading(path, "token ids"), open(path, "rb") as handle, np.load(handle, allow_pickle=False) as arrays:
         ids: Tokens = arrays["input_ids"]
+        if ids.dtype != np.int64 or ids.ndim not in (1, 2):
+            raise ValueError(f"they are {ids.dtype} in {ids.ndim} dimensions")
     return ids

@@ -45,16 +45,18 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     with stage(run, "export", inputs, options, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += attention
-        graphs = (
-            [run.onnx, run.onnx_fp32]
-            if carried
-            else export_model(run, record, scales, asked.dtype, notes, bool(attention))
-        )
-        log.outputs += graphs
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
-        for path in graphs:
-            say(path, lint(path, promised, weight_scales, promised_attention(run)), notes)
+
+        def linted(graphs: list[Path]) -> "dict[Path, list[Finding]]":
+            return {path: lint(path, promised, weight_scales, promised_attention(run)) for path in graphs}
+
+        findings = linted([run.onnx, run.onnx_fp32]) if carried else {}
+        if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
+            findings = linted(export_model(run, record, scales, asked.dtype, notes, bool(attention)))
+        log.outputs += findings
+        for path, found in findings.items():
+            say(path, found, notes)
 
 
 def write_attention(run: Run, asked: ExportOptions) -> list[Path]:
@@ -88,9 +90,13 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
     """Note what the lint found in the graph just written at `path`; an error is fp8q's own."""
     for finding in findings:
         notes.note(f"{path.name}: {finding}")
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if errors:
+    if errors := errors_of(findings):
         raise Fp8qError(f"{path}: the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
+
+
+def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
+    """The findings that are errors."""
+    return [finding for finding in findings if finding.severity == "error"]
 
 
 def has_graphs(run: Run) -> bool:

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..files import reading
 from ..reporter import Reporter
 from ..run import Run
 from .corpora import Text, Tokens, load_tokens, read
@@ -109,7 +110,5 @@ def positions(run: Run) -> int | None:
     config = run.model / "config.json"
     if not config.is_file():
         raise InputError(f"{config}: is missing; `fp8q calibrate` writes it, run that first")
-    try:
+    with reading(config, "a configuration"):
         return max_positions(json.loads(config.read_bytes()))
-    except ValueError as error:
-        raise InputError(f"{config}: does not parse ({error}); restore it, or calibrate again") from None

@@ -8,11 +8,13 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from zipfile import BadZipFile
 
 import pytest
+from safetensors import SafetensorError
 
 from fp8q.errors import InputError
-from fp8q.files import FICLONE, Strict, read_document, regular_file, share
+from fp8q.files import FICLONE, Strict, read_document, reading, regular_file, share
 
 CONTENT = bytes(range(256)) * 100
 
@@ -97,3 +99,24 @@ def test_a_document_is_read_from_a_file_alone(tmp_path: Path) -> None:
         read_document(tmp_path / "run.json", Strict)
     with pytest.raises(InputError, match=rf"^{re.escape(str(tmp_path / 'gone.json'))}: there is no such file$"):
         read_document(tmp_path / "gone.json", Strict)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("bits"), "'bits'"),
+        (ValueError("not\n  a number"), "not a number"),
+        (MemoryError(), "MemoryError"),
+        (SafetensorError("header too large"), "header too large"),
+        (BadZipFile("x" * 300), "x" * 200),
+    ],
+)
+def test_what_a_reader_raises_is_said_of_its_file_in_one_line(error: Exception, told: str) -> None:
+    with pytest.raises(InputError) as refused, reading(Path("run/tokens.npz"), "losses", "run `fp8q validate` again"):
+        raise error
+    assert str(refused.value) == f"run/tokens.npz: does not read as losses ({told}); run `fp8q validate` again"
+
+
+def test_what_fp8q_refuses_while_it_reads_is_said_as_it_is() -> None:
+    with pytest.raises(InputError, match="^no$"), reading(Path("run"), "anything"):
+        raise InputError("no")

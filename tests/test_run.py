@@ -1,6 +1,7 @@
 """The run directory: what counts as done, what is refused, and what a stage that dies leaves behind."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -333,3 +334,35 @@ def test_replacing_swaps_a_whole_directory(tmp_path: Path) -> None:
         partial.mkdir()
         (partial / "fresh").write_text("new")
     assert [file.name for file in path.iterdir()] == ["fresh"]
+
+
+def test_what_a_record_lacks_is_told_with_its_name(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with run.stage("measure", {}, {"batch_size": 1}, {"name": "m"}):
+        pass
+    record = run.record()
+    for look_up, lacking in (
+        (lambda: record.model["fingerprint"], "fingerprint"),
+        (lambda: record.stages["quantize"], "quantize"),
+        (lambda: record.stages["measure"].options["moments"], "moments"),
+        (lambda: record.stages["measure"].inputs["model"], "model"),
+        (lambda: record.stages["measure"].outputs["statistics.json"], "statistics.json"),
+    ):
+        with pytest.raises(InputError) as refused:
+            look_up()
+        assert str(refused.value) == (
+            f"{run.record_file}: does not say `{lacking}`, which every run's does; restore it, or calibrate again into "
+            "a new directory"
+        )
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/scales.json", "model/../../x", "a\0b"])
+def test_a_record_names_no_file_outside_its_run(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / "run")
+    with run.stage("measure", {}, {}):
+        pass
+    record = json.loads(run.record_file.read_text())
+    record["stages"]["measure"]["outputs"][name] = "0" * 64
+    run.record_file.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"names a place outside the run; restore it, or calibrate again"):
+        run.record()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..files import Strict, read_document, replacing, write_document
+from ..files import Strict, read_document, reading, replacing, write_document
 from ..run import Run
 
 
@@ -65,5 +65,10 @@ def load_accuracy(run: Run) -> Accuracy:
 
 def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored."""
-    with np.load(run.require(run.tokens, "validate"), allow_pickle=False) as arrays:
+    path = run.require(run.tokens, "validate")
+    with (
+        reading(path, "losses of tokens", "restore it, or run `fp8q validate` again"),
+        open(path, "rb") as handle,
+        np.load(handle, allow_pickle=False) as arrays,
+    ):
         return {name: arrays[name] for name in arrays.files}

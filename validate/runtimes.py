@@ -10,6 +10,7 @@ import torch
 from ..calibrate.model.source import Source, load_model
 from ..errors import BackendError
 from ..export.lint.check import sound_graph
+from ..files import reading
 from ..quantize.reference import load_reference
 from ..quantize.stored import checkpoint_of
 from ..run import GRAPH_FP32, Run
@@ -25,7 +26,8 @@ def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
 
 def reference(run: Run, device: str) -> Forward:
     """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache."""
-    loaded = load_reference(run.model, "fast", torch.bfloat16, device)
+    with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
+        loaded = load_reference(run.model, "fast", torch.bfloat16, device)
     return lambda ids: (
         loaded.model(
             input_ids=torch.from_numpy(ids).to(device), past_key_values=loaded.new_cache(), use_cache=True

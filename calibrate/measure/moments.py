@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...files import replacing
+from ...files import reading, replacing
 from ...run import Run
 
 
@@ -91,4 +91,6 @@ def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[n
 
 def load_moments(folder: Path, name: str) -> torch.Tensor:
     """The moments `name`, float32 [width, width], in memory."""
-    return torch.from_numpy(np.load(moments_file(folder, name), allow_pickle=False))
+    path = moments_file(folder, name)
+    with reading(path, "second moments"):
+        return torch.from_numpy(np.load(path, allow_pickle=False))

@@ -17,11 +17,10 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ...errors import InputError
-from ...files import Strict, read_document, replacing, write_document
+from ...files import Strict, read_document, reading, replacing, write_document
 from ...run import Run
 from .histogram import Histogram
 
@@ -126,6 +125,17 @@ class TensorStatistics:
     histogram: Histogram
     amax_batches: npt.NDArray[np.float32]
     amax_channels: npt.NDArray[np.float32]
+
+    def check(self, name: str) -> None:
+        """Raise ValueError where the arrays are not of the types and shapes above, or the histogram is none."""
+        bits, counts = self.histogram.bits, self.histogram.counts
+        for array, dtype in (
+            (bits, np.int16), (counts, np.int64), (self.amax_batches, np.float32), (self.amax_channels, np.float32),
+        ):  # fmt: skip
+            if array.dtype != dtype or array.ndim != 1:
+                raise ValueError(f"{name}: {array.dtype} {list(array.shape)} where {np.dtype(dtype)} [n] belongs")
+        if len(bits) != len(counts) or (bits < 0).any() or (np.diff(bits) <= 0).any() or (counts <= 0).any():
+            raise ValueError(f"{name}: its histogram's patterns do not ascend, or their counts are not positive")
 
     def merge(self, other: "TensorStatistics") -> "TensorStatistics":
         """The statistics of both; a batch measured in both is the caller's to refuse."""
@@ -258,20 +268,18 @@ def save_arrays(
 
 def load_arrays(path: Path) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
     """Tensors and weights as `save_arrays` wrote them, in name order. Raises InputError for a file that is damaged."""
-    try:
+    with reading(path, "statistics", "delete it and run `fp8q calibrate` again"):
         arrays = load_file(path)
-    except SafetensorError as error:
-        raise InputError(
-            f"{path}: does not read as safetensors ({error}); delete it and run `fp8q calibrate` again"
-        ) from None
-    tensors = {
-        name: TensorStatistics(
-            Histogram(arrays[f"{name}.bits"], arrays[f"{name}.counts"]),
-            arrays[f"{name}.amax_batches"],
-            arrays[f"{name}.amax_channels"],
-        )
-        for name in sorted(key.removesuffix(".bits") for key in arrays if key.endswith(".bits"))
-    }
+        tensors = {
+            name: TensorStatistics(
+                Histogram(arrays[f"{name}.bits"], arrays[f"{name}.counts"]),
+                arrays[f"{name}.amax_batches"],
+                arrays[f"{name}.amax_channels"],
+            )
+            for name in sorted(key.removesuffix(".bits") for key in arrays if key.endswith(".bits"))
+        }
+        for name, tensor in tensors.items():
+            tensor.check(name)
     return tensors, {name.removesuffix(WEIGHT): array for name, array in arrays.items() if name.endswith(WEIGHT)}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -300,6 +301,32 @@ def test_a_configuration_that_does_not_parse_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError) as refused:
         other_text.positions(copy)
     assert str(refused.value) == (
-        f"{copy.model / 'config.json'}: does not parse (Expecting property name enclosed in double quotes: line 1 "
-        "column 2 (char 1)); restore it, or calibrate again"
+        f"{copy.model / 'config.json'}: does not read as a configuration (Expecting property name enclosed in double "
+        "quotes: line 1 column 2 (char 1)); restore it, or calibrate again into a new directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "No data left in file"),
+        (b"PK\x03\x04", "File is not a zip file"),
+        (np.zeros(4, np.float32), "they are float32 in 1 dimensions"),
+        (np.zeros((1, 1, 1), np.int64), "they are int64 in 3 dimensions"),
+    ],
+)
+def test_tokens_that_are_none_are_refused_though_the_record_knows_them(
+    tmp_path: Path, content: bytes | np.ndarray, told: str
+) -> None:
+    run = Run(tmp_path / "run")
+    with run.stage("corpus", {}, {}) as log:
+        if isinstance(content, bytes):
+            run.calibration.write_bytes(content)
+        else:
+            np.savez(run.calibration, input_ids=content)
+        log.outputs.append(run.calibration)
+    with pytest.raises(InputError) as refused:
+        corpora.load_tokens(run, run.calibration)
+    assert str(refused.value) == (
+        f"{run.calibration}: does not read as token ids ({told}); restore it, or calibrate again into a new directory"
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram, magnitudes
 from fp8q.calibrate.measure.statistics import (
@@ -18,6 +19,7 @@ from fp8q.calibrate.measure.statistics import (
     Statistics,
     StatisticsRecord,
     TensorStatistics,
+    load_arrays,
     replace_record,
     save_arrays,
 )
@@ -29,6 +31,7 @@ TEXTS = [
     Corpus(name=f"text {name}", fingerprint=name, windows=windows, seq_len=2, batch_size=2)
     for name, windows in (("c", 5), ("a", 4), ("b", 1))
 ]
+HISTOGRAM = "p.input: its histogram's patterns do not ascend, or their counts are not positive"
 BATCHES = [(text, batch) for text in range(3) for batch in range(TEXTS[text].batches)]
 
 
@@ -133,3 +136,32 @@ def test_a_tensor_that_only_one_of_them_has_is_refused_by_name() -> None:
         InputError, match=r"^statistics cannot be added: their tensors p.input differs \(8 and None\); "
     ):
         one.merge(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"p.input.bits": np.array([3, 2], np.int16)}, HISTOGRAM),
+        ({"p.input.bits": np.array([-1, 2], np.int16)}, HISTOGRAM),
+        ({"p.input.bits": np.array([1], np.int16)}, HISTOGRAM),
+        ({"p.input.counts": np.array([1, -1])}, HISTOGRAM),
+        ({"p.input.counts": np.array([1.0, 2.0])}, "p.input: float64 [2] where int64 [n] belongs"),
+        ({"p.input.amax_batches": np.zeros((1, 2), np.float32)}, "p.input: float32 [1, 2] where float32 [n] belongs"),
+        ({"p.input.amax_channels": None}, "'p.input.amax_channels'"),
+    ],
+)
+def test_statistics_that_are_none_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, np.ndarray | None], told: str
+) -> None:
+    file = tmp_path / "statistics.safetensors"
+    amax = np.ones(2, np.float32)
+    tensor = TensorStatistics(Histogram(np.array([1, 2], np.int16), np.array([5, 6])), amax, amax)
+    save_arrays(file, {"p.input": tensor}, {})
+    assert load_arrays(file)[0]["p.input"].histogram.samples == 11
+    arrays = {name: array for name, array in (load_file(file) | changes).items() if array is not None}
+    save_file(arrays, file)
+    with pytest.raises(InputError) as refused:
+        load_arrays(file)
+    assert str(refused.value) == (
+        f"{file}: does not read as statistics ({told}); delete it and run `fp8q calibrate` again"
+    )

@@ -3,7 +3,6 @@ of a layer in FP32, whose norms are all ones.
 """
 
 import re
-from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -92,7 +91,10 @@ def test_no_name_counts_over_the_whole_graph_and_no_note_of_the_exporter_remains
 
 
 def test_a_size_is_read_from_the_first_input_that_has_it() -> None:
-    shapes: dict[str, list[Any]] = {"input_ids": ["batch", "seq"], "past_key_values.0.key": ["batch", 2, "capacity", 8]}
+    shapes: dict[str, list[str | int]] = {
+        "input_ids": ["batch", "seq"],
+        "past_key_values.0.key": ["batch", 2, "capacity", 8],
+    }
     shapes["past_key_values.2.key"] = shapes["past_key_values.0.key"]
     inputs = [ir.Value(name=name, shape=ir.Shape(shape)) for name, shape in shapes.items()]
     nodes = [ir.node("Shape", [inputs[2]], {"start": axis, "end": axis + 1}) for axis in (0, 2)]

@@ -1,0 +1,55 @@
+"""The models that benchmarks of accuracy look at, each with its texts: `MODEL=CALIBRATION,EVALUATION`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from result import ROOT
+
+DEMO, SHARED = ROOT / "examples" / "demo", ROOT.parent / "shared"
+_PYTHON = ("python-calibration.txt", "python-evaluation.txt")
+_STORIES = ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A checkpoint's directory and the texts it is calibrated and evaluated on."""
+
+    directory: str
+    data: str
+    eval_data: str
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+        path = Path(self.directory).resolve()
+        return path.parent.name if path.name == "checkpoint" else path.name
+
+
+def given(spec: str) -> Given:
+    """MODEL=CALIBRATION,EVALUATION, as an argument's type."""
+    directory, equals, texts = spec.partition("=")
+    data, comma, eval_data = texts.partition(",")
+    if not (equals and comma):
+        raise ValueError(spec)
+    return Given(directory, data, eval_data)
+
+
+def small_models(*names: str) -> list[Given]:
+    """Of the small trained models those of `names` that are here: the demo always, others where `../shared` is."""
+    found = [Given(str(DEMO / "checkpoint"), str(DEMO / "calibration.txt"), str(DEMO / "evaluation.txt"))]
+    for name in names:
+        texts = (str(SHARED / "data" / text) for text in (_STORIES if name == "stories260k" else _PYTHON))
+        if (SHARED / "checkpoints" / name).is_dir():
+            found.append(Given(str(SHARED / "checkpoints" / name), *texts))
+    return found if "demo" in names else found[1:]
+
+
+def cut_text(given: Given, tokens: int, folder: Path) -> Path:
+    """As much of the evaluation text as the checkpoint's tokenizer makes `tokens` of, in a file in `folder`."""
+    from transformers import AutoTokenizer
+
+    text = Path(given.eval_data).read_text(encoding="utf-8")
+    ends = AutoTokenizer.from_pretrained(given.directory)(text, return_offsets_mapping=True)["offset_mapping"]
+    path = folder / Path(given.eval_data).name
+    path.write_text(text[: ends[min(tokens, len(ends)) - 1][1]], encoding="utf-8")
+    return path

@@ -1,0 +1,346 @@
+"""The tables of measured figures in docs, made from `results/`.
+
+    python benchmarks/tables.py [--write]
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; `tests/benchmarks` holds each against what is made
+here, so no figure there is typed. With `--write` the pages are brought up to date; without it what differs is named.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TARGETS = ("sm89", "sm120")
+MEGABYTE, GIGABYTE = 1e6, 1e9
+Figures = Mapping[str, Any]
+
+
+def load(name: str) -> Any:
+    """The result `name`."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return (
+        "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("| --- ", "|---").replace("--- |\n", "---|\n")
+    )
+
+
+def architectures() -> str:
+    """Perplexity by runtime and cache, and FP8 products by target."""
+    columns = ["BF16", *(f"{who}{cache}" for cache in ("", ", FP8 cache") for who in ("FP8 reference", "ONNX Runtime"))]
+    head = ["model", *columns, "promised products", *(f"FP8 on {target}" for target in TARGETS)]
+    return table(head, (architecture(name, result) for name, result in load("architectures")["results"].items()))
+
+
+def architecture(name: str, result: Figures) -> list[str]:
+    """A row of `architectures`."""
+    off, fp8 = result["off"], result["fp8"]
+    bf16 = off["perplexity"]["bf16"]
+    runs = [each["perplexity"][who] for each in (off, fp8) for who in ("reference", "onnxruntime")]
+    products = [fp8["promised_products"], *(fp8["fp8_products"][target] for target in TARGETS)]
+    return [name, f"{bf16:.3f}", *(f"{run:.3f} ({run / bf16 - 1:+.2%})" for run in runs), *map(str, products)]
+
+
+def attention() -> str:
+    """KL and perplexity of all products without and with attention in FP8."""
+    results = load("attention")["results"]
+    rows = [
+        ("reference, attention wide", "wide", "reference"),
+        ("reference, attention FP8", "fp8", "reference"),
+        ("ONNX Runtime, attention FP8", "fp8", "onnxruntime"),
+    ]
+    kl = [
+        [title, *(f"{found[how]['kl_mean_nats'][who]:.5f}" for found in results.values())] for title, how, who in rows
+    ]
+    increases = [
+        ", ".join(f"{found[how]['perplexity_increase']['reference']:+.2%}" for how in ("wide", "fp8"))
+        for found in results.values()
+    ]
+    return table(["KL, nats", *results], [*kl, ["perplexity, reference: wide, FP8", *increases]])
+
+
+def baselines() -> str:
+    """FP8, INT8 and BF16 weights on ONNX Runtime, by two clip methods."""
+    results = load("baselines")["results"]
+    columns = [("fp8", "amax"), ("int8", "amax"), ("fp8", "mse"), ("int8", "mse")]
+    rows = []
+    for name, found in results.items():
+        cells = [found[method][precision] for precision, method in columns] + [found["amax"]["bf16"]]
+        bf16 = found["perplexity_bf16"]
+        rows += [[f"{name}: KL", *(f"{cell['kl_mean_nats']:.5f}" for cell in cells)]]
+        rows += [[f"{name}: perplexity (BF16: {bf16:.3f})", *(f"{cell['perplexity_increase']:+.2%}" for cell in cells)]]
+    titles = [f"{precision.upper()}, {method}" for precision, method in columns]
+    return table(["", *titles, "BF16 weights, FP32 arithmetic"], rows)
+
+
+def engine_sizes() -> str:
+    """Bytes of an engine in each precision, of the demo and of one wide layer."""
+    results = load("engine_size")["results"]
+    rows = []
+    for name, found in results.items():
+        sizes = found["bytes"]
+        cells = (f"{sizes[kind] / MEGABYTE:.2f} MB" for kind in KINDS)
+        rows.append([name, f"{found['weights'] / MEGABYTE:.1f} M", *cells, f"{sizes['fp8'] / sizes['bf16']:.2f}"])
+    return table(["", "quantized weights", *(kind.upper() for kind in KINDS), "FP8 over BF16"], rows)
+
+
+KINDS = ("bf16", "int8", "fp8")
+
+
+def engine_products() -> str:
+    """What the demo's engines run, by precision."""
+    found = load("engine_size")["results"]["demo"]
+    rows = [
+        [kind.upper(), f"{found['bytes'][kind] / MEGABYTE:.2f} MB", _ran(found["products"][kind])] for kind in KINDS
+    ]
+    return table(["", "engine", "products"], rows)
+
+
+def _ran(products: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {types}" for types, count in products.items())
+
+
+def choosing_scales() -> str:
+    """KL relative to the default's and the increase of perplexity, by choice and model."""
+    models: Mapping[str, Figures] = load("choosing_scales")["models"]
+    choices = [choice for choice in next(iter(models.values())) if choice != "bf16"]
+    default = choices[0]
+    rows = [
+        [
+            choice,
+            *(
+                f"{rows[choice]['kl_mean_nats'] / rows[default]['kl_mean_nats']:.2f} "
+                f"({rows[choice]['perplexity_increase']:+.2%})"
+                for rows in models.values()
+            ),
+        ]
+        for choice in choices
+    ]
+    absolute = [
+        f"{rows[default]['kl_mean_nats'] * 1e6:.0f}, {rows['bf16']['perplexity']:.2f}" for rows in models.values()
+    ]
+    return table(["", *models], [*rows, ["KL of the default (nats × 10⁶), perplexity of BF16", *absolute]])
+
+
+def kv_cache() -> str:
+    """KL of the cache alone, by what of it is FP8, and of all products beside it."""
+    models: Mapping[str, Mapping[str, float]] = load("kv_cache")["kl_mean_nats_times_1e6"]
+    rows = [[row, *(f"{found[row]:.0f}" for found in models.values())] for row in next(iter(models.values()))]
+    return table(["KL, nats × 10⁶", *models], rows)
+
+
+def two_implementations() -> str:
+    """ONNX Runtime against the exact reference, with the limits."""
+    head = [
+        "model",
+        "KV cache",
+        "tokens before the first differing code",
+        "largest logit difference there (limit 1e-4)",
+        "codes that differ",
+        "ppl BF16",
+        "ppl reference, BF16",
+        "ppl reference, exact FP32",
+        "ppl ONNX Runtime",
+        "exact to ONNX Runtime (limit 0.1 %)",
+        "BF16 reference to ONNX Runtime (limit 0.5 %)",
+        "KL(exact to ONNX Runtime) of KL(BF16 to FP8) (limit 10 %)",
+        "greedy continuations that part, unexplained",
+    ]
+    return table(head, map(_implementation, load("two_implementations")["results"]))
+
+
+def _implementation(found: Figures) -> list[str]:
+    perplexities = (found[f"perplexity_{who}"] for who in ("bf16", "fast", "exact", "onnxruntime"))
+    return [
+        found["model"],
+        found["kv_cache"],
+        f"{found['tokens_before_first_difference']:,}",
+        f"{found['logit_difference']:.1e}",
+        f"{found['codes_differing_share']:.2%}",
+        *(f"{perplexity:.3f}" for perplexity in perplexities),
+        f"{found['perplexity_difference']:.3%}",
+        f"{found['perplexity_difference_bf16']:.3%}",
+        f"{found['kl_share']:.1%}",
+        f"{found['continuations_parted']} of {found['continuations']}, {found['continuations_unexplained']}",
+    ]
+
+
+def weight_mse() -> str:
+    """The search for weight scales beside ModelOpt's, by threads."""
+    rows = [
+        [
+            str(found["threads"]),
+            f"{found['ours_s']:.3f} s",
+            f"{found['modelopt_s']:.2f} s",
+            f"{found['ratio']:.0f}",
+            f"{found['cpu_ratio']:.0f}",
+            f"{found['error_ratio']:.3f}",
+            f"{found['ceiling_s']:.3f} s",
+        ]
+        for found in load("weight_mse")["results"]
+    ]
+    head = ["threads", "ours", "ModelOpt", "ratio", "the same in processor time", "error, ours over ModelOpt's"]
+    return table([*head, "one read of the weights"], rows)
+
+
+def weight_rounding() -> str:
+    """KL relative to one amax scale for the whole weight."""
+    models = load("weight_rounding")["results"]
+    titles = {
+        "amax, nearest": "`amax`, `nearest`",
+        "mse, nearest": "`mse`, `nearest`",
+        "amax, gptq": "`amax`, `gptq`",
+        "mse, gptq": "`mse`, `gptq`",
+        "lossless weights": "not rounded at all: the floor",
+    }
+    rows = [
+        [title, *(f"{found['kl_over_whole_weight'][name]:.2f}" for found in models.values())]
+        for name, title in titles.items()
+    ]
+    return table(["weights", *(_sized(name, found) for name, found in models.items())], rows)
+
+
+def weight_seconds() -> str:
+    """What rounding costs."""
+    models = load("weight_rounding")["results"]
+    measuring = [
+        [f"measuring, `{rounding}`", *(f"{found['measure_s'][rounding]:.1f}" for found in models.values())]
+        for rounding in ("nearest", "gptq")
+    ]
+    writing = [
+        [
+            "writing the checkpoint, " + ", ".join(f"`{word}`" for word in choice.split(", ")),
+            *(f"{found['quantize_s'][choice]:.2g}" for found in models.values()),
+        ]
+        for choice in ("amax, nearest", "mse, nearest", "amax, gptq")
+    ]
+    return table(["seconds", *(_sized(name, found) for name, found in models.items())], [*measuring, *writing])
+
+
+def _sized(name: str, found: Figures) -> str:
+    return f"{name} ({found['parameters'] / MEGABYTE:.1f} M)"
+
+
+def calibration() -> str:
+    """What calibrating costs over the plain forward pass, by batch size, in wall and processor time, and as called."""
+    result = load("calibration")
+    rows = []
+    for size, found in result["batch_sizes"].items():
+        for name, peer in found["ratios"].items():
+            cells = [f"{peer[kind]:.2f}×" for kind in ("further_wall", "further_cpu", "whole_wall", "whole_cpu")]
+            rows.append([name, size, *cells])
+    head = ["", "batch", "a further batch: wall", "processor", "a whole call: wall", "processor"]
+    return table(head, rows)
+
+
+def limits() -> str:
+    """What is held to a limit, and which page has the rest."""
+    rows = [
+        ["which architectures, and with what perplexities?", "architectures, unseen_architectures", "architectures.md"],
+        ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
+        ["what do weight scales and rounding give?", "weight_rounding, weight_mse", "weights.md"],
+        ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
+        ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
+        ["how much memory does `--stream` take?", "memory", _memory(load("memory"))],
+        ["how much memory to write the checkpoint and its graphs?", "export_memory", _writing(load("export_memory"))],
+        ["how long do the graphs of a deep model take?", "export_time", _deep(load("export_time"))],
+        ["how long does the lint of 10,000 products take?", "lint_time", _lint(load("lint_time"))],
+        ["how long to choose all scales of 32 layers again?", "rescale", _rescale(load("rescale"))],
+    ]
+    head = ["question", "`benchmarks/`", "result, or the page that has it"]
+    return table(head, ([question, f"`{scripts}`", result] for question, scripts, result in rows))
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / GIGABYTE:.2f} GB"
+
+
+def _memory(result: Figures) -> str:
+    found = [
+        f"{_gigabytes(each['peak_anonymous_bytes'])} for a checkpoint of {each['checkpoint_bytes'] / GIGABYTE:.1f} GB"
+        for each in result["checkpoints"]
+    ]
+    return f"{', '.join(found)} (limit {_gigabytes(result['checkpoints'][0]['limit_bytes'])})"
+
+
+def _writing(result: Figures) -> str:
+    found = [
+        f"{_gigabytes(each['peak_anonymous_bytes'])} for {each['checkpoint_bytes'] / GIGABYTE:.1f} GB"
+        for each in result["checkpoints"]
+    ]
+    return f"{', '.join(found)} (limit {_gigabytes(result['limit_bytes'])})"
+
+
+def _deep(result: Figures) -> str:
+    limits, layers = result["limit_seconds"], result["layers"]
+    found = [
+        f"{depth}: {each['cpu_seconds']:.0f} s" + (f" (limit {limits[depth]:.0f})" if depth in limits else "")
+        for depth, each in layers.items()
+    ]
+    return f"layers, processor time: {', '.join(found)}; memory of the deepest {result['memory_growth']:.2f}× that of 8"
+
+
+def _lint(result: Figures) -> str:
+    slowest = max(result["graphs"], key=lambda graph: graph["lint_seconds"])
+    return (
+        f"{slowest['lint_seconds']:.1f} s (limit {result['limit_seconds']:.0f}); "
+        f"onnx's load and checker alone {slowest['onnx_load_and_checker_seconds']:.2f} s"
+    )
+
+
+def _rescale(result: Figures) -> str:
+    return f"{result['seconds']:.1f} s by the slowest method (limit {result['limit_seconds']:.0f})"
+
+
+#: Page -> the tables on it.
+PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
+    "docs/architectures.md": (architectures,),
+    "docs/attention.md": (attention,),
+    "docs/baselines.md": (baselines, engine_products),
+    "docs/choosing-scales.md": (choosing_scales,),
+    "docs/engines.md": (engine_sizes,),
+    "docs/kv-cache.md": (kv_cache,),
+    "docs/numbers.md": (two_implementations, calibration, limits),
+    "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
+}
+
+
+def made(page: str, text: str) -> str:
+    """`text` of a page with its tables made anew. Raises ValueError when they are not those of `PAGES`."""
+    tables = {make.__name__: make for make in PAGES[page]}
+    found = [block["name"] for block in BLOCK.finditer(text)]
+    if sorted(found) != sorted(tables):
+        raise ValueError(f"{page}: has the tables {found}, and should have {list(tables)}")
+    return BLOCK.sub(lambda block: f"{block[1]}{tables[block['name']]()}{block[3]}", text)
+
+
+def main() -> int:
+    """Write the pages, or name those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        new = made(page, text)
+        if new != text:
+            stale.append(page)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    print("\n".join(f"{page}: {'written' if write else 'differs from its results'}" for page in stale) or "all as made")
+    return 1 if stale and not write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What docs state was measured: tables are made from committed results, and results are of the defaults of today."""
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fp8q import options
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+#: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
+NOT_MEASURED = (
+    "| architecture | what is different about it | tested with | Hugging Face form |",
+    "| `--method` | clip | saturates |",
+    "| what | how it is read |",
+    "| file | what of it | bounds |",
+    "| runtime | builds for | where | what was run |",
+    "| | batch | seq (tokens in this step) | capacity (slots of the past) |",
+    "| engine | what `fp8q engine` says |",
+    "| `--kv-cache` | keys | values | bytes of a position, against BF16 | `model/` says so to transformers and vLLM |",
+    "| | formula | Llama 3.1 70B | Llama 3.1 405B |",
+)
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[pytest.MonkeyPatch]:
+    """The scripts find each other beside them, as they do when they are run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def tables(benchmarks: pytest.MonkeyPatch) -> ModuleType:
+    return importlib.import_module("tables")
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_says_of_which_commit_machine_and_versions_it_is(path: Path) -> None:
+    result = read(path)
+    assert path.stem.startswith(result["benchmark"])
+    assert (ROOT / "benchmarks" / f"{result['benchmark']}.py").is_file()
+    assert re.fullmatch(r"[0-9a-f]{7,12}\+?", result["commit"])
+    assert "core" in result["machine"]
+    assert result["versions"]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_is_of_the_defaults_of_today(path: Path, benchmarks: pytest.MonkeyPatch) -> None:
+    defaults = importlib.import_module("result").defaults
+    for name, measured in read(path)["defaults"].items():
+        today = defaults(getattr(options, name))
+        changed = {field: value for field, value in measured.items() if today.get(field, value) != value}
+        assert not changed, f"{path.name}: measured with {changed}; run `make benchmarks PARTS={path.stem}` again"
+
+
+def test_the_tables_in_docs_are_those_of_the_results(tables: ModuleType) -> None:
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert text == tables.made(page, text), f"{page}: run `python benchmarks/tables.py --write`"
+
+
+def test_every_other_table_in_docs_states_nothing_that_was_measured(tables: ModuleType) -> None:
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        typed = tables.BLOCK.sub("", path.read_text(encoding="utf-8"))
+        heads = re.findall(r"^(\|.*\|)\n\|---", typed, re.MULTILINE)
+        assert set(heads) <= set(NOT_MEASURED), path
+
+
+def test_a_table_that_is_missing_from_its_page_is_named(tables: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"^docs/kv-cache.md: has the tables \[\], and should have \['kv_cache'\]$"):
+        tables.made("docs/kv-cache.md", "no table\n")
+
+
+def test_a_figure_that_was_typed_is_made_again(tables: ModuleType) -> None:
+    text = (ROOT / "docs" / "kv-cache.md").read_text(encoding="utf-8")
+    figure = re.search(r"^\| K \| (\d+) ", text, re.MULTILINE)
+    assert figure is not None
+    spoiled = text.replace(figure[0], f"| K | {int(figure[1]) + 1} ")
+    assert spoiled != text
+    assert tables.made("docs/kv-cache.md", spoiled) == text

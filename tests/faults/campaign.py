@@ -1,0 +1,288 @@
+"""The campaign: seeded cases in forked workers, some in real processes, kills; what they found, as a table and as JSON.
+
+    python tests/faults/campaign.py --minutes 10 --seed 1      what `make fuzz MINUTES=10` runs
+    python tests/faults/campaign.py --case 1:4711 --keep       one case again, its world kept
+
+A case is told by its seed and its index alone. Exit 1 where anything was found.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workers import QUIET, Ended, Running, Start, ended, launch, tell_modules, wait, warm_up
+
+if os.environ.get("FP8Q_FUZZ") != "1":  # what libraries read when they are imported must be there before Python is
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | QUIET | {"FP8Q_FUZZ": "1"})
+
+import world as worlds
+from cases import ON_A_RUN, Case, copy_world, draw_case
+from kills import Killed, kill_cases
+from options_drawn import names
+from oracle import Result, Snapshot, Verdict, judge, result, snapshot
+
+#: A case that takes longer hangs.
+HANG_S = 60.0
+#: A real process in so many cases.
+REAL_EVERY = 20
+#: Cases between two lines about how far it is.
+TOLD_EVERY = 500
+
+
+@dataclass
+class Findings:
+    """What the campaign has seen so far."""
+
+    cases: int = 0
+    codes: Counter[int] = field(default_factory=Counter)
+    subjects: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    real: int = 0
+    seconds: float = 0.0
+
+    def add(self, case: Case, end: Ended, verdicts: list[Verdict], real: bool) -> None:
+        """Count a case, and print what is wrong with it."""
+        self.cases += 1
+        self.real += real
+        self.codes[end.code] += 1
+        self.subjects[case.subject] += 1
+        for verdict in verdicts:
+            self.kinds[verdict.kind] += 1
+            self.faults.append({"kind": verdict.kind, "case": str(case), "seen": verdict.seen})
+            print(f"{verdict.kind.upper()} {str(case)[:500]}\n    {verdict.seen}", flush=True)
+
+
+class Campaign:
+    """A world, what is known of its commands, and the cases drawn from it."""
+
+    def __init__(self, root: Path, kept: Path | None = None, hang_s: float = HANG_S):
+        """Work in `root`; the world is made there, or in `kept`, where it is found again."""
+        self.root, self.world = root, (kept or root / "world") / "w"
+        self.hang_s = hang_s
+        self.modules = self.world.with_name("modules")
+        self.bases: dict[tuple[str, ...], Result | None] = {}
+        self.known: dict[str, tuple[str, ...]] = {}
+
+    def make_world(self) -> None:
+        """The valid world, by commands in forks, whose imports this process takes over."""
+        if self.modules.exists():
+            warm_up(self.modules.read_text(encoding="utf-8").splitlines())
+        else:
+            self.child("inputs", lambda: worlds.make_inputs(self.world))
+            here, made = Path.cwd(), dict.fromkeys(list(sys.modules))
+            os.chdir(self.world)
+            worlds.make_runs(lambda *argv: self.well(argv))
+            os.chdir(here)
+            made |= dict.fromkeys(sys.modules)
+            self.modules.write_text("\n".join(made), encoding="utf-8")
+        for name in {argv[0] for argv, _ in ON_A_RUN}:
+            self.known[name] = names(self.run(Start([name, "--help"], self.fresh("help"))).out)
+
+    def child(self, name: str, work: "object") -> None:
+        """Do something in a fork, so that this process stays as it is but for what it imports."""
+        modules = self.root / "modules"
+        pid = os.fork()
+        if pid == 0:
+            work()  # type: ignore[operator]
+            modules.write_text("\n".join(sys.modules), encoding="utf-8")
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit(f"{name}: the world could not be made")
+        warm_up(modules.read_text(encoding="utf-8").splitlines())
+
+    def fresh(self, name: str) -> Path:
+        """An empty folder for one command."""
+        folder = self.root / name
+        self.clear(folder)
+        folder.mkdir()
+        return folder
+
+    def clear(self, folder: Path) -> None:
+        """Remove a case's folder and what lies beside it."""
+        for path in (folder, folder.with_name(folder.name + ".tmp")):
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (".out", ".err"):
+            folder.with_name(folder.name + name).unlink(missing_ok=True)
+
+    def run(self, start: Start) -> Ended:
+        """A command, to its end."""
+        return wait(launch(start))
+
+    def well(self, argv: tuple[str, ...]) -> None:
+        """A command of the valid world, which must end well."""
+        modules = self.root / "modules"
+        end = self.run(Start(argv, self.world, before=tell_modules(modules)))
+        shutil.rmtree(self.world.with_name("w.tmp"))
+        if end.code:
+            raise SystemExit(f"fp8q {' '.join(argv)}: ended with {end.code}: {end.err}")
+        warm_up(modules.read_text(encoding="utf-8").splitlines())
+
+    def base(self, case: Case) -> Result | None:
+        """What the case's command makes of the unchanged world; None where it fails there."""
+        if case.base not in self.bases:
+            folder = self.root / "base"
+            self.clear(folder)
+            copy_world(self.world, folder)
+            unchanged = Case(0, 0, "base", folder, list(case.base), case.base)
+            before = snapshot(folder)
+            end = self.run(Start(unchanged.argv, folder))
+            if end.code == 0:
+                self.bases[case.base] = result(unchanged, before, end)
+            else:
+                print(f"fp8q {' '.join(case.base)}: {end.code} in the valid world: {end.err}", flush=True)
+                self.bases[case.base] = None
+        return self.bases[case.base]
+
+    def verdicts(self, case: Case, before: Snapshot, end: Ended) -> list[Verdict]:
+        """Every fault of a case that has ended."""
+        try:
+            found = judge(case, before, end, self.base(case) if end.code == 0 else None)
+        except Exception:  # noqa: BLE001  # one case that the judge cannot judge is no reason to lose the others
+            return [Verdict("judge", traceback.format_exc()[-1500:])]
+        if not found and end.code == 0 and case.subject == "model" and case.argv[0] == "calibrate":
+            found = self.other_way(case)
+        return found
+
+    def other_way(self, case: Case) -> list[Verdict]:
+        """A model that was accepted, read the other way, streamed or in memory: it has the same statistics."""
+        streamed = "--stream" in case.argv
+        folder = self.root / "other-way"
+        self.clear(folder)
+        again = draw_case(case.seed, case.index, self.world, folder, self.known)
+        argv = [word for word in again.argv if word != "--stream"] + ["--stream"] * (not streamed)
+        end = self.run(Start(argv, folder))
+        if end.code:
+            return [Verdict("silent", f"{'in memory' if streamed else 'streamed'} it is refused: {end.err[-300:]}")]
+        files = [place / "out" / "statistics.safetensors" for place in (case.folder, folder)]
+        if files[0].read_bytes() != files[1].read_bytes():
+            return [Verdict("silent", "in memory and streamed, the statistics differ")]
+        return []
+
+    def begin(self, seed: int, index: int, real: bool) -> "tuple[Case, Snapshot, Running]":
+        """Draw a case and start it."""
+        folder = self.root / f"case-{index}"
+        self.clear(folder)
+        case = draw_case(seed, index, self.world, folder, self.known)
+        start = Start(case.argv, folder, case.environment, case.start, real)
+        return case, snapshot(folder), launch(start)
+
+    def cases(
+        self, seed: int, first: int, count: int, until: float, jobs: int
+    ) -> Iterator[tuple[Case, Ended, list[Verdict], bool]]:
+        """Run cases from `first` on, `jobs` at once, until `count` were begun or the clock says `until`."""
+        waiting: list[tuple[Case, Snapshot, Running, bool]] = []
+        index = first
+        try:
+            while waiting or (index < first + count and time.monotonic() < until):
+                while len(waiting) < jobs and index < first + count and time.monotonic() < until:
+                    real = index % REAL_EVERY == REAL_EVERY - 1
+                    waiting.append((*self.begin(seed, index, real), real))
+                    index += 1
+                for entry in list(waiting):
+                    case, before, running, real = entry
+                    end = ended(running, self.hang_s)
+                    if end is None:
+                        continue
+                    waiting.remove(entry)
+                    yield case, end, self.verdicts(case, before, end), real
+                    self.clear(case.folder)
+                time.sleep(0.002)
+        finally:
+            for _, _, running, _ in waiting:
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+def table(findings: Findings, killed: list[Killed]) -> str:
+    """What was found, for people."""
+    rows = [("cases", findings.cases), ("of them real processes", findings.real)]
+    rows += [(f"on {name}", number) for name, number in sorted(findings.subjects.items())]
+    rows += [(f"exit {code}", number) for code, number in sorted(findings.codes.items())]
+    rows += [(f"found: {kind}", number) for kind, number in sorted(findings.kinds.items())]
+    rows += [("kills", len(killed)), ("of them streamed", sum(kill.streamed for kill in killed))]
+    rows += [("kills that differ or leave things", sum(bool(kill.faults) for kill in killed))]
+    return "\n".join(f"{name:40}{number:>8,}" for name, number in rows)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Meet fp8q with what is wrong, and see whether it stumbles.")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of cases, the world and the kills aside")
+    parser.add_argument("--cases", type=int, default=10**9, help="at most so many")
+    parser.add_argument("--first", type=int, default=0, help="index of the first case")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hang", type=float, default=HANG_S, help="seconds after which a case hangs")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at once")
+    parser.add_argument("--kills", type=int, default=0, help="how many calibrations to kill and finish")
+    parser.add_argument("--case", metavar="SEED:INDEX", help="run this one case, and show all of it")
+    parser.add_argument("--world", type=Path, help="make the world in this folder, and find it there another time")
+    parser.add_argument("--keep", action="store_true", help="keep the world of --case")
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
+    return parser.parse_args()
+
+
+def show(campaign: Campaign, text: str) -> int:
+    """One case again, all of it shown."""
+    seed, index = map(int, text.split(":"))
+    case, before, running = campaign.begin(seed, index, real=False)
+    end = wait(running, campaign.hang_s)
+    verdicts = campaign.verdicts(case, before, end)
+    print(f"{case}\n{case.folder}\nexit {end.code} in {end.seconds:.1f} s\n{end.out}\n{end.err}")
+    for verdict in verdicts:
+        print(f"{verdict.kind.upper()} {verdict.seen}")
+    return bool(verdicts)
+
+
+def main() -> int:
+    """Run what was asked for; whether anything was found."""
+    asked = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the world is cleared away then too
+    root = Path(tempfile.mkdtemp(prefix="fp8q-faults-"))
+    try:
+        campaign, begun = Campaign(root, asked.world, asked.hang), time.monotonic()
+        campaign.make_world()
+        if asked.case:
+            return show(campaign, asked.case)
+        findings, start = Findings(), time.monotonic()
+        print(f"the world was made in {start - begun:.0f} s", flush=True)
+        for case, end, verdicts, real in campaign.cases(
+            asked.seed, asked.first, asked.cases, start + 60 * asked.minutes, asked.jobs
+        ):
+            findings.add(case, end, verdicts, real)
+            if findings.cases % TOLD_EVERY == 0:
+                minutes = (time.monotonic() - start) / 60
+                print(f"{findings.cases:,} cases in {minutes:.1f} minutes, {len(findings.faults)} found", flush=True)
+        findings.seconds = time.monotonic() - start
+        killed = kill_cases(campaign, asked.seed, asked.kills)
+        print(table(findings, killed))
+        counts = {
+            "seed": asked.seed, "cases": findings.cases, "real_processes": findings.real,
+            "exit_codes": {str(code): number for code, number in sorted(findings.codes.items())},
+            "faults": dict(findings.kinds), "seconds": round(findings.seconds, 1), "kills": len(killed),
+            "kills_streamed": sum(kill.streamed for kill in killed),
+            "kills_with_faults": sum(bool(kill.faults) for kill in killed),
+        }  # fmt: skip
+        broken = [{"what": kill.what, "faults": kill.faults} for kill in killed if kill.faults]
+        print(json.dumps(counts))
+        if asked.out:
+            asked.out.write_text(
+                json.dumps(counts | {"found": findings.faults, "killed": broken}, indent=1) + "\n", encoding="utf-8"
+            )
+        return bool(findings.faults or counts["kills_with_faults"])
+    finally:
+        if not asked.keep:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

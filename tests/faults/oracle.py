@@ -1,0 +1,221 @@
+"""What a case may not do: end without a line, with a traceback or not at all, leave things behind, or accept silently.
+
+Silent acceptance is exit 0 with another result than the same command has in the unchanged world, while nothing that the
+run records of its making (fingerprints, options, notes) and nothing that was said is another.
+"""
+
+import json
+import stat
+import unicodedata
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from cases import Case
+from workers import Ended
+
+#: Exit codes of whatever is foreseen; with a closed or full output, 1 too.
+GOOD, FORESEEN = 0, (0, 2, 3, 4)
+LONGEST = 1600
+TRACES = ("Traceback (most recent call last)", "terminate called", "Fatal Python error", "panicked at", "core dumped",
+          "Exception ignored in")  # fmt: skip
+#: What of a stage's record is told of its making, rather than of its outcome or its moment.
+TOLD = ("inputs", "options", "notes", "version")
+
+Snapshot = dict[str, tuple[int, int, int, int]]
+
+
+#: What a record that was mutated makes its reader here raise.
+NO_RECORD = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+#: Commands that write no file, and print what they read of a run.
+ON_ITSELF = (("inspect", "run", "--json"), ("engine", "run", "--json"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command made (file, or "stdout" -> SHA-256), and what it and the run's record say of how."""
+
+    made: dict[str, str]
+    told: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A fault: of which kind, and what was seen."""
+
+    kind: str
+    seen: str
+
+
+def snapshot(folder: Path) -> Snapshot:
+    """Every path below `folder`, and what it is: mode, size, time of the last change, inode."""
+    found: Snapshot = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+        moment = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
+        found[str(path.relative_to(folder))] = (status.st_mode, size, moment, status.st_ino)
+    return found
+
+
+def judge(case: Case, before: Snapshot, end: Ended, base: Result | None) -> list[Verdict]:
+    """Every fault of a case that has ended, `before` the world as it was."""
+    faults = of_process(end) + of_words(case, end)
+    faults += of_leftovers(case, before, end)
+    if end.code == GOOD and not case.start:
+        said = end.err.strip()
+        if case.must_be_said and not said:
+            faults.append(Verdict("silent", "the text is not what it is taken for, and nothing is said"))
+        if base is not None and not faults:
+            faults += of_result(case, before, end, base)
+    return faults
+
+
+def of_process(end: Ended) -> list[Verdict]:
+    """Hangs, traces of a stack, codes that nothing foresees, processes left."""
+    faults = []
+    if end.hung:
+        faults.append(Verdict("hang", f"{end.seconds:.0f} s: {end.err[:1200]}"))
+    elif end.code < 0 or end.code == 99:
+        faults.append(Verdict("died", f"signal {-end.code}: {end.err[-300:]}"))
+    found = next((trace for trace in TRACES if trace in end.err), None)
+    if found:
+        faults.append(Verdict("traceback", end.err[-600:]))
+    if end.orphans and not end.hung:
+        faults.append(Verdict("leftover", "a process of its group still ran"))
+    return faults
+
+
+def of_words(case: Case, end: Ended) -> list[Verdict]:
+    """The exit code, and the one line that goes with it."""
+    faults: list[Verdict] = []
+    if end.hung or end.code < 0:
+        return faults
+    output = bool(case.start & {"closed stdout", "closed all", "full stdout", "closed stderr"})
+    output |= "small files" in case.start and end.code == 1 and not end.err  # standard output is a file here
+    if end.code not in FORESEEN and not (output and end.code == 1):
+        faults.append(Verdict(f"exit {end.code}", end.err[-400:]))
+    lines = end.err.splitlines()
+    said = [line for line in lines if line.startswith("fp8q: ")]
+    if end.code != GOOD and not output and (len(said) != 1 or lines[-1] != said[0]):
+        faults.append(Verdict("line", f"{len(said)} lines of fp8q's: {end.err[-500:]!r}"))
+    if any(len(line) > LONGEST for line in said):
+        faults.append(Verdict("line", f"{max(map(len, said)):,} characters: {said[0][:200]!r}"))
+    control = {char for char in end.err + end.out if unicodedata.category(char) == "Cc"} - {"\n"}
+    if control:
+        faults.append(Verdict("control", f"{sorted(control)} in {(end.err + end.out)[-300:]!r}"))
+    if end.code == GOOD and "--json" in case.argv and not case.start and not is_object(end.out):
+        faults.append(Verdict("json", end.out[:300]))
+    return faults
+
+
+def is_object(text: str) -> bool:
+    """Whether `text` is one line, and one JSON object."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return text.count("\n") == 1 and isinstance(json.loads(text, parse_constant=refuse), dict)
+    except ValueError:
+        return False
+
+
+def of_leftovers(case: Case, before: Snapshot, end: Ended) -> list[Verdict]:
+    """Whatever is there that was not, and is no file of a run; and what was there and has changed."""
+    after = snapshot(case.folder)
+    temporary = case.folder.with_name(case.folder.name + ".tmp")
+    left = [f"TMPDIR/{path}" for path in snapshot(temporary)]
+    place = run_folder(case)
+    recorded = outputs(case.folder / place) if place else set[str]()
+    existed = place is not None and any(name == place or name.startswith(f"{place}/") for name in before)
+    for name in sorted(after.keys() - before.keys()):
+        inside = place is not None and (name == place or name.startswith(f"{place}/"))
+        unknown = stat.S_ISREG(after[name][0]) and name.removeprefix(f"{place}/") not in recorded
+        if not inside or (end.code == 2 and not existed) or is_work(name) or unknown:
+            left.append(name)
+    changed = [
+        name
+        for name in sorted(after.keys() & before.keys())
+        if after[name] != before[name] and not stat.S_ISDIR(after[name][0])
+        and not (place is not None and name.startswith(f"{place}/"))
+    ]  # fmt: skip
+    gone = [name for name in sorted(before.keys() - after.keys()) if not (place and name.startswith(f"{place}/"))]
+    faults = [Verdict("leftover", ", ".join(left[:5]))] if left else []
+    if changed or gone:
+        faults.append(Verdict("changed", ", ".join([*changed, *gone][:5])))
+    return faults
+
+
+def run_folder(case: Case) -> str | None:
+    """The run that the case writes, as a path from its folder; None where it has none there."""
+    if case.out is None:
+        return None
+    found = Path(case.folder, case.out)
+    try:
+        return str(found.resolve().relative_to(case.folder.resolve())) if found.name else None
+    except (ValueError, OSError, RuntimeError):
+        return None
+
+
+def is_work(name: str) -> bool:
+    """Whether a path is one that only a killed process leaves."""
+    return any(part.endswith((".partial", ".work")) for part in Path(name).parts)
+
+
+def outputs(run: Path) -> set[str]:
+    """The files that a run's record knows, and the record's own."""
+    try:
+        stages = json.loads((run / "run.json").read_bytes())["stages"]
+        return {name for stage in stages.values() for name in stage["outputs"]} | {"run.json", ".lock"}
+    except NO_RECORD:
+        return {"run.json", ".lock"}
+
+
+def result(case: Case, before: Snapshot, end: Ended) -> Result:
+    """What the command made, and what is told of how."""
+    place = run_folder(case)
+    made: dict[str, str] = {}
+    told: dict[str, Any] = {"said": sorted(line for line in end.err.splitlines() if " in " not in line)}
+    if place and (case.folder / place).is_dir():
+        run = case.folder / place
+        for path in sorted(run.rglob("*")):
+            name = str(path.relative_to(case.folder))
+            status = path.lstat()
+            fresh = before.get(name, (0, 0, 0, 0))[1:] != (status.st_size, status.st_mtime_ns, status.st_ino)
+            if stat.S_ISREG(status.st_mode) and fresh and is_result(path):
+                made[name] = sha256(path.read_bytes()).hexdigest()
+        told |= record_told(run, case)
+    if case.base in ON_ITSELF:
+        told["record"] = (case.folder / "run" / "run.json").read_text(encoding="utf-8", errors="replace")
+        made["stdout"] = sha256(end.out.replace(str(case.folder), "").encode()).hexdigest()
+    return Result(made, json.dumps(told, sort_keys=True).replace(str(case.folder), ""))
+
+
+def is_result(path: Path) -> bool:
+    """Whether a file is a result by itself: statistics, scales, weights, graphs, tokens, accuracy."""
+    return path.suffix in (".safetensors", ".onnx", ".npz") or path.name in ("scales.json", "accuracy.json")
+
+
+def record_told(run: Path, case: Case) -> dict[str, Any]:
+    """What run.json and statistics.json tell of the model, the text and the options."""
+    told: dict[str, Any] = {}
+    try:
+        record = json.loads((run / "run.json").read_bytes())
+        told["model"] = record["model"]
+        told["stages"] = {name: {key: stage[key] for key in TOLD} for name, stage in record["stages"].items()}
+        statistics = json.loads((run / "statistics.json").read_bytes())
+        told["measured"] = [statistics["model"], statistics["corpus"]]
+    except NO_RECORD:
+        return told
+    return told
+
+
+def of_result(case: Case, before: Snapshot, end: Ended, base: Result) -> list[Verdict]:
+    """Silent acceptance."""
+    found = result(case, before, end)
+    differing = sorted(name for name in found.made.keys() & base.made.keys() if found.made[name] != base.made[name])
+    if differing and found.told == base.told:
+        return [Verdict("silent", f"{', '.join(differing)} differ, and nothing tells why")]
+    return []

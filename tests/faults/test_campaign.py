@@ -1,0 +1,24 @@
+"""Two minutes of the campaign: whatever is wrong with what fp8q reads, it ends with one line and leaves nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).with_name("campaign.py")
+
+
+@pytest.mark.slow
+def test_nothing_that_is_wrong_with_a_file_an_option_or_the_moment_makes_it_stumble(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(CAMPAIGN), "--minutes", "2", "--cases", "400", "--kills", "6", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert out.exists(), done.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["found"] == []
+    assert found["killed"] == []
+    assert (found["kills"], found["kills_streamed"], done.returncode) == (6, 2, 0)
+    assert found["cases"] > 20 * found["real_processes"] - 20
+    assert found["real_processes"] >= 1
