@@ -68,9 +68,8 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
     with report.track("Exporting to ONNX", len(plans) * 2 * layers, "layers") as advance:
         for path, planned in plans.items():
             tell = at_most(2 * layers, advance)  # a layer counts when the model has run it, and when it is in the graph
-            model = trace(directory, planned, tell)
             with replacing(path) as partial:
-                ir.save(model, partial)
+                ir.save(trace(directory, planned, tell), partial)  # held by no name while the next is traced
             tell(2 * layers)
     return list(plans)
 

@@ -39,22 +39,13 @@ def test_the_graph_is_that_of_a_full_trace(deep: tuple[Path, GraphPlan]) -> None
     assert copied == traced
 
 
-@pytest.mark.parametrize(
-    ("config", "wide"),
-    [
-        (
-            Qwen3Config(**TINY, head_dim=16, num_hidden_layers=8, use_sliding_window=True, sliding_window=4,
-                        layer_types=[SLIDING, FULL] * 4),
-            "",
-        ),
-        (LlamaConfig(**TINY, num_hidden_layers=5), "layers.1.mlp.down_proj"),
-    ],
-    ids=["two kinds in turn", "one layer with a product in BF16"],
-)  # fmt: skip
-def test_so_it_is_of_layers_of_several_kinds(
-    config: Any, wide: str, tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]
-) -> None:
-    plan = as_if_quantized(tmp_path, config, "kv", torch.float32, wide)
+def test_so_it_is_of_two_kinds_in_turn(tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]) -> None:
+    """With one product of the third layer left in BF16, which makes that a kind of its own."""
+    types = [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, FULL]
+    config = Qwen3Config(
+        **TINY, head_dim=16, num_hidden_layers=9, use_sliding_window=True, sliding_window=4, layer_types=types
+    )
+    plan = as_if_quantized(tmp_path, config, "kv", torch.float32, "layers.2.mlp.down_proj")
     assert written(stamped(tmp_path, plan), tmp_path / "a.onnx") == written(whole(tmp_path, plan), tmp_path / "b.onnx")
 
 
@@ -96,7 +87,7 @@ class Counting:
 def test_the_bar_moves_with_each_layer_and_ends_at_its_total(
     tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]
 ) -> None:
-    plan, report = as_if_quantized(tmp_path, LlamaConfig(**TINY, num_hidden_layers=2), "", torch.bfloat16), Counting()
+    plan, report = as_if_quantized(tmp_path, LlamaConfig(**TINY, num_hidden_layers=1), "", torch.bfloat16), Counting()
     export_graphs(tmp_path, plan, report)
-    assert report.total == (8, "layers")
-    assert report.told == [1, 1, 2] * 2
+    assert report.total == (4, "layers")
+    assert report.told == [1, 1] * 2
