@@ -287,7 +287,9 @@ def _deep(result: Figures) -> str:
         f"{depth}: {each['cpu_seconds']:.0f} s" + (f" (limit {limits[depth]:.0f})" if depth in limits else "")
         for depth, each in layers.items()
     ]
-    return f"layers, processor time: {', '.join(found)}; memory of the deepest {result['memory_growth']:.2f}× that of 8"
+    growth = result["peak_bytes_a_further_layer"] / MEGABYTE
+    limit = result["limit_bytes_a_further_layer"] / MEGABYTE
+    return f"layers, processor time: {', '.join(found)}; a further layer {growth:.1f} MB of memory (limit {limit:.0f})"
 
 
 def _lint(result: Figures) -> str:
