@@ -282,14 +282,13 @@ def _writing(result: Figures) -> str:
 
 
 def _deep(result: Figures) -> str:
-    limits, layers = result["limit_seconds"], result["layers"]
+    limits = result["limit_seconds"]
     found = [
-        f"{depth}: {each['cpu_seconds']:.0f} s" + (f" (limit {limits[depth]:.0f})" if depth in limits else "")
-        for depth, each in layers.items()
+        f"{depth}: {each['seconds']:.0f} s" + (f" (limit {limits[depth]:.0f})" if depth in limits else "")
+        for depth, each in result["layers"].items()
     ]
-    growth = result["peak_bytes_a_further_layer"] / MEGABYTE
-    limit = result["limit_bytes_a_further_layer"] / MEGABYTE
-    return f"layers, processor time: {', '.join(found)}; a further layer {growth:.1f} MB of memory (limit {limit:.0f})"
+    further = result["peak_bytes_a_further_layer"] / MEGABYTE
+    return f"layers, both graphs: {', '.join(found)}; {further:.1f} MB of memory a further layer"
 
 
 def _lint(result: Figures) -> str:

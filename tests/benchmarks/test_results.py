@@ -1,14 +1,13 @@
 """What docs state was measured: tables are made from committed results, and results are of the defaults of today."""
 
-import importlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import tables
+from result import defaults
 
 from fp8q import options
 
@@ -28,19 +27,6 @@ NOT_MEASURED = (
 )
 
 
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[pytest.MonkeyPatch]:
-    """The scripts find each other beside them, as they do when they are run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def tables(benchmarks: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("tables")
-
-
 def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -56,33 +42,32 @@ def test_a_result_says_of_which_commit_machine_and_versions_it_is(path: Path) ->
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_a_result_is_of_the_defaults_of_today(path: Path, benchmarks: pytest.MonkeyPatch) -> None:
-    defaults = importlib.import_module("result").defaults
+def test_a_result_is_of_the_defaults_of_today(path: Path) -> None:
     for name, measured in read(path)["defaults"].items():
         today = defaults(getattr(options, name))
         changed = {field: value for field, value in measured.items() if today.get(field, value) != value}
         assert not changed, f"{path.name}: measured with {changed}; run `make benchmarks PARTS={path.stem}` again"
 
 
-def test_the_tables_in_docs_are_those_of_the_results(tables: ModuleType) -> None:
+def test_the_tables_in_docs_are_those_of_the_results() -> None:
     for page in tables.PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert text == tables.made(page, text), f"{page}: run `python benchmarks/tables.py --write`"
 
 
-def test_every_other_table_in_docs_states_nothing_that_was_measured(tables: ModuleType) -> None:
+def test_every_other_table_in_docs_states_nothing_that_was_measured() -> None:
     for path in sorted((ROOT / "docs").glob("*.md")):
         typed = tables.BLOCK.sub("", path.read_text(encoding="utf-8"))
         heads = re.findall(r"^(\|.*\|)\n\|---", typed, re.MULTILINE)
         assert set(heads) <= set(NOT_MEASURED), path
 
 
-def test_a_table_that_is_missing_from_its_page_is_named(tables: ModuleType) -> None:
+def test_a_table_that_is_missing_from_its_page_is_named() -> None:
     with pytest.raises(ValueError, match=r"^docs/kv-cache.md: has the tables \[\], and should have \['kv_cache'\]$"):
         tables.made("docs/kv-cache.md", "no table\n")
 
 
-def test_a_figure_that_was_typed_is_made_again(tables: ModuleType) -> None:
+def test_a_figure_that_was_typed_is_made_again() -> None:
     text = (ROOT / "docs" / "kv-cache.md").read_text(encoding="utf-8")
     figure = re.search(r"^\| K \| (\d+) ", text, re.MULTILINE)
     assert figure is not None

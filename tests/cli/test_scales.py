@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from safetensors.torch import load_file
 
 from fp8q.export.graph.carry import carry_graphs
+from fp8q.files import sha256_file
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
 
@@ -75,6 +77,18 @@ def test_a_graph_of_a_damaged_checkpoint_is_not_gone_on_with(demo_run: Run, tmp_
     shutil.copytree(demo_run.model, checkpoint, ignore=shutil.ignore_patterns("*.onnx"))
     carry_graphs(run, checkpoint)
     assert not (checkpoint / "model.onnx").exists()
+
+
+def test_a_graph_that_another_hand_recorded_is_exported_anew(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    graph, digest = run.onnx.read_bytes(), sha256_file(run.onnx)
+    model = onnx.load_model_from_string(graph)
+    model.graph.node.reverse()
+    run.onnx.write_bytes(model.SerializeToString())
+    run.record_file.write_text(run.record_file.read_text().replace(digest, sha256_file(run.onnx)))
+    result = fp8q("scales", run.root, "--margin", "1")
+    assert result.code == 0, result.err
+    assert run.onnx.read_bytes() == graph
 
 
 def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_run: Run) -> None:

@@ -17,8 +17,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from workers import QUIET, Ended, Running, Start, ended, launch, tell_modules, wait, warm_up
 
@@ -69,7 +71,7 @@ class Campaign:
     def __init__(self, root: Path, kept: Path | None = None, hang_s: float = HANG_S):
         """Work in `root`; the world is made there, or in `kept`, where it is found again."""
         self.root, self.world = root, (kept or root / "world") / "w"
-        self.hang_s = hang_s
+        self.hang_s, self.stopped = hang_s, False
         self.modules = self.world.with_name("modules")
         self.bases: dict[tuple[str, ...], Result | None] = {}
         self.known: dict[str, tuple[str, ...]] = {}
@@ -100,6 +102,14 @@ class Campaign:
         if os.waitpid(pid, 0)[1]:
             raise SystemExit(f"{name}: the world could not be made")
         warm_up(modules.read_text(encoding="utf-8").splitlines())
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Draw no further case."""
+        self.stopped = True
+
+    def goes_on(self, until: float) -> bool:
+        """Whether there is time for another case."""
+        return not self.stopped and time.monotonic() < until
 
     def fresh(self, name: str) -> Path:
         """An empty folder for one command."""
@@ -184,8 +194,8 @@ class Campaign:
         waiting: list[tuple[Case, Snapshot, Running, bool]] = []
         index = first
         try:
-            while waiting or (index < first + count and time.monotonic() < until):
-                while len(waiting) < jobs and index < first + count and time.monotonic() < until:
+            while waiting or (index < first + count and self.goes_on(until)):
+                while len(waiting) < jobs and index < first + count and self.goes_on(until):
                     real = index % REAL_EVERY == REAL_EVERY - 1
                     waiting.append((*self.begin(seed, index, real), real))
                     index += 1
@@ -200,7 +210,8 @@ class Campaign:
                 time.sleep(0.002)
         finally:
             for _, _, running, _ in waiting:
-                os.killpg(running.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
 
 
 def table(findings: Findings, killed: list[Killed]) -> str:
@@ -255,6 +266,7 @@ def main() -> int:
             return show(campaign, asked.case)
         findings, start = Findings(), time.monotonic()
         print(f"the world was made in {start - begun:.0f} s", flush=True)
+        signal.signal(signal.SIGINT, campaign.stop)  # what was found until then is told
         for case, end, verdicts, real in campaign.cases(
             asked.seed, asked.first, asked.cases, start + 60 * asked.minutes, asked.jobs
         ):
@@ -263,7 +275,7 @@ def main() -> int:
                 minutes = (time.monotonic() - start) / 60
                 print(f"{findings.cases:,} cases in {minutes:.1f} minutes, {len(findings.faults)} found", flush=True)
         findings.seconds = time.monotonic() - start
-        killed = kill_cases(campaign, asked.seed, asked.kills)
+        killed = kill_cases(campaign, asked.seed, 0 if campaign.stopped else asked.kills)
         print(table(findings, killed))
         counts = {
             "seed": asked.seed, "cases": findings.cases, "real_processes": findings.real,

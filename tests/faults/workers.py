@@ -82,6 +82,8 @@ def launch(start: Start) -> Running:
     """Start a case's command; its output goes to files beside its folder."""
     sys.stdout.flush()
     sys.stderr.flush()
+    for name in ("out", "err"):
+        Path(f"{start.folder}.{name}").touch()
     pid = os.fork()
     if pid == 0:
         try:
@@ -99,6 +101,8 @@ def prepare(start: Start) -> None:
     """In the child: a session, a folder, streams, variables and limits of its own; it dies with the campaign."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # what the campaign does then is its own
+        signal.signal(number, signal.SIG_DFL)
     os.chdir(start.folder)
     temporary = start.folder.with_name(start.folder.name + ".tmp")
     temporary.mkdir()

@@ -2,9 +2,8 @@
 differs in others.
 """
 
-import importlib.util
+import importlib
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ from fp8q.export.graph.modules import GraphPlan
 from fp8q.options import KvCache
 from fp8q.run import Run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
@@ -202,14 +200,7 @@ def finished(
 @pytest.fixture(scope="session")
 def two_implementations() -> ModuleType:
     """`benchmarks/two_implementations.py`, whose measurements are tests too."""
-    path = BENCHMARKS / "two_implementations.py"
-    spec = importlib.util.spec_from_file_location("two_implementations", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("two_implementations")
 
 
 @pytest.fixture(scope="package")
