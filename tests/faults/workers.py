@@ -101,8 +101,8 @@ def prepare(start: Start) -> None:
     """In the child: a session, a folder, streams, variables and limits of its own; it dies with the campaign."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # what the campaign does then is its own
-        signal.signal(number, signal.SIG_DFL)
+    for caught in (signal.SIGINT, signal.SIGTERM):  # what the campaign does then is its own
+        signal.signal(caught, signal.SIG_DFL)
     os.chdir(start.folder)
     temporary = start.folder.with_name(start.folder.name + ".tmp")
     temporary.mkdir()
