@@ -28,6 +28,8 @@ Tokens = npt.NDArray[np.int64]
 #: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and
 #: of Chinese have some five.
 BYTES_PER_TOKEN = 16
+#: The largest token id that a tokenizer can hold: tokenizers counts in 32 bits.
+LARGEST_ID = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -265,4 +267,6 @@ def load_tokens(run: Run, path: Path) -> Tokens:
         ids: Tokens = arrays["input_ids"]
         if ids.dtype != np.int64 or ids.ndim not in (1, 2):
             raise ValueError(f"they are {ids.dtype} in {ids.ndim} dimensions")
+        if ids.size and not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
+            raise ValueError(f"they lie between {ids.min()} and {ids.max()}")
     return ids
