@@ -9,27 +9,40 @@ A case is told by its seed and its index alone. Exit 1 where anything was found.
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from workers import QUIET, Ended, Running, Start, ended, launch, tell_modules, wait, warm_up
+from workers import (
+    MEMORY,
+    QUIET,
+    Ended,
+    Running,
+    Start,
+    ended,
+    launch,
+    limit,
+    mapped_bytes,
+    tell_modules,
+    wait,
+    warm_up,
+)
 
 if os.environ.get("FP8Q_FUZZ") != "1":  # what libraries read when they are imported must be there before Python is
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | QUIET | {"FP8Q_FUZZ": "1"})
 
 import world as worlds
 from cases import ON_A_RUN, Case, copy_world, draw_case
-from kills import Killed, kill_cases
+from findings import Findings, table
+from kills import kill_cases
 from options_drawn import names
 from oracle import Result, Snapshot, Verdict, judge, result, snapshot
 
@@ -39,30 +52,6 @@ HANG_S = 60.0
 REAL_EVERY = 20
 #: Cases between two lines about how far it is.
 TOLD_EVERY = 500
-
-
-@dataclass
-class Findings:
-    """What the campaign has seen so far."""
-
-    cases: int = 0
-    codes: Counter[int] = field(default_factory=Counter)
-    subjects: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    faults: list[dict[str, str]] = field(default_factory=list)
-    real: int = 0
-    seconds: float = 0.0
-
-    def add(self, case: Case, end: Ended, verdicts: list[Verdict], real: bool) -> None:
-        """Count a case, and print what is wrong with it."""
-        self.cases += 1
-        self.real += real
-        self.codes[end.code] += 1
-        self.subjects[case.subject] += 1
-        for verdict in verdicts:
-            self.kinds[verdict.kind] += 1
-            self.faults.append({"kind": verdict.kind, "case": str(case), "seen": verdict.seen})
-            print(f"{verdict.kind.upper()} {str(case)[:500]}\n    {verdict.seen}", flush=True)
 
 
 class Campaign:
@@ -214,17 +203,6 @@ class Campaign:
                     os.killpg(running.pid, signal.SIGKILL)
 
 
-def table(findings: Findings, killed: list[Killed]) -> str:
-    """What was found, for people."""
-    rows = [("cases", findings.cases), ("of them real processes", findings.real)]
-    rows += [(f"on {name}", number) for name, number in sorted(findings.subjects.items())]
-    rows += [(f"exit {code}", number) for code, number in sorted(findings.codes.items())]
-    rows += [(f"found: {kind}", number) for kind, number in sorted(findings.kinds.items())]
-    rows += [("kills", len(killed)), ("of them streamed", sum(kill.streamed for kill in killed))]
-    rows += [("kills that differ or leave things", sum(bool(kill.faults) for kill in killed))]
-    return "\n".join(f"{name:40}{number:>8,}" for name, number in rows)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Meet fp8q with what is wrong, and see whether it stumbles.")
@@ -267,6 +245,7 @@ def main() -> int:
         findings, start = Findings(), time.monotonic()
         print(f"the world was made in {start - begun:.0f} s", flush=True)
         signal.signal(signal.SIGINT, campaign.stop)  # what was found until then is told
+        limit(resource.RLIMIT_AS, mapped_bytes() + 2 * MEMORY)
         for case, end, verdicts, real in campaign.cases(
             asked.seed, asked.first, asked.cases, start + 60 * asked.minutes, asked.jobs
         ):

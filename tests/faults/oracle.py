@@ -18,6 +18,8 @@ from workers import Ended
 #: Exit codes of whatever is foreseen; with a closed or full output, 1 too.
 GOOD, FORESEEN = 0, (0, 2, 3, 4)
 LONGEST = 1600
+#: A file that this judge reads has fewer bytes.
+LARGEST = 64 << 20
 TRACES = ("Traceback (most recent call last)", "terminate called", "Fatal Python error", "panicked at", "core dumped",
           "Exception ignored in")  # fmt: skip
 #: What of a stage's record is told of its making, rather than of its outcome or its moment.
@@ -164,10 +166,21 @@ def is_work(name: str) -> bool:
     return any(part.endswith((".partial", ".work")) for part in Path(name).parts)
 
 
+def content(path: Path) -> bytes:
+    """The bytes of a file, or none: what a case put there may be a pipe, a device, or larger than memory."""
+    status = path.stat()
+    return path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_size < LARGEST else b""
+
+
+def read_json(path: Path) -> Any:
+    """What is in a JSON file; raises one of `NO_RECORD` where it is none."""
+    return json.loads(content(path))
+
+
 def outputs(run: Path) -> set[str]:
     """The files that a run's record knows, and the record's own."""
     try:
-        stages = json.loads((run / "run.json").read_bytes())["stages"]
+        stages = read_json(run / "run.json")["stages"]
         return {name for stage in stages.values() for name in stage["outputs"]} | {"run.json", ".lock"}
     except NO_RECORD:
         return {"run.json", ".lock"}
@@ -185,10 +198,10 @@ def result(case: Case, before: Snapshot, end: Ended) -> Result:
             status = path.lstat()
             fresh = before.get(name, (0, 0, 0, 0))[1:] != (status.st_size, status.st_mtime_ns, status.st_ino)
             if stat.S_ISREG(status.st_mode) and fresh and is_result(path):
-                made[name] = sha256(path.read_bytes()).hexdigest()
+                made[name] = sha256(content(path)).hexdigest()
         told |= record_told(run, case)
     if case.base in ON_ITSELF:
-        told["record"] = (case.folder / "run" / "run.json").read_text(encoding="utf-8", errors="replace")
+        told["record"] = content(case.folder / "run" / "run.json").decode("utf-8", "replace")
         made["stdout"] = sha256(end.out.replace(str(case.folder), "").encode()).hexdigest()
     return Result(made, json.dumps(told, sort_keys=True).replace(str(case.folder), ""))
 
@@ -202,10 +215,10 @@ def record_told(run: Path, case: Case) -> dict[str, Any]:
     """What run.json and statistics.json tell of the model, the text and the options."""
     told: dict[str, Any] = {}
     try:
-        record = json.loads((run / "run.json").read_bytes())
+        record = read_json(run / "run.json")
         told["model"] = record["model"]
         told["stages"] = {name: {key: stage[key] for key in TOLD} for name, stage in record["stages"].items()}
-        statistics = json.loads((run / "statistics.json").read_bytes())
+        statistics = read_json(run / "statistics.json")
         told["measured"] = [statistics["model"], statistics["corpus"]]
     except NO_RECORD:
         return told
