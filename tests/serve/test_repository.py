@@ -1,4 +1,5 @@
 import errno
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -80,7 +81,8 @@ def test_a_full_disk_leaves_the_last_good_repository(counting_run: Run, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfileobj", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    told = f"{counting_run.triton}: no space left on the disk; free some or name another directory"
+    with pytest.raises(InputError, match=f"^{re.escape(told)}$"):
         write(counting_run, TritonOptions(name="other"))
     monkeypatch.undo()
     assert (
