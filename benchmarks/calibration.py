@@ -63,10 +63,10 @@ def modelopt(model: LlamaForCausalLM) -> Series:
     return series
 
 
-def peer(python: str, layers: int, batches: list[int]) -> dict[str, Any]:
+def peer(python: str, layers: int, batches: list[int], rounds: int) -> dict[str, Any]:
     """What llm-compressor makes of the same decoder, in its own environment."""
     script = Path(__file__).with_name("peer_llmcompressor.py")
-    command = [python, str(script), "--layers", str(layers), "--batches", *map(str, batches)]
+    command = [python, str(script), "--layers", str(layers), "--rounds", str(rounds), "--batches", *map(str, batches)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
@@ -81,12 +81,15 @@ def main() -> int:
     parser.add_argument(
         "--llmcompressor", metavar="PYTHON", help="the interpreter of an environment with llm-compressor"
     )
+    parser.add_argument("--peer-rounds", type=int, default=3, help="of llm-compressor, which takes its time")
     options = parser.parse_args()
     head, model = described("calibration"), build(options.layers)
     contenders = {"plain": plain(model), "fp8q": ours(model), "modelopt": modelopt(build(options.layers))}
     for series in contenders.values():
         series(4, 4)
-    other = peer(options.llmcompressor, options.layers, options.batches) if options.llmcompressor else None
+    other = None
+    if options.llmcompressor:
+        other = peer(options.llmcompressor, options.layers, options.batches, options.peer_rounds)
     batch_sizes: dict[str, Any] = {}
     for batch in options.batches:
         seconds = rounds_of(contenders, batch, options.rounds)
