@@ -18,6 +18,8 @@ from cyclopts import Group, Parameter, convert
 
 from .errors import InputError
 
+#: The largest dimension that a runtime takes: int32.
+LARGEST_SIZE = 2**31 - 1
 # How the help groups them, in this order.
 OPTIONS, TEXT, SCALES, MODEL, ENGINE, EVALUATION = map(
     Group.create_ordered,
@@ -68,8 +70,8 @@ def option(
     return Parameter(group=panel, help=help, metavar=unit, **more)
 
 
-def between(least: int, most: int | None = None) -> Rule:
-    """The rule of a number that is at least `least`, and at most what a runtime takes."""
+def between(least: int, most: int | None = LARGEST_SIZE) -> Rule:
+    """The rule of a number that is at least `least`, and at most what a runtime takes (None: has no end)."""
 
     def held(option: str, value: int) -> int:
         if value < least:

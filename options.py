@@ -36,8 +36,8 @@ RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime
 WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8"})
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16
-#: The largest dimension that a runtime takes, and MiB of workspace: int32, and int64 in bytes.
-LARGEST_SIZE, LARGEST_WORKSPACE = 2**31 - 1, (2**63 - 1) >> 20
+#: MiB of workspace that a runtime takes: int64 in bytes.
+LARGEST_WORKSPACE = (2**63 - 1) >> 20
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -210,7 +210,7 @@ class CalibrateOptions(ScaleOptions):
         option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),
     ] = False
     seed: Annotated[
-        int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0)
+        int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0, None)
     ] = None
     batches: Annotated[
         tuple[int, int] | None,
@@ -302,11 +302,11 @@ class EngineOptions(Options):
             ENGINE, "Compute capability to build for. Repeatable.", "SM", "this GPU, or sm89 and sm120", name="--target"
         ),
     ] = ()
-    max_batch: Annotated[int, option(ENGINE, "Most sequences in a batch.", "N"), between(1, LARGEST_SIZE)] = 8
+    max_batch: Annotated[int, option(ENGINE, "Most sequences in a batch.", "N"), between(1)] = 8
     max_seq_len: Annotated[
         int | None,
         option(ENGINE, "Most positions of a sequence.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"),
-        between(1, LARGEST_SIZE),
+        between(1),
     ] = None
     min_fp8_share: Annotated[
         float | None,
@@ -321,12 +321,12 @@ class EngineOptions(Options):
     max_prompt: Annotated[
         int | None,
         option(ENGINE, "Most tokens that one step takes in.", "N", "--max-seq-len"),
-        between(1, LARGEST_SIZE),
+        between(1),
     ] = None
     opt_batch: Annotated[
         int | None,
         option(ENGINE, "Batch that kernels are chosen for.", "N", "1 for prompts, --max-batch for decoding"),
-        between(1, LARGEST_SIZE),
+        between(1),
     ] = None
     opt_seq_len: Annotated[
         int | None,
@@ -336,7 +336,7 @@ class EngineOptions(Options):
             "N",
             "a quarter of --max-seq-len for prompts, all of it for decoding",
         ),
-        between(1, LARGEST_SIZE),
+        between(1),
     ] = None
     workspace: Annotated[
         int | None,

@@ -135,6 +135,11 @@ def test_an_option_is_added_in_one_place(capsys: pytest.CaptureFixture[str], mon
             "--batches all: is no interval; give the first batch and the one after ",
         ),
         (CalibrateOptions, {"samples": 0}, "--samples 0: must be at least 1"),
+        (
+            CalibrateOptions,
+            {"samples": 2**31},
+            "--samples 2,147,483,648: is more than 2,147,483,647, the most that a runtime takes",
+        ),
         (RescaleOptions, {"kv_cache": "fp4"}, "--kv-cache fp4: is none of off, v, fp8"),
         (History, {"interval": 0}, "--interval 0: must be at least 1"),
     ],
