@@ -234,13 +234,6 @@ def _sized(name: str, found: Figures) -> str:
 def calibration() -> str:
     """What calibrating costs over the plain forward pass, by batch size, in wall and processor time, and as called."""
     result = load("calibration")
-    if "batch_sizes" not in result:
-        found = {
-            "fp8q": result["ratio"],
-            "modelopt": result["modelopt_ratio"],
-            "llmcompressor": result["llmcompressor"]["ratio"],
-        }
-        return table(["", "a further batch of four, wall"], ([name, f"{ratio:.2f}×"] for name, ratio in found.items()))
     rows = []
     for size, found in result["batch_sizes"].items():
         for name, peer in found["ratios"].items():
