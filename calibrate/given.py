@@ -32,6 +32,10 @@ KINDS = {
 }
 
 
+#: Bytes that are asked for beyond a file's size: all that is asked for is taken of memory at once.
+SPARE = 1 << 20
+
+
 def local_path(text: str | Path) -> Path:
     """The path that the user means by `text`, should it be one. Raises InputError for what no file can be called."""
     try:
@@ -91,7 +95,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """The content of the file at `path`. Raises InputError as `opened` does, and for more than `limit` bytes."""
     with opened(path) as handle, open(handle, "rb", closefd=False) as file:
         size = os.fstat(handle).st_size
-        content = file.read(limit + 1) if size <= limit else b""
+        content = file.read(min(limit, size + SPARE) + 1) if size <= limit else b""
     if max(size, len(content)) > limit:
         raise InputError(
             f"{path}: has {max(size, len(content)):,} bytes, and {limit:,} are the most that are read of such a file; "

@@ -52,7 +52,7 @@ class Case:
     def out(self) -> str | None:
         """The run that the command writes, where its arguments tell."""
         if "--out" in self.argv[:-1]:
-            return self.argv[self.argv.index("--out") + 1]
+            return self.argv[len(self.argv) - self.argv[::-1].index("--out")]  # given twice, the last one counts
         return self.base[1] if self.base[0] in IN_PLACE else None
 
     def __str__(self) -> str:

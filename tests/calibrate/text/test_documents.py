@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fp8q.calibrate.given import read_bytes
 from fp8q.calibrate.text.documents import FORMS, load_texts
 from fp8q.calibrate.text.rows import Reading
 from fp8q.errors import InputError
@@ -338,3 +339,13 @@ def test_rows_that_repeat_one_long_value_are_bounded(tmp_path: Path, report: "No
     texts = load_texts(str(path), Reading(limit=5_000), report)
     assert sum(map(len, texts)) == 20_000
     assert report.lines == [f"{path}: only its first 20,000 characters are read"]
+
+
+def test_a_file_takes_the_memory_of_its_size_whatever_the_limit(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"x" * 1000)
+    assert read_bytes(file, 2**62) == b"x" * 1000
+    with pytest.raises(
+        InputError, match=r"text\.txt: has 1,000 bytes, and 999 are the most that are read of such a file; "
+    ):
+        read_bytes(file, 999)
