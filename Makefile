@@ -8,7 +8,7 @@
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
 # PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
-# PARTS=…     which benchmarks; all take hours, and times want a quiet machine
+# PARTS=…     which benchmarks; those of time want a quiet machine
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
 
 SHELL := bash
