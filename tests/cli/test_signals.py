@@ -228,8 +228,8 @@ def page_written(run: Run) -> bool:
     [
         (["export", "RUN", "--dtype", "fp16"], dropped("export"), 3.0),
         (["report", "RUN"], page_written, 1.0),
-        (["validate", "RUN", "--runtimes", "bf16,reference"], dropped("validate"), 1.5),
-        (["build-engine", "RUN", "--runtime", "tensorrt-rtx", "--max-seq-len", "128"], dropped("build-engine"), 1.0),
+        (["validate", "RUN"], dropped("validate"), 0.3),  # of some two seconds
+        (["build-engine", "RUN", "--runtime", "tensorrt-rtx", "--max-seq-len", "128"], dropped("build-engine"), 0.5),
     ],
 )
 def test_a_stage_that_is_interrupted_says_one_line_and_leaves_nothing(
