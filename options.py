@@ -43,7 +43,7 @@ ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
-WeightRounding = Literal["nearest", "gptq"]
+WeightRounding = Literal["nearest", "gptq", "sequential"]
 #: What FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
@@ -153,7 +153,11 @@ class ScaleOptions(Options):
     ] = ()
     weight_rounding: Annotated[
         WeightRounding,
-        option(SCALES, "gptq: let weights make up for each other's rounding errors, by the inputs' second moments."),
+        option(
+            SCALES,
+            "gptq: let weights make up for each other's rounding errors, by the inputs' second moments. sequential: "
+            "for those of earlier layers too; runs the model again, layer by layer.",
+        ),
     ] = "nearest"
 
 

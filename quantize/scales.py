@@ -35,7 +35,7 @@ class WeightScales(Strict):
     """One weight's per-channel scales; the scales themselves are in the checkpoint."""
 
     method: str
-    rounding: Literal["nearest", "gptq"] = "nearest"
+    rounding: Literal["nearest", "gptq", "sequential"] = "nearest"
     axis: int = Field(description="of the output channels")
     channels: int
     scale_min: float

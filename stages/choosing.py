@@ -1,19 +1,24 @@
 """The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
 
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
 from ..files import replacing, write_document
 from ..options import RescaleOptions, ScaleOptions
 from ..run import Run
+from .corpora import load_tokens
 from .graphs import has_graphs
-from .steps import Notes, stage
+from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
     from ..calibrate.measure.statistics import Statistics
     from ..calibrate.model.source import Source
     from ..quantize.policy import Products
     from ..quantize.scales import Scales
+    from ..quantize.sequential import Rounded
 
 
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
@@ -26,7 +31,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..quantize.weight_rounding import Compensations
     from ..quantize.weights import Rounding
 
-    compensated = options.weight_rounding == "gptq"
+    compensated, sequential = (options.weight_rounding == method for method in ("gptq", "sequential"))
     measured = run.record().stages["measure"].outputs
     inputs = {name: digest for name, digest in measured.items() if compensated or not name.startswith("moments/")}
     chosen = asdict(options.clip) | {
@@ -36,6 +41,9 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "only": list(options.only),
         "weight_rounding": options.weight_rounding,
     }
+    if sequential:
+        inputs |= {run.calibration.name: run.record().stages["corpus"].outputs[run.calibration.name]}
+        chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
     if run.is_current("quantize", inputs, chosen):
         return
     for name in inputs:
@@ -44,8 +52,13 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     scales, exported = choose_scales(statistics, products, options), has_graphs(run)
     compensations = Compensations(run.moments, group_of(statistics.record.groups)) if compensated else None
     with stage(run, "quantize", inputs, chosen, notes) as log:
-        with replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, Rounding(options.weight_method, compensations), notes)
+        with ExitStack() as held:
+            rounding = Rounding(options.weight_method, compensations)
+            if sequential:
+                folder = held.enter_context(run.work("quantize", {"inputs": inputs, "options": chosen}))
+                rounding = replace(rounding, made=round_layers(run, source, scales, options, folder, notes))
+            partial = held.enter_context(replacing(run.model))
+            scales = quantize_checkpoint(source, partial, scales, rounding, notes)
             if exported:
                 carry_graphs(run, partial)
         write_document(run.scales, scales)
@@ -61,11 +74,23 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         ]
 
 
+def round_layers(
+    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, folder: Path, notes: Notes
+) -> "Rounded":
+    """The codes of `--weight-rounding sequential`, made in `folder`: the model runs on its windows again."""
+    from ..calibrate.measure.statistics import load_record
+    from ..quantize.sequential import Sequence
+
+    size, windows = load_record(run).corpus.batch_size, load_tokens(run, run.calibration)
+    batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+    return Sequence(source, scales, options.weight_method, batches, folder, device()).run(notes)
+
+
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     """What to choose the run's scales by: what `options` are not given stays as it was, or takes the default where a
     killed run does not tell.
 
-    Raises InputError when the run was not measured.
+    Raises InputError when the run was not measured, and for rounding that runs the model.
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
@@ -75,7 +100,13 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     kept: dict[str, Any] = {
         name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
     }
-    return options.over(ScaleOptions(**kept))
+    chosen = options.over(ScaleOptions(**kept))
+    if chosen.weight_rounding == "sequential":
+        raise InputError(
+            "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q "
+            "calibrate` with the options of the run and those that are to change"
+        )
+    return chosen
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
