@@ -152,7 +152,7 @@ def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespac
     model = load_model(source, torch.float32, "cpu")
     modules = {name: module for name, module in observed_products(model).items() if name in scales.activations}
     weights = {
-        name: module.weight.detach().movedim(output_axis(module), 0).to(torch.bfloat16).contiguous()
+        name: torch.as_tensor(module.weight).detach().movedim(output_axis(module), 0).to(torch.bfloat16).contiguous()
         for name, module in modules.items()
     }
     forwards: dict[str, Forward] = {"bf16": with_weights(model, {})}

@@ -38,7 +38,7 @@ from ..errors import InputError
 from ..reporter import Reporter
 from .linear import encode
 from .scales import Scales, TensorScale
-from .weight_rounding import Compensation, compensation
+from .weight_rounding import Compensation, compensation_of
 from .weights import QuantizedWeight, WeightMethod, quantize_weight
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
@@ -62,7 +62,11 @@ def check_sequential(source: Source, device: str) -> None:
     try:
         Chain(source, device)
     except NoChainError as error:
-        raise InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq") from error
+        raise _no_layers(error) from error
+
+
+def _no_layers(error: NoChainError) -> InputError:
+    return InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq")
 
 
 class Rounded:
@@ -152,7 +156,9 @@ class Sequence(Chain):
                 tokens = torch.from_numpy(ids).to(self.device)
                 made, hidden = record_calls(self.model, self.layers, self.answer, tokens, DynamicCache())
                 if not equal_calls(calls.setdefault(ids.shape, made), made):
-                    raise refusal(self.source, "gives its decoder layers more of the text than hidden states")
+                    raise _no_layers(
+                        refusal(self.source, "gives its decoder layers more of the text than hidden states")
+                    )
                 self.float.write(batch, hidden)
                 self.quantized.write(batch, hidden)
         return calls
@@ -215,7 +221,7 @@ class Sequence(Chain):
             same = same and exact is not None and len(exact) == len(got) == ids.size
             if same and exact is not None:
                 drift += (tokens.T @ (exact - tokens)).cpu()
-        return compensation(moments), drift if same else None
+        return compensation_of(first, moments), drift if same else None
 
     def _input(self, name: str, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """What the module `name` gets when a layer is `run`, float32 [tokens, width]; None where it is not reached."""

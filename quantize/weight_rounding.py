@@ -67,6 +67,16 @@ def compensation(moments: torch.Tensor) -> Compensation:
     return Compensation(order, damped.float().flip(0, 1).contiguous(), inverse.float().flip(0, 1).contiguous())
 
 
+def compensation_of(group: str, moments: torch.Tensor) -> Compensation:
+    """The compensation for the modules that get the input of `group`; raises InputError when `moments` overflowed."""
+    if not bool(torch.isfinite(moments).all()):
+        raise InputError(
+            f"{group}: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in "
+            f"BF16 with --skip {group}"
+        )
+    return compensation(moments)
+
+
 def compensated(
     weight: torch.Tensor, scales: torch.Tensor, compensation: Compensation
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,10 +141,4 @@ class Compensations:
         return self._of_group(self.first.get(module, module))
 
     def _load(self, group: str) -> Compensation:
-        moments = load_moments(self.folder, group)
-        if not bool(torch.isfinite(moments).all()):
-            raise InputError(
-                f"{group}: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in "
-                f"BF16 with --skip {group}"
-            )
-        return compensation(moments)
+        return compensation_of(group, load_moments(self.folder, group))

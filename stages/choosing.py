@@ -1,8 +1,8 @@
 """The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
 
-from contextlib import ExitStack
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..calibrate.model.source import Source
     from ..quantize.policy import Products
     from ..quantize.scales import Scales
-    from ..quantize.sequential import Rounded
+    from ..quantize.weights import Rounding
 
 
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
@@ -27,13 +27,8 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..export.graph.carry import carry_graphs
     from ..quantize.checkpoint import quantize_checkpoint
     from ..quantize.policy import parted
-    from ..quantize.scales import group_of
-    from ..quantize.weight_rounding import Compensations
-    from ..quantize.weights import Rounding
 
-    compensated, sequential = (options.weight_rounding == method for method in ("gptq", "sequential"))
-    measured = run.record().stages["measure"].outputs
-    inputs = {name: digest for name, digest in measured.items() if compensated or not name.startswith("moments/")}
+    inputs = _inputs(run, options)
     chosen = asdict(options.clip) | {
         "weight_method": options.weight_method,
         "kv_cache": options.kv_cache,
@@ -41,23 +36,17 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "only": list(options.only),
         "weight_rounding": options.weight_rounding,
     }
-    if sequential:
-        inputs |= {run.calibration.name: run.record().stages["corpus"].outputs[run.calibration.name]}
+    if options.weight_rounding == "sequential":
         chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
     if run.is_current("quantize", inputs, chosen):
         return
     for name in inputs:
-        run.require(run.root / name, "measure")
+        run.require(run.root / name, "corpus" if name == run.calibration.name else "measure")
     statistics = load_statistics(run)
     scales, exported = choose_scales(statistics, products, options), has_graphs(run)
-    compensations = Compensations(run.moments, group_of(statistics.record.groups)) if compensated else None
     with stage(run, "quantize", inputs, chosen, notes) as log:
-        with ExitStack() as held:
-            rounding = Rounding(options.weight_method, compensations)
-            if sequential:
-                folder = held.enter_context(run.work("quantize", {"inputs": inputs, "options": chosen}))
-                rounding = replace(rounding, made=round_layers(run, source, scales, options, folder, notes))
-            partial = held.enter_context(replacing(run.model))
+        key = {"inputs": inputs, "options": chosen}
+        with _rounding(run, source, scales, options, key, notes) as rounding, replacing(run.model) as partial:
             scales = quantize_checkpoint(source, partial, scales, rounding, notes)
             if exported:
                 carry_graphs(run, partial)
@@ -74,16 +63,36 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         ]
 
 
-def round_layers(
-    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, folder: Path, notes: Notes
-) -> "Rounded":
-    """The codes of `--weight-rounding sequential`, made in `folder`: the model runs on its windows again."""
-    from ..calibrate.measure.statistics import load_record
-    from ..quantize.sequential import Sequence
+def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
+    """The files that the stage reads, as far as it depends on `options` which."""
+    written = {name: record.outputs for name, record in run.record().stages.items()}
+    moments = options.weight_rounding == "gptq"
+    inputs = {name: digest for name, digest in written["measure"].items() if moments or not name.startswith("moments/")}
+    if options.weight_rounding == "sequential":
+        inputs[run.calibration.name] = written["corpus"][run.calibration.name]
+    return inputs
 
-    size, windows = load_record(run).corpus.batch_size, load_tokens(run, run.calibration)
-    batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
-    return Sequence(source, scales, options.weight_method, batches, folder, device()).run(notes)
+
+@contextmanager
+def _rounding(
+    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, key: Mapping[str, object], notes: Notes
+) -> "Iterator[Rounding]":
+    """How weights are rounded; `sequential` is done here, on the run's windows, in a folder that depends on `key`."""
+    from ..calibrate.measure.statistics import load_record
+    from ..quantize.scales import group_of
+    from ..quantize.sequential import Sequence
+    from ..quantize.weight_rounding import Compensations
+    from ..quantize.weights import Rounding
+
+    record, method = load_record(run), options.weight_method
+    if options.weight_rounding == "sequential":
+        size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
+        batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+        with run.work("quantize", key) as folder:
+            yield Rounding(method, made=Sequence(source, scales, method, batches, folder, device()).run(notes))
+    else:
+        gptq = options.weight_rounding == "gptq"
+        yield Rounding(method, Compensations(run.moments, group_of(record.groups)) if gptq else None)
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
