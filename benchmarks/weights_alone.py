@@ -34,8 +34,8 @@ from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import Scales, group_of
 from fp8q.quantize.sequential import Sequence, exact_input
 from fp8q.quantize.weight_descent import descend
-from fp8q.quantize.weight_rounding import DAMPING, Compensation, compensated, compensation, rounded_in_turn
-from fp8q.quantize.weights import WeightMethod, candidates, channel_scales
+from fp8q.quantize.weight_rounding import DAMPING, Compensation, compensated_codes, compensation, rounded_in_turn
+from fp8q.quantize.weights import WeightMethod, channel_scales
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
@@ -87,12 +87,6 @@ def in_turn(method: WeightMethod, compensate: Callable[[torch.Tensor], Compensat
     return step
 
 
-def all_of_it(weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-    """`--weight-rounding gptq` with scales by `mse`."""
-    codes, scale = compensated(weight, candidates(scale_of(weight, "mse"), "mse"), compensation(moments))
-    return codes.float() * scale[:, None]
-
-
 STEPS: dict[str, Step] = {
     f"{method}, {title}": step
     for method in ("amax", "mse")
@@ -100,9 +94,9 @@ STEPS: dict[str, Step] = {
         "nearest": nearest(method),
         "one after the other": in_turn(method, as_the_paper, False),
         "in falling order": in_turn(method, compensation, False),
-        "and passes": in_turn(method, compensation, True),
+        "gptq": in_turn(method, compensation, True),
     }.items()
-} | {"mse, gptq": all_of_it}
+}
 
 
 def with_weights(model: PreTrainedModel, made: dict[str, torch.Tensor]) -> Forward:
@@ -193,7 +187,7 @@ def one_matrix(shape: str, threads: int) -> dict[str, object]:
     start = time.perf_counter()
     found = compensation(moments)
     middle = time.perf_counter()
-    compensated(weight, candidates(scale_of(weight, "mse"), "mse"), found)
+    compensated_codes(weight, scale_of(weight, "mse"), found)
     return {
         "factor_s": round(middle - start, 1),
         "round_s": round(time.perf_counter() - middle, 1),

@@ -2,24 +2,28 @@
 
 With x what a product gets in the float model and x~ in the quantized one, the channel w is to become ŵ of least
 
-    Σ_tokens (w · x - ŵ · x~)² + λ |ŵ - w|² = (ŵ - w*) H (ŵ - w*)ᵀ + what does not depend on ŵ,
+    Σ_tokens (r + w · x - r~ - ŵ · x~)² + λ |ŵ - w|² = (ŵ - w*) H (ŵ - w*)ᵀ + what does not depend on ŵ,
 
-    H = Σ x~ x~ᵀ + λ,    w* = w + w D H^-1,    D = Σ (x - x~) x~ᵀ,
+    H = Σ x~ x~ᵀ + λ,    w* = w + M H^-1,    M = Σ (w · (x - x~) + r - r~) x~ᵀ,
 
 so `weight_rounding` does the rest, given the weights w* to round to and H of the inputs as they are. Lybrand and Saab
-stated the objective; GPTAQ (Li et al. 2025, arXiv 2504.02692) and Qronos (Zhang et al. 2025, arXiv 2505.11695) minimize
-it one weight at a time, each with an approximation of its own; solved for w* at once it needs none. D rather than
-Σ x x~ᵀ: where the layers before lose nothing it is 0, and w* is w to the last bit.
+stated the objective, without r; GPTAQ (Li et al. 2025, arXiv 2504.02692) and Qronos (Zhang et al. 2025, arXiv
+2505.11695) minimize it one weight at a time, each with an approximation of its own; solved for w* at once it needs
+none. Written with differences: where the layers before lose nothing M is 0, and w* is w to the last bit.
+
+r is what the product is added to, the residual stream of most decoders: what it has lost the product can make up for.
+No list of architectures says where: `residual.bases` finds tensors of the layer that are the sum to the last bit.
 
 The model goes through memory one decoder layer at a time, as `calibrate.measure.stream` has it, twice: the float one
 and the quantized one, in FP32, their hidden states in a file each, 4 · tokens · width bytes. The groups of a layer are
-rounded in the order they are called in, each after a pass of all batches up to its input through both. An input of
-which the two have not the same tokens (experts) has no D: H is of the quantized model, and w* = w. What is outside the
-layers is rounded to nearest.
+rounded in the order they are called in, each after a pass of all batches up to its input through both. Where the two
+have not the same tokens (experts) there is no M: H is of the quantized model, and w* = w. What is outside the layers is
+rounded to nearest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +40,9 @@ from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
 from ..errors import InputError
 from ..reporter import Reporter
-from .linear import encode
+from .formats import TWO_TERMS
+from .linear import encode, encode_two
+from .residual import bases
 from .scales import Scales, TensorScale
 from .weight_rounding import Compensation, compensation_of
 from .weights import QuantizedWeight, WeightMethod, quantize_weight
@@ -49,7 +55,10 @@ ProductInput = Callable[[torch.Tensor, TensorScale], torch.Tensor]
 def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     """The numbers that the codes of `x` stand for, float32 of x's shape."""
     scale = torch.tensor(activation.scale, device=x.device)
-    return encode(x, scale).float() * scale
+    if activation.terms == 1:
+        return encode(x, scale).float() * scale
+    first, second = encode_two(x, scale)
+    return (first.float() + second.float() / TWO_TERMS.divisor) * scale
 
 
 def exact_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
@@ -89,14 +98,36 @@ class Rounded:
         return held["codes"], held["scale"]
 
 
-def target(weight: torch.Tensor, drift: torch.Tensor, found: Compensation) -> torch.Tensor:
-    """w* float32 [out, in] of `weight` [out, in] with D `drift` float32 [in, in], rows of x~ and columns of x - x~, and
-    H of `found`.
+@dataclass(frozen=True)
+class Missing:
+    """What the quantized model has lost before a product.
+
+    `drift` float32 [in, in]: Σ x~ (x - x~)ᵀ; `residue` float32 [in, out]: Σ x~ (r - r~)ᵀ, None for a product that is
+    added to nothing.
     """
-    moved = found.factor.T @ (found.factor @ (drift[found.order] @ weight.float().T))
+
+    drift: torch.Tensor
+    residue: torch.Tensor | None = None
+
+
+def target(weight: torch.Tensor, missing: Missing, found: Compensation) -> torch.Tensor:
+    """w* float32 [out, in] of `weight` [out, in], with H of `found`."""
+    lost = missing.drift @ weight.float().T
+    lost = lost if missing.residue is None else lost + missing.residue
     wanted = weight.float().clone()
-    wanted[:, found.order] += moved.T
+    wanted[:, found.order] += (found.factor.T @ (found.factor @ lost[found.order])).T
     return wanted
+
+
+@dataclass(frozen=True)
+class Place:
+    """An input: of the group of `first`, decided as that of `member`; its product is added to what `base` gets (empty:
+    to what the layer gets; None: to nothing that is known).
+    """
+
+    first: str
+    member: str
+    base: str | None
 
 
 class Reached(Exception):  # noqa: N818  # it stops a forward pass and is no error
@@ -172,25 +203,29 @@ class Sequence(Chain):
             return call.run(layer, states.read(batch, self.device), DynamicCache())
 
         weights: dict[str, torch.Tensor] = {}
+        batch = next(iter(self.batches))
+        inside = {name: module for name, module in self.products.items() if self.layers.index(name) == index}
+        added = bases(
+            self.model, layer, inside, self.float.read(batch, self.device), partial(through, self.float, batch)
+        )
         for first, members in self.groups.items():
-            chosen = [name for name in members if name in self.activations and self.layers.index(name) == index]
+            chosen = [name for name in members if name in self.activations and name in inside]
             if chosen:
-                found, drift = self._moments(first, chosen[0], through, weights)
+                at = Place(first, chosen[0], added.get(first) if members == [first] else None)
+                found, missing = self._moments(at, through, weights)
                 for name in chosen:
-                    self._round(name, found, drift, weights)
+                    self._round(name, found, missing, weights)
         for batch in self.batches:
             self.float.write(batch, through(self.float, batch))
             with self._quantized(weights):
                 self.quantized.write(batch, through(self.quantized, batch))
 
-    def _round(
-        self, name: str, found: Compensation, drift: torch.Tensor | None, weights: dict[str, torch.Tensor]
-    ) -> None:
+    def _round(self, name: str, found: Compensation, missing: Missing | None, weights: dict[str, torch.Tensor]) -> None:
         """Round one module and add it to `weights`, the numbers its codes stand for, shaped as the module has them."""
         module = self.products[name]
         axis = output_axis(module)
         rows = _weight(module).movedim(axis, 0).cpu().to(torch.bfloat16).contiguous()
-        wanted = None if drift is None else target(rows, drift, found)
+        wanted = None if missing is None else target(rows, missing, found)
         made = quantize_weight(rows, self.method, found, wanted=wanted)
         if isinstance(made, QuantizedWeight):
             self.rounded.add(name, made)
@@ -198,47 +233,57 @@ class Sequence(Chain):
             weights[name] = numbers.movedim(0, axis).contiguous().to(self.device)
 
     def _moments(
-        self,
-        first: str,
-        member: str,
-        through: Callable[[HiddenStates, int], torch.Tensor],
-        weights: Mapping[str, torch.Tensor],
-    ) -> tuple[Compensation, torch.Tensor | None]:
-        """What the input of `first` is like: its compensation in the quantized model, and D, None where the two models
-        give it other tokens; `member` is one of its group that is quantized.
+        self, at: "Place", through: Callable[[HiddenStates, int], torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> tuple[Compensation, Missing | None]:
+        """What the input at a place is like: its compensation in the quantized model, and what that has lost, None
+        where the two models give it other tokens.
         """
-        width = _weight(self.products[first]).shape[1 - output_axis(self.products[first])]
+        module = self.products[at.first]
+        out, width = (_weight(module).shape[axis] for axis in (output_axis(module), 1 - output_axis(module)))
         moments, drift, same = torch.zeros(width, width), torch.zeros(width, width), True
+        residue = torch.zeros(width, out) if at.base is not None else None
         for batch, ids in self.batches.items():
-            exact = self._input(first, partial(through, self.float, batch))
+            exact = self._seen(at, self.float, batch, through)
             with self._quantized(weights):
-                got = self._input(first, partial(through, self.quantized, batch))
+                got = self._seen(at, self.quantized, batch, through)
             if got is None:
                 same = False
                 continue
-            tokens = self.seen(got, self.activations[member])
+            tokens = self.seen(got[0], self.activations[at.member])
             moments += (tokens.T @ tokens).cpu()
-            same = same and exact is not None and len(exact) == len(got) == ids.size
+            same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
             if same and exact is not None:
-                drift += (tokens.T @ (exact - tokens)).cpu()
-        return compensation_of(first, moments), drift if same else None
+                drift += (tokens.T @ (exact[0] - tokens)).cpu()
+                if residue is not None:
+                    residue += (tokens.T @ (exact[1] - got[1])).cpu()
+        return compensation_of(at.first, moments), Missing(drift, residue) if same else None
 
-    def _input(self, name: str, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """What the module `name` gets when a layer is `run`, float32 [tokens, width]; None where it is not reached."""
-        seen: list[torch.Tensor] = []
+    def _seen(
+        self,
+        at: "Place",
+        states: HiddenStates,
+        batch: int,
+        through: Callable[[HiddenStates, int], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the product at a place gets, float32 [tokens, width], and what it is added to (the hidden states where
+        that is not asked for); None where it is not reached.
+        """
+        seen = {"": states.read(batch, self.device).flatten(0, -2)}
 
-        def see(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            seen.append(inputs[0].flatten(0, -2).float())
-            raise Reached
+        def see(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+            def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                seen[name] = inputs[0].flatten(0, -2).float()
+                if name == at.first:
+                    raise Reached
 
-        handle = self.products[name].register_forward_pre_hook(see)
-        try:
-            run()
-        except Reached:
-            return seen[0]
-        finally:
-            handle.remove()
-        return None
+            return hook
+
+        with ExitStack() as stack, suppress(Reached):
+            for name in {at.first, at.base or at.first}:
+                hook = self.model.get_submodule(name).register_forward_pre_hook(see(name))
+                stack.callback(hook.remove)
+            through(states, batch)
+        return (seen[at.first], seen[at.base or ""]) if at.first in seen else None
 
     @contextmanager
     def _quantized(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:

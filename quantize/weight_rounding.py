@@ -11,8 +11,9 @@ algorithm 1) fix one input at a time: once weight j is rounded and off by e, the
 The grid is whatever `encode` rounds to: here floating-point codes, where they use integers. Columns go in blocks, and a
 block's errors reach the rest of the matrix as one product.
 
-Inputs go in falling order of H's diagonal, those that weigh most while most are left to make up for them. Of several
-scales each channel takes the one under which it errs least: the sum of e² / U² tells, at no further cost.
+Inputs go in falling order of H's diagonal, those that weigh most while most are left to make up for them. Scales stay:
+each channel's best of five to 24 near that of `mse`, by the sum of e² / U², lowers the error by 1 to 2 %, and the KL of
+the model not at all.
 
 U needs no inverse of H: reversed, H has a Cholesky factor whose inverse, reversed, is U; half the work, and the square
 root of its condition number. It is computed in FP64: one direction can hold most of the energy of a wide input, and
@@ -37,7 +38,7 @@ from .weight_descent import descend
 DAMPING = 0.01
 #: Input channels rounded before their errors are passed on to the rest of the matrix.
 BLOCK = 128
-#: Values, of all candidates for the scale, that are rounded together.
+#: Values that are rounded together.
 VALUES = 1 << 24
 
 
@@ -77,32 +78,21 @@ def compensation_of(group: str, moments: torch.Tensor) -> Compensation:
     return compensation(moments)
 
 
-def compensated(
-    weight: torch.Tensor, scales: torch.Tensor, compensation: Compensation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in], and the scale float32 [out] that each channel took of
-    its `scales` float32 [candidates, out]; of equal ones the first.
+def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
+    """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out].
 
-    Uncorrelated inputs and one scale give the codes of nearest rounding, bit for bit.
+    Uncorrelated inputs give the codes of nearest rounding, bit for bit.
     """
-    rows = max(1, VALUES // (weight.shape[1] * len(scales)))
-    parts = [
-        _rounded(some.float(), candidates, compensation)
-        for some, candidates in zip(weight.split(rows), scales.split(rows, dim=1), strict=True)
-    ]
-    return torch.cat([codes for codes, _ in parts]), torch.cat([scale for _, scale in parts])
+    rows = max(1, VALUES // weight.shape[1])
+    parts = zip(weight.split(rows), scale.split(rows), strict=True)
+    return torch.cat([_rounded(some.float(), own, compensation) for some, own in parts])
 
 
-def _rounded(
-    weight: torch.Tensor, scales: torch.Tensor, compensation: Compensation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    count, rows = scales.shape
+def _rounded(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
     wanted = weight[:, compensation.order].T.contiguous()  # input channels as rows: each is rounded at once for all
-    values, errors = rounded_in_turn(wanted.repeat(1, count), scales.flatten(), compensation.factor)
-    best = errors.view(count, rows).argmin(0) * rows + torch.arange(rows)
-    values, scale = values[:, best], scales.flatten()[best]
+    values, _ = rounded_in_turn(wanted.clone(), scale, compensation.factor)
     descend(wanted, values, scale, compensation.moments)
-    return values[torch.argsort(compensation.order)].T.to(CODE).contiguous(), scale
+    return values[torch.argsort(compensation.order)].T.to(CODE).contiguous()
 
 
 def rounded_in_turn(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

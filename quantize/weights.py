@@ -1,11 +1,10 @@
 """Per-output-channel scales and codes of a weight matrix.
 
 `amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weight_mse`).
-With these scales fixed, weights are rounded to nearest; or so that they make up for each other's errors
-(`weight_rounding`), and then `mse` takes the scale near its own under which the product errs least.
+With these scales fixed, weights are rounded to nearest, or so that they make up for each other's errors
+(`weight_rounding`).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -14,21 +13,18 @@ import numpy as np
 import torch
 
 from ..options import WeightRounding
-from .clip import scale_of
+from .clip import decibels, scale_of
 from .formats import E4M3, Grid
 from .linear import ENCODERS
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
 from .weight_mse import mse_scales
-from .weight_rounding import Compensation, Compensations, compensated
+from .weight_rounding import Compensation, Compensations, compensated_codes
 
 WeightMethod = Literal["amax", "mse"]
 #: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger
 #: blocks leave larger holes in the heap.
 BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
-#: Scales tried round that of `mse`, in octaves: more of them, further apart, lower the error by another 1 % (12) to 2 %
-#: (24).
-OFFSETS = (0.0, -0.25, -0.125, 0.125, 0.25)
 
 
 class Made(Protocol):
@@ -87,8 +83,7 @@ def quantize_weight(
     if compensation is None:
         codes = nearest_codes(weight, scale, format)
     else:
-        codes, scale = compensated(weight if wanted is None else wanted, candidates(scale, method), compensation)
-        scale[_amax(weight) == 0] = scale.max()
+        codes = compensated_codes(weight if wanted is None else wanted, scale, compensation)
     return QuantizedWeight(
         codes, scale, summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
     )
@@ -123,16 +118,6 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4
     return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
 
 
-def candidates(scale: torch.Tensor, method: WeightMethod) -> torch.Tensor:
-    """The scales to choose from under second moments, float32 [candidates, out] on the BF16 grid: `scale` itself first,
-    and, where it was to be of least error, others near it.
-    """
-    if method == "amax":
-        return scale[None]
-    near = torch.stack([scale * 2**offset for offset in OFFSETS]).to(torch.bfloat16).float()
-    return near.clamp_min(SMALLEST_SCALE)
-
-
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:
     """The codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn (or int8) [out,
     in].
@@ -155,11 +140,11 @@ def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(weight), rows))
 
 
-def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float:
-    """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64."""
+def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float | None:
+    """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64; None where nothing is lost."""
     noise = signal = 0.0
     for rows in _blocks(weight):
         exact = weight[rows].float()
         noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
         signal += float(exact.square().sum(dtype=torch.float64))
-    return 10 * math.log10(signal / noise) if noise > 0 else float("inf")
+    return decibels(signal, noise)

@@ -34,7 +34,12 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
         if node.name == names.matmul(module) and node.op_type not in ("MatMul", "Gemm"):
             yield node.name, f"bears a product's name and is {node.op_type}; rename it"
         if node.name == names.bias_add(module) and not (
-            node.op_type == "Add" and any(_made_by(graph, value, names.matmul(module)) for value in node.input)
+            node.op_type == "Add"
+            and any(
+                _made_by(graph, value, made)
+                for value in node.input
+                for made in (names.matmul(module), names.terms_add(module))
+            )
         ):
             yield node.name, f"bears the name of a bias, and does not add to {names.matmul(module)}; rename it"
     for product in graph.products:

@@ -19,8 +19,10 @@ from fp8q.calibrate.ranks.place import Place
 from fp8q.calibrate.ranks.world import World
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions
+from fp8q.quantize.residual import bases
 from fp8q.quantize.scales import Scales, TensorScale, load_scales
 from fp8q.quantize.sequential import (
+    Missing,
     ProductInput,
     Rounded,
     Sequence,
@@ -160,9 +162,10 @@ def test_the_target_is_the_ridge_regression_of_the_float_outputs(seed: int) -> N
     moments = got.T @ got
     ridge = (DAMPING * float(moments.diagonal().double().mean())) ** 0.5 * torch.eye(12, dtype=torch.float64)
     rows = torch.cat([got.double(), ridge])
-    wanted = torch.cat([x.double() @ weight.double().T, ridge @ weight.double().T])
+    lost = torch.randn(200, 5, generator=generator) @ torch.randn(5, 5, generator=generator)
+    wanted = torch.cat([x.double() @ weight.double().T + lost.double(), ridge @ weight.double().T])
     expected = torch.linalg.lstsq(rows, wanted).solution.T
-    found = target(weight, got.T @ (x - got), compensation(moments))
+    found = target(weight, Missing(got.T @ (x - got), got.T @ lost), compensation(moments))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-3, atol=1e-4)
 
 
@@ -170,8 +173,59 @@ def test_a_weight_makes_up_for_what_the_layer_before_lost_worked_by_hand() -> No
     """Two tokens, each 3 in the float model and 2 in the quantized one: H = 8, λ = 0.08, D = 2·(3-2)·2 = 4, and w* is
     w (1 + 4 / 8.08).
     """
-    found = target(torch.tensor([[10.0]]), torch.tensor([[4.0]]), compensation(torch.tensor([[8.0]])))
+    found = target(torch.tensor([[10.0]]), Missing(torch.tensor([[4.0]])), compensation(torch.tensor([[8.0]])))
     assert float(found) == pytest.approx(10 * (1 + 4 / 8.08), rel=1e-6)
+
+
+def test_a_product_makes_up_for_what_it_is_added_to_worked_by_hand() -> None:
+    """Both models give it 2, twice, and it is added to 7 in one and to 6 in the other: H = 8, λ = 0.08, M = 2·1·2 = 4,
+    so that w* = w + 4 / 8.08.
+    """
+    missing = Missing(torch.tensor([[0.0]]), torch.tensor([[4.0]]))
+    found = target(torch.tensor([[10.0]]), missing, compensation(torch.tensor([[8.0]])))
+    assert float(found) == pytest.approx(10 + 4 / 8.08, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"self_attn.o_proj": "", "mlp.down_proj": "post_attention_layernorm"}),
+        ("opt", {"self_attn.out_proj": "", "fc2": "final_layer_norm"}),
+        ("gpt2, whose weights lie the other way", {"attn.c_proj": "", "mlp.c_proj": "ln_2"}),
+        ("gemma2, whose layers end in norms", {}),
+    ],
+)
+def test_what_a_product_is_added_to_is_found_in_the_layer(
+    name: str, expected: dict[str, str], tiny: Callable[..., Source]
+) -> None:
+    model = load_model(tiny(*ARCHITECTURES[name]), torch.float32, "cpu")
+    prefix, layers = next(
+        (name, list(module.children()))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+    )
+    products = {name: module for name, module in observed_products(model).items() if name.startswith(f"{prefix}.0.")}
+    entering: list[torch.Tensor] = []
+
+    def see(module: torch.nn.Module, args: tuple[torch.Tensor, ...], given: dict[str, torch.Tensor]) -> None:
+        entering.append(args[0] if args else given["hidden_states"])
+
+    def whole() -> torch.Tensor:
+        left: list[torch.Tensor] = []
+        handle = layers[0].register_forward_hook(
+            lambda m, i, out: left.append(out[0] if isinstance(out, tuple) else out)
+        )
+        model.base_model(input_ids=torch.from_numpy(BATCHES[0]))
+        handle.remove()
+        return left[0]
+
+    handle = layers[0].register_forward_pre_hook(see, with_kwargs=True)
+    with torch.inference_mode():
+        whole()
+        handle.remove()
+        found = bases(model, layers[0], products, entering[0], whole)
+    short = {module.removeprefix(f"{prefix}.0."): base.removeprefix(f"{prefix}.0.") for module, base in found.items()}
+    assert short == expected
 
 
 def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(

@@ -18,8 +18,7 @@ from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions
 from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import load_scales
-from fp8q.quantize.weight_rounding import compensated, compensation
-from fp8q.quantize.weights import candidates, channel_scales
+from fp8q.quantize.weight_rounding import compensated_codes, compensation
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
@@ -39,7 +38,7 @@ def calibrate(run: Run, source: Source, data: Path, options: CalibrateOptions) -
     collected = corpora.collect(source, load_tokenizer(source), str(data), None, options, notes)
     corpora.write_corpus(run, source, collected, notes)
     measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source, ()), options, notes)
+    choosing.quantize(run, source, sources.products_of(source), options, notes)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +73,7 @@ def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(roun
     codes = stored(rounded, f"{MODULE}.weight")
     groups = json.loads(rounded.statistics_json.read_text())["groups"]
     (first,) = (first for first, members in groups.items() if MODULE in members)
-    base = channel_scales(weight, "mse")
-    assert base is not None
-    expected, taken = compensated(weight, candidates(base, "mse"), compensation(load_moments(rounded.moments, first)))
-    assert torch.equal(scale[:, 0], taken)
+    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(rounded.moments, first)))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert not torch.equal(codes.view(torch.uint8), encode(weight, scale).view(torch.uint8))
     assert {scales.rounding for scales in load_scales(rounded).weights.values()} == {"gptq"}
