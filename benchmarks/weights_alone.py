@@ -1,6 +1,6 @@
 """What each step of rounding weights gives where activations are exact, and what it costs.
 
-    python benchmarks/weights_alone.py [MODEL=CALIBRATION,EVALUATION …] [--samples 256] [--context 256] [--windows 40]
+    python benchmarks/weights_alone.py [MODEL=CALIBRATION,EVALUATION …] [--samples 128] [--context 256] [--windows 40]
         [--shapes 4096x4096 …]
 
 Weights alone are quantized; the rest is the FP32 model, and mean KL(FP32 || quantized) on the evaluation text is in
@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -139,10 +138,8 @@ def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespac
 
     evaluation, chosen = measured(run, source, texts, options)
     statistics = load_statistics(run)
-    scales, first = (
-        choosing.choose_scales(statistics, sources.products_of(source, ()), replace(chosen, skip=())),
-        group_of(statistics.record.groups),
-    )
+    scales = choosing.choose_scales(statistics, sources.products_of(source), chosen)
+    first = group_of(statistics.record.groups)
     model = load_model(source, torch.float32, "cpu")
     modules = {name: module for name, module in observed_products(model).items() if name in scales.activations}
     weights = {
@@ -199,7 +196,7 @@ def main() -> int:
     """Run, print, judge."""
     parser = arguments(__doc__)
     parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--shapes", nargs="*", default=["4096x4096", "14336x4096"])
