@@ -1,6 +1,7 @@
 """What adding codes with 14 bits costs: models, and single products of the shapes of large ones.
 
     python benchmarks/accumulator.py [MODEL=CALIBRATION,EVALUATION …] [--windows 12] [--context 256]
+    python benchmarks/accumulator.py --mmaemu
 
 Models: calibrated on 64 windows of 256 tokens; the reference, its sums made in FP32, as Hopper's adder makes them, and
 promoted to FP32 every 128 products (`fp8q.quantize.adder`); beside them the sum in FP32 rounded once to BF16, which
@@ -9,11 +10,14 @@ BF16 model. Products: rows of activations (normal, Student's t with 3 degrees of
 weights of one sign, where nothing cancels) through normal weights in per-channel scales; root mean square of the error
 over that of the sums, beside what rounding the operands to E4M3 makes, both of them or the weights alone, and what
 rounding the sum to BF16 makes. `ada` is the adder of 16 products at a time. Prints one JSON line.
+`--mmaemu` instead holds the adders bit for bit against the package mmaemu 0.1.0 (installed by hand), whose own results
+are those of an H100 and an RTX 4060; exit status 1 where a sum differs.
 """
 
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +31,7 @@ from fp8q.options import Accumulator, ScaleOptions
 from fp8q.quantize.adder import ADDERS, Adder, add_in
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import encode
+from fp8q.quantize.linear import CODE, encode
 from fp8q.reporter import SILENT
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.compare import Forward, compare
@@ -119,13 +123,40 @@ def drift(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.abs() - right.abs()).sum() / right.abs().sum())
 
 
+def codes_of_every_kind(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Rows of E4M3 codes: as KINDS draws them, so small that most are subnormal, and all codes but NaN alike."""
+    patterns = torch.randint(0, 256, (rows, length), dtype=torch.uint8)
+    every = patterns.masked_fill(patterns & 0x7F == 0x7F, 0).view(CODE)
+    drawn = {kind: encode(40 * draw(rows, length), torch.ones(1)) for kind, (draw, _) in KINDS.items()}
+    return {**drawn, "subnormal": encode(normal(rows, length) / 100, torch.ones(1)), "every code": every}
+
+
+def against_mmaemu(lengths: tuple[int, ...] = (16, 64, 528, 1024, 4096)) -> dict[str, Any]:
+    """Sums of every kind, and how many of them are other numbers in mmaemu."""
+    mmaemu = import_module("mmaemu")
+    torch.manual_seed(0)
+    modes = [(ADDERS["fp22"], "hopper", True), (ADDERS["two-level"], "hopper", False), (Adder(block=16), "ada", True)]
+    sums = differing = 0
+    for length in lengths:
+        weights = codes_of_every_kind(OUTPUTS, length)
+        for kind, x in codes_of_every_kind(ROWS, length).items():
+            for adder, profile, fast in modes:
+                theirs = mmaemu.accumulate(x, weights[kind], use_fast_accum=fast, splitk=1, profile=profile)
+                differing += int((theirs.view(torch.int32) != add_in(x, weights[kind], adder).view(torch.int32)).sum())
+                sums += theirs.numel()
+    return {"mmaemu": mmaemu.__version__, "sums": sums, "differing": differing, "passed": not differing}
+
+
 def main() -> int:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--mmaemu", action="store_true")
     options = parser.parse_args()
+    if options.mmaemu:
+        return publish(described("accumulator"), against_mmaemu(), options.save)
     head = described("accumulator", (ScaleOptions,))
     found = {kind: {str(length): products(length, kind) for length in LENGTHS} for kind in KINDS}
     models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt")
