@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8q.options import Accumulator
 from fp8q.quantize.adder import ADDERS, TILE, Adder, add_in, add_products, seconds_a_product
 from fp8q.quantize.linear import CODE, FP8Linear
 
@@ -178,3 +179,14 @@ def test_a_layer_scales_and_rounds_the_sum_that_it_is_told_to_make() -> None:
 
 def test_the_time_of_a_product_is_measured_where_it_will_be_made() -> None:
     assert 0 < seconds_a_product("fp22", "cpu") < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fast", "accumulator"), [(True, "fp22"), (False, "two-level")])
+def test_hopper_adds_as_the_adder_does(fast: bool, accumulator: Accumulator) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU is no Hopper")
+    x, weight = drawn(512, 1024).cuda(), drawn(512, 1024, seed=1).cuda()  # so large that cuBLAS does not split the rows
+    one = torch.ones((), device="cuda")
+    found = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    assert torch.equal(found, add_products(x, weight, accumulator))
