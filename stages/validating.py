@@ -60,7 +60,9 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, notes: N
     made = forwards(options.runtimes, run, lambda: source_of(run), device())
     accuracy, nll = compare(tokens, made, vocabulary(run.model), notes)
     if options.accumulator:
-        sums, their_nll = compare_sums(run, taken, made.get(BASELINE), options.accumulator, device(), notes)
+        baseline = made.get(BASELINE)
+        made.clear()  # their weights would stay in memory beside the next reference's
+        sums, their_nll = compare_sums(run, taken, baseline, options.accumulator, device(), notes)
         accuracy, nll = accuracy.model_copy(update={"runtimes": accuracy.runtimes | sums}), nll | their_nll
     return save_accuracy(run, accuracy, nll)
 
