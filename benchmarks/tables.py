@@ -235,6 +235,31 @@ def weight_mse() -> str:
     return table([*head, "one read of the weights"], rows)
 
 
+def two_terms() -> str:
+    """The forms of a product of two terms, as they were built, and how often each rounds."""
+    roundings = {
+        "one term": "to BF16: 1",
+        "product and sum in BF16": "each half, the sixteenth, the sum: 4",
+        "halves widened to FP32, then added": "each half, the sum: 3",
+        "product and sum in FP32": "the sum: 1",
+        "two products, one a term": "each product, the sixteenth, the sum: 4",
+        "Concat behind DequantizeLinear": "each half, the sixteenth, the sum: 4",
+    }
+    forms = load("two_terms")["forms"]
+    rows = [
+        [
+            name,
+            " and ".join(map(str, sorted(set(found["fp8_products"])))),
+            " and ".join(map(str, sorted(set(found["kernels"])))),
+            f"{found['bytes'] / MEGABYTE:.1f} MB",
+            roundings[name],
+        ]
+        for name, found in forms.items()
+    ]
+    head = ["form", "FP8 products", "other kernels", "engine", "roundings between the sum of codes and the result"]
+    return table(head, rows)
+
+
 def weight_rounding() -> str:
     """KL relative to one amax scale for the whole weight."""
     models = load("weight_rounding")["results"]
@@ -353,6 +378,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (engine_sizes,),
     "docs/kv-cache.md": (kv_cache,),
+    "docs/two-terms.md": (two_terms,),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
 }
