@@ -294,6 +294,30 @@ def weight_seconds() -> str:
     return table(["seconds", *(_sized(name, found) for name, found in models.items())], [*measuring, *writing])
 
 
+STEPS = ("nearest", "one after the other", "in falling order", "gptq", "sequential")
+
+
+def weights_alone() -> str:
+    """KL of each step of rounding where nothing but weights is quantized, and what it takes."""
+    models = load("weights_alone")["results"]
+    rows = [
+        [
+            f"`{method}`, {_step(step)}",
+            *(f"{found['kl_mean_micronats'][f'{method}, {step}']:.0f}" for found in models.values()),
+            *(f"{found['seconds'][f'{method}, {step}']:.2g}" for found in models.values()),
+        ]
+        for method in ("amax", "mse")
+        for step in STEPS
+        if all(f"{method}, {step}" in found["kl_mean_micronats"] for found in models.values())
+    ]
+    head = ["weights", *(_sized(name, found) for name, found in models.items())]
+    return table([*head, *(f"{name}, seconds" for name in models)], rows)
+
+
+def _step(step: str) -> str:
+    return step if " " in step else f"`{step}`"
+
+
 def _sized(name: str, found: Figures) -> str:
     return f"{name} ({found['parameters'] / MEGABYTE:.1f} M)"
 
@@ -315,7 +339,7 @@ def limits() -> str:
     rows = [
         ["which architectures, and with what perplexities?", "architectures, unseen_architectures", "architectures.md"],
         ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
-        ["what do weight scales and rounding give?", "weight_rounding, weight_mse", "weights.md"],
+        ["what do weight scales and rounding give?", "weight_rounding, weights_alone, weight_mse", "weights.md"],
         ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
         ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
         ["how much memory does `--stream` take?", "memory", _memory(load("memory"))],
@@ -380,7 +404,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/kv-cache.md": (kv_cache,),
     "docs/two-terms.md": (two_terms,),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
-    "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
+    "docs/weights.md": (weight_mse, weight_rounding, weight_seconds, weights_alone),
 }
 
 
