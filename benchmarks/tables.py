@@ -51,6 +51,48 @@ def architecture(name: str, result: Figures) -> list[str]:
     return [name, f"{bf16:.3f}", *(f"{run:.3f} ({run / bf16 - 1:+.2%})" for run in runs), *map(str, products)]
 
 
+def accumulator_models() -> str:
+    """KL of other sums of the codes against sums in FP32, and what FP8 costs with each."""
+    rows = []
+    for name, found in load("accumulator")["results"].items():
+        exact = found["fp32"]["perplexity"]
+        sums = {title: found[title] for title in ("fp22", "two-level", "fp32, rounded to bf16")}
+        rows += [[f"{name}: KL against sums in FP32", "", *(f"{each['kl_sums_nats']:.6f}" for each in sums.values())]]
+        rows += [
+            [
+                f"{name}: perplexity",
+                f"{exact:.3f}",
+                *(f"{each['perplexity'] / exact - 1:+.2%}" for each in sums.values()),
+            ]
+        ]
+        against = [found["fp32"], *sums.values()]
+        rows += [[f"{name}: KL against BF16", *(f"{each['kl_bf16_nats']:.6f}" for each in against)]]
+    return table(["", "sums in FP32", "`fp22`", "`two-level`", "in FP32, rounded once to BF16"], rows)
+
+
+def accumulator_products() -> str:
+    """The error of single sums by their length, beside what rounding makes."""
+    titles = {
+        "operands": "both operands in E4M3",
+        "weights": "weights alone",
+        "bf16": "the sum in BF16",
+        "fp22": "`fp22`",
+        "ada": "`fp22`, 16 at a time (Ada)",
+        "two-level": "`two-level`",
+    }
+    rows = [
+        [
+            kind,
+            f"{int(length):,}",
+            *(f"{100 * found[name]:.3g}%" for name in titles),
+            f"{100 * found['fp22, drift']:+.2g}%",
+        ]
+        for kind, lengths in load("accumulator")["products"].items()
+        for length, found in lengths.items()
+    ]
+    return table(["products", "K", *titles.values(), "`fp22`: drift"], rows)
+
+
 def attention() -> str:
     """KL and perplexity of all products without and with attention in FP8."""
     results = load("attention")["results"]
@@ -191,6 +233,31 @@ def weight_mse() -> str:
     ]
     head = ["threads", "ours", "ModelOpt", "ratio", "the same in processor time", "error, ours over ModelOpt's"]
     return table([*head, "one read of the weights"], rows)
+
+
+def two_terms() -> str:
+    """The forms of a product of two terms, as they were built, and how often each rounds."""
+    roundings = {
+        "one term": "to BF16: 1",
+        "product and sum in BF16": "each half, the sixteenth, the sum: 4",
+        "halves widened to FP32, then added": "each half, the sum: 3",
+        "product and sum in FP32": "the sum: 1",
+        "two products, one a term": "each product, the sixteenth, the sum: 4",
+        "Concat behind DequantizeLinear": "each half, the sixteenth, the sum: 4",
+    }
+    forms = load("two_terms")["forms"]
+    rows = [
+        [
+            name,
+            " and ".join(map(str, sorted(set(found["fp8_products"])))),
+            " and ".join(map(str, sorted(set(found["kernels"])))),
+            f"{found['bytes'] / MEGABYTE:.1f} MB",
+            roundings[name],
+        ]
+        for name, found in forms.items()
+    ]
+    head = ["form", "FP8 products", "other kernels", "engine", "roundings between the sum of codes and the result"]
+    return table(head, rows)
 
 
 def weight_rounding() -> str:
@@ -335,7 +402,8 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (engine_sizes,),
     "docs/kv-cache.md": (kv_cache,),
-    "docs/numbers.md": (two_implementations, calibration, limits),
+    "docs/two-terms.md": (two_terms,),
+    "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weight_seconds, weights_alone),
 }
 
