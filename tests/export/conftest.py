@@ -21,6 +21,8 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
+from fp8q.export.forms import in_form
+from fp8q.options import WeightScale
 from fp8q.reporter import SILENT
 
 Array = npt.NDArray[np.generic]
@@ -62,6 +64,7 @@ class Decoder:
     transposed: bool = True  # weights are [out, in], as in a Linear; else [in, out], as in a Conv1D
     wide: Sequence[str] = ()  # kept in the compute type
     wide_inputs: Sequence[str] = ()  # FP8 weight, no Q/DQ on the input
+    weight_scale: WeightScale = "dq"
 
 
 @dataclass
@@ -273,6 +276,7 @@ class Writer:
 
     def write(self, directory: Path) -> Written:
         """Write `model.onnx` and `model.safetensors`."""
+        options = self.options
         self.body()
         directory.mkdir(parents=True, exist_ok=True)
         offsets = np.cumsum([0, *(values.nbytes for values, _ in self.stored.values())]).tolist()
@@ -295,6 +299,7 @@ class Writer:
             external.append(tensor)
         graph = helper.make_graph(self.nodes, "decoder", *self.interface(), [*self.constants.values(), *external])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+        in_form(model, directory, options.weight_scale)
         (directory / "model.onnx").write_bytes(model.SerializeToString())
         weight_scales = {module: self.stored[f"{module}.weight_scale"][0] for module in self.modules}
         return Written(directory / "model.onnx", tuple(self.modules), dict.fromkeys(self.modules, SCALE), weight_scales)

@@ -45,6 +45,9 @@ GOOD: list[dict[str, Any]] = [
     {"compute": TensorProto.FLOAT16},
     {"plain_attention": True, "key_value_heads": 4},
     {"wide": (Q, DOWN)},
+    {"weight_scale": "mul"},
+    {"weight_scale": "mul", "bias": True, "transposed": False, "compute": TensorProto.FLOAT16},
+    {"weight_scale": "mul", "compute": TensorProto.FLOAT},
 ]
 CASES = [*cases_codes.CASES, *cases_products.CASES, *cases_graph.CASES, *cases_storage.CASES]
 
