@@ -97,6 +97,26 @@ def engine_sizes() -> str:
 KINDS = ("bf16", "int8", "fp8")
 
 
+def forms() -> str:
+    """What the demo's engines run in both forms of its graph."""
+    rows = []
+    for target in TARGETS:
+        for form, results in load("forms")["results"].items():
+            found = results[target]
+            proven = [*found["found"].values(), found["inputs"]]
+            cells = [_ran(found["products"]), str(found["kernels"]), f"{found['bytes'] / MEGABYTE:.2f} MB"]
+            rows.append([target, f"`{form}`", *cells, f"{min(proven)} of {found['promised']}"])
+    head = ["", "form", "products of a profile", "other kernels", "engine", "proven: FP8, codes, factors, inputs"]
+    return table(head, rows)
+
+
+def form_programs() -> str:
+    """One layer's program in both forms."""
+    both = load("forms")["results"]
+    lines = zip(*(both[form]["sm89"]["program"] for form in ("dq", "mul")), strict=True)
+    return table(["`dq`", "`mul`"], ([f"`{statement}`" for statement in line] for line in lines))
+
+
 def engine_products() -> str:
     """What the demo's engines run, by precision."""
     found = load("engine_size")["results"]["demo"]
@@ -309,7 +329,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/attention.md": (attention,),
     "docs/baselines.md": (baselines, engine_products),
     "docs/choosing-scales.md": (choosing_scales,),
-    "docs/engines.md": (engine_sizes,),
+    "docs/engines.md": (forms, form_programs, engine_sizes),
     "docs/kv-cache.md": (kv_cache,),
     "docs/numbers.md": (two_implementations, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
