@@ -270,6 +270,7 @@ def limits() -> str:
         ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
         ["what do weight scales and rounding give?", "weight_rounding, weight_mse", "weights.md"],
         ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
+        ["what do engines run with weights' scales in one place or the other?", "forms", "engines.md"],
         ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
         ["how much memory does `--stream` take?", "memory", _memory(load("memory"))],
         ["how much memory to write the checkpoint and its graphs?", "export_memory", _writing(load("export_memory"))],
