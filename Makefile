@@ -10,6 +10,7 @@
 # PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
 # PARTS=…     which benchmarks; those of time want a quiet machine
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
+# WORKERS=…   test files at once (2); 0 for none but this process, as a debugger wants it
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,8 +29,10 @@ help:
 demo: install
 	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
 
+# A file of tests is one worker's, whose runs are made once.
+WORKERS ?= 2
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case
-from workers import Ended
+from workers import SMALL_FILE, Ended
 
 #: Exit codes of whatever is foreseen; with a closed or full output, 1 too.
 GOOD, FORESEEN = 0, (0, 2, 3, 4)
@@ -95,7 +95,8 @@ def of_words(case: Case, end: Ended) -> list[Verdict]:
     if end.hung or end.code < 0:
         return faults
     output = bool(case.start & {"closed stdout", "closed all", "full stdout", "closed stderr"})
-    output |= "small files" in case.start and end.code == 1 and not end.err  # standard output is a file here
+    # standard output is a file here, and what a note said before it was full may stand on the other
+    output |= "small files" in case.start and end.code == 1 and len(end.out.encode()) >= SMALL_FILE
     if end.code not in FORESEEN and not (output and end.code == 1):
         faults.append(Verdict(f"exit {end.code}", end.err[-400:]))
     lines = end.err.splitlines()

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from cases import Case
 from mutate_json import mutate_json
 from options_drawn import names
 from oracle import Result, Verdict, judge, result, snapshot
-from workers import Ended
+from workers import SMALL_FILE, Ended
 
 LINE = "fp8q: model: is no checkpoint\n"
 
@@ -36,6 +37,12 @@ def test_a_refusal_in_one_line_and_a_good_end_are_no_faults(case: Case) -> None:
     assert kinds(case, end(2)) == []
     assert kinds(case, end(2, "a note\n" + LINE)) == []
     assert kinds(case, end(0, "a note\n", "a table\n")) == []
+
+
+def test_an_output_that_takes_no_more_ends_quietly_and_only_then(case: Case) -> None:
+    small = replace(case, start=frozenset({"small files"}))
+    assert kinds(small, end(1, "a note\n", "x" * SMALL_FILE)) == []
+    assert kinds(small, end(1, "a note\n", "x" * 10)) == ["exit 1", "line"]
 
 
 @pytest.mark.parametrize(
