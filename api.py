@@ -188,7 +188,7 @@ def _measured(
         source = open_source(model, options.revision, options.trust_remote_code, notes)
         sources.check_same(source, world)
         sources.check_model(found, before, source)
-        products = sources.products_of(source, options.skip, options.only)
+        products = sources.products_of(source, options)
         ahead.check_calibrate(source, options, all_options.export)
         collected = corpora.collect(source, load_tokenizer(source), *texts, options, notes)
         measuring.check_batches(options, len(collected.windows), world)
@@ -227,7 +227,7 @@ def merge(
         merged = merging.add(runs, out)
         source = merging.source_of_all(merged, model, notes)
         sources.check_model(found, before, source)
-        products = sources.products_of(source, options.skip, options.only)
+        products = sources.products_of(source, options)
         merging.check_held_out(merged, source, notes)
         if left := merging.missing(merged):
             notes.note(
@@ -280,7 +280,7 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
 
     found, notes = open_run(path), Notes(progress)
     chosen, source = choosing.rescaled(found, options), sources.source_of(found)
-    choosing.quantize(found, source, sources.products_of(source, chosen.skip, chosen.only), chosen, notes)
+    choosing.quantize(found, source, sources.products_of(source, chosen), chosen, notes)
     graphs.export(found, graphs.exported_options(found), notes)
     return found
 

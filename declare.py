@@ -149,7 +149,7 @@ class Declared:
 
     option: str
     rules: tuple[Rule, ...]
-    choices: tuple[str, ...]
+    choices: tuple[str | int, ...]
     of: str | None
 
 
@@ -163,7 +163,7 @@ class Options:
         for name, field in self.declared().items():
             value = getattr(self, name)
             if field.choices and value not in field.choices:
-                raise InputError(f"{field.option} {value}: is none of {', '.join(field.choices)}")
+                raise InputError(f"{field.option} {value}: is none of {', '.join(map(str, field.choices))}")
             for rule in field.rules if value is not None else ():
                 value = rule(field.option, value)
             object.__setattr__(self, name, value)

@@ -43,6 +43,8 @@ ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
+#: How many codes stand for one activation.
+Terms = Literal[1, 2]
 WeightRounding = Literal["nearest", "gptq"]
 WeightScale = Literal["dq", "mul"]
 #: What FP8 is compared with.
@@ -156,13 +158,39 @@ class ScaleOptions(Options):
         WeightRounding,
         option(SCALES, "gptq: let weights make up for each other's rounding errors, by the inputs' second moments."),
     ] = "nearest"
+    activation_terms: Annotated[
+        Terms,
+        option(
+            SCALES, "FP8 codes that stand for one activation: two lose nothing of BF16, and multiply twice the rows."
+        ),
+    ] = 1
+    two_terms: Annotated[
+        tuple[str, ...],
+        option(
+            SCALES,
+            "Take two codes for the input of modules whose name matches (* and ?), and of all that share it. "
+            "Repeatable.",
+            "PATTERN",
+        ),
+        not_empty,
+    ] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse to name some modules where all are meant."""
+        super().__post_init__()
+        if self.two_terms and self.activation_terms == 2:
+            raise InputError(
+                f"--two-terms {self.two_terms[0]}: --activation-terms 2 takes two for every module; leave one of them "
+                "out, or give --activation-terms 1"
+            )
 
 
 @Parameter(name="*", show_default=AS_THE_RUN_HAS_IT)
 class RescaleOptions(ScaleOptions):
     """Options of `fp8q scales`: those of `ScaleOptions`, of which what is not given stays as the run has it.
 
-    The method and what belongs to it are always chosen anew. An empty tuple takes back the run's `skip` or `only`.
+    The method and what belongs to it are always chosen anew. An empty tuple takes back the run's `skip`, `only` or
+    `two_terms`.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -172,8 +200,9 @@ class RescaleOptions(ScaleOptions):
     given: dict[str, Any]
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """What was chosen `before`, with what is given in its place."""
-        return replace(before, **self.given)
+        """What was chosen `before`, with what is given in its place; two terms for all also in that of some."""
+        all_of_them = {"two_terms": ()} if self.given.get("activation_terms") == 2 else {}
+        return replace(before, **(all_of_them | self.given))
 
 
 @dataclass(frozen=True)

@@ -94,21 +94,20 @@ class Layer(FP8Linear):
     """A layer of the reference whose inputs may be codes of another format, or BF16."""
 
     def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The reference's codes; `x` itself where the table is empty."""
-        return x if not len(self.table) else super().input_codes(x, scale)
+        """The reference's codes; `x` itself where there is no table."""
+        return x[None] if not len(self.tables) else super().input_codes(x, scale)
 
 
 def layer(linear: nn.Linear, codes: torch.Tensor, weight_scale: torch.Tensor, scale: float, choice: Choice) -> Layer:
     """`linear` as the reference computes it under `choice`."""
     made = Layer(codes, weight_scale, torch.tensor(1.0 if choice.bf16_inputs else scale), linear.bias, choice.mode)
     if choice.bf16_inputs:
-        made.table = made.table[:0]
+        made.tables = made.tables[:0]
     elif choice.format is not E4M3:
         patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().numpy()
         with np.errstate(all="ignore"):
-            made.table = torch.from_numpy(choice.format.decode(choice.format.encode(patterns / np.float32(scale)))).to(
-                torch.bfloat16
-            )
+            codes = torch.from_numpy(choice.format.decode(choice.format.encode(patterns / np.float32(scale))))
+            made.tables = codes.to(torch.bfloat16)[None]
     return made
 
 
@@ -180,7 +179,7 @@ def evaluate(
     record = Corpus(name=texts.data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = measure(model, Measurement(ids, identity, record), SILENT)
-    products = sources.products_of(source, ())
+    products = sources.products_of(source)
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(
         corpus.encode(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],

@@ -57,7 +57,7 @@ def write(checkpoint: str, out: str) -> None:
     from fp8q.stages.steps import Notes
 
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
-    products = sources.products_of(source, ())
+    products = sources.products_of(source)
     print("quantize", flush=True)
     choosing.quantize(run, source, products, ScaleOptions(), notes)
     print("export", flush=True)

@@ -48,7 +48,7 @@ def calibrate(checkpoint: str, out: str) -> None:
     collected = corpora.collect(source, load_tokenizer(source), text, None, options, notes)
     corpora.write_corpus(run, source, collected, notes)
     measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source, ()), ScaleOptions(), notes)
+    choosing.quantize(run, source, sources.products_of(source), ScaleOptions(), notes)
 
 
 def export(checkpoint: str, out: str) -> None:

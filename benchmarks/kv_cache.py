@@ -138,7 +138,7 @@ def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
         collected = corpora.collect(source, tokenizer, model.data, model.eval_data, calibration, notes)
         corpora.write_corpus(run, source, collected, notes)
         measuring.measure(run, source, calibration, notes)
-        choosing.quantize(run, source, sources.products_of(source, ()), calibration, notes)
+        choosing.quantize(run, source, sources.products_of(source), calibration, notes)
         reference = load_reference(run.model, "exact", torch.float32).model
         means, scales = measured(original, collected.windows)
 

@@ -42,7 +42,7 @@ def calibrate(checkpoint: str, out: str, windows: int, seq_len: int) -> None:
     options = CalibrateOptions(samples=windows, seq_len=seq_len, batch_size=2, stream=True)
     run, notes = Run(Path(out)), Notes(SILENT)
     source = open_source(checkpoint)
-    products = sources.products_of(source, ())
+    products = sources.products_of(source)
     collected = corpora.collect(source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes)
     sources.check_weights(run, source, notes)
     corpora.write_corpus(run, source, collected, notes)

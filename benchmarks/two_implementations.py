@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
 from fp8q.options import KvCache
-from fp8q.quantize.linear import FP8Linear, encode
+from fp8q.quantize.linear import CODE, FP8Linear, encode
 from fp8q.quantize.reference import Reference, load_reference
 from fp8q.run import Run
 from fp8q.serve.cache import HostCache
@@ -71,7 +71,7 @@ class OnnxWithCodes:
         self.codes = {
             node.name.removesuffix(".quantize"): node.output[0]
             for node in model.graph.node
-            if node.op_type == "QuantizeLinear"
+            if node.op_type == "QuantizeLinear" and not node.name.endswith(".first.quantize")  # again with the second
         }
         model.graph.output.extend(
             onnx.helper.make_tensor_value_info(name, ONNX_E4M3, None)
@@ -129,9 +129,11 @@ class OnnxWithCodes:
 
 def by_position(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Codes as [windows, context, …], `shape` the first two: keys and values come as [windows, heads, context, size],
-    and OPT joins windows and context.
+    OPT joins windows and context, and the second of two terms comes below the first.
     """
-    return codes.swapaxes(1, 2) if codes.ndim == 4 else codes.reshape(*shape, -1)
+    if codes.ndim == 4:
+        return codes.swapaxes(1, 2)
+    return np.concatenate([*codes.reshape(-1, *shape, codes.shape[-1])], axis=-1)
 
 
 @contextmanager
@@ -141,8 +143,11 @@ def recording(loaded: Reference) -> Iterator[Codes]:
 
     def keep(name: str) -> Callable[[FP8Linear, tuple[torch.Tensor, ...]], None]:
         return lambda module, inputs: codes.update(
-            {f"{name}.input": encode(inputs[0], module.input_scale).view(torch.uint8).numpy()}
+            {f"{name}.input": np.concatenate([*codes_of(module, inputs[0])])}
         )
+
+    def codes_of(module: FP8Linear, x: torch.Tensor) -> np.ndarray:
+        return module.input_codes(x, module.input_scale).to(CODE).view(torch.uint8).numpy()
 
     handles = [
         module.register_forward_pre_hook(keep(name))

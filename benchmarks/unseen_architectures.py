@@ -158,7 +158,7 @@ def whole_way(config: str, folder: Path) -> dict[str, object]:
 def graph_alone(config: str, folder: Path) -> dict[str, object]:
     """The graph's module alone; raises InputError when the configuration is refused."""
     model = random_checkpoint(folder / "model", config)
-    products_of(open_source(str(model)), ())
+    products_of(open_source(str(model)))
     return {"graph_difference": graph_difference(model, torch.arange(2, 66).reshape(2, 32))}
 
 

@@ -51,7 +51,7 @@ def quantized(run: Run, source: Source, method: WeightMethod, rounding: WeightRo
     from fp8q.quantize.checkpoint import quantize_checkpoint
 
     statistics, options = load_statistics(run), CalibrateOptions()
-    scales = choosing.choose_scales(statistics, sources.products_of(source, ()), options)
+    scales = choosing.choose_scales(statistics, sources.products_of(source), options)
     compensations = Compensations(run.moments, group_of(statistics.record.groups)) if rounding == "gptq" else None
     directory, start = run.root / f"{method}-{rounding}", time.perf_counter()
     quantize_checkpoint(source, directory, scales, Rounding(method, compensations), SILENT)

@@ -10,7 +10,9 @@ import re
 ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
     r"(?P<module>.+)\.(?:matmul(?:\.rescale(?:_cast)?)?|bias_add|attention|weight\.dequantize"
-    r"|input\.(?:de)?quantize|[kv]\.(?:quantize|dequantize|dequantize_past)"
+    r"|input\.(?:first\.)?(?:de)?quantize"
+    r"|halves|terms_add|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
+    r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
     r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
 
@@ -55,6 +57,26 @@ def input_dequantize(module: str) -> str:
     return f"{module}.input.dequantize"
 
 
+def first_quantize(module: str) -> str:
+    """QuantizeLinear of the first of two terms of the input of group G; both terms together are `input_quantize`'s."""
+    return f"{module}.input.first.quantize"
+
+
+def first_dequantize(module: str) -> str:
+    """Its DequantizeLinear."""
+    return f"{module}.input.first.dequantize"
+
+
+def halves(module: str) -> str:
+    """The Split of M's product in two terms."""
+    return f"{module}.halves"
+
+
+def terms_add(module: str) -> str:
+    """The sum of its halves."""
+    return f"{module}.terms_add"
+
+
 def cache_quantize(module: str, part: str) -> str:
     """QuantizeLinear of A's new keys or values."""
     return f"{module}.{part}.quantize"
@@ -83,6 +105,26 @@ def attention_dequantize(module: str, part: str) -> str:
 def attention_product(module: str, product: str) -> str:
     """The product of A's attention that makes its `scores`, or its `values`."""
     return f"{module}.attention_{product}"
+
+
+def attention_first_quantize(module: str, part: str) -> str:
+    """QuantizeLinear of the first of two terms of A's queries or probabilities."""
+    return f"{module}.{part}.attention_first_quantize"
+
+
+def attention_first_dequantize(module: str, part: str) -> str:
+    """Its DequantizeLinear."""
+    return f"{module}.{part}.attention_first_dequantize"
+
+
+def attention_halves(module: str, product: str) -> str:
+    """The Split of a product of A's attention in two terms."""
+    return f"{module}.attention_{product}_halves"
+
+
+def attention_terms_add(module: str, product: str) -> str:
+    """The sum of its halves."""
+    return f"{module}.attention_{product}_terms_add"
 
 
 def product_of(node: str) -> str:

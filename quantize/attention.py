@@ -4,7 +4,8 @@
 
 One static scale each for a layer's queries, keys and values, by the method that the run's other scales were chosen by.
 Probabilities lie in [0, 1], whatever the text, so their scale is that of 1, and nothing of them is measured. Keys and
-values that are codes already, in an FP8 cache, have the same scale there and become the same codes again.
+values that are codes already, in an FP8 cache, have the same scale there and become the same codes again. Queries and
+probabilities may be two codes each (`linear`), so that what attention loses is what keys and values lose.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -19,19 +21,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..calibrate.measure.statistics import TensorStatistics
 from ..errors import InputError
-from ..options import Clipping
-from .linear import encode
-from .scales import AttentionScales, TensorScale, tensor_scale, unfit
+from ..options import Clipping, Terms
+from .formats import TWO_TERMS
+from .linear import encode, encode_two
+from .scales import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
 
-#: The scales, beside the index of the weights, which so has no key that transformers does not expect.
-ATTENTION_SCALES = "attention.safetensors"
 #: What transformers calls the reference's attention.
 CODES = "fp8q_codes"
 PARTS = ("q", "k", "v")
 
 
-def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping) -> AttentionScales:
-    """Choose the scales of attention from the statistics of a run's queries, keys and values.
+def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping, terms: Terms = 1) -> AttentionScales:
+    """Choose the scales of attention from the statistics of a run's queries, which have `terms` codes a value, keys and
+    values.
 
     Raises InputError naming the first tensor that has none.
     """
@@ -45,8 +47,9 @@ def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping
                 f"{name}: {reason.reason if reason else 'never observed'}; attention in FP8 has no scale for it, "
                 "leave out --attention fp8"
             )
-        scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
-    return AttentionScales(tensors=scales)
+        grid = GRIDS[terms if name.endswith(".q") else 1]
+        scales[name] = tensor_scale(tensor.histogram, clipping, grid, tensor.amax_batches)
+    return AttentionScales(tensors=scales, terms=terms, probabilities=PROBABILITY_SCALES[terms])
 
 
 def save_scales(path: Path, scales: AttentionScales) -> None:
@@ -57,7 +60,7 @@ def save_scales(path: Path, scales: AttentionScales) -> None:
         f"{module}.attention.{part}_scale": torch.tensor([scale])
         for (module, _, part), scale in ((name.rpartition("."), named[name]) for name in named)
     }
-    save_file(stored, path, metadata={"format": "pt"})
+    save_file(stored, path, metadata={"format": "pt", "terms": str(scales.terms)})
 
 
 def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
@@ -66,8 +69,11 @@ def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
     for name, scale in load_file(path).items():
         module, _, part = name.removesuffix("_scale").rpartition(".")
         scales.setdefault(module.removesuffix(".attention"), {})[part] = scale[0]
+    with safe_open(path, "pt") as file:
+        two = (file.metadata() or {}).get("terms") == "2"
     for module, parts in scales.items():
         object.__setattr__(model.get_submodule(module), "fp8q_scales", parts)
+        object.__setattr__(model.get_submodule(module), "fp8q_two_terms", two)
     AttentionInterface.register(CODES, attention_on_codes)
     AttentionMaskInterface.register(CODES, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model.set_attn_implementation(CODES)
@@ -89,10 +95,17 @@ def attention_on_codes(
         part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
     }
     repeats = query.shape[1] // key.shape[1]
-    codes = {part: encode(x, scales[part]).float() for part, x in zip(PARTS, (query, key, value), strict=True)}
-    k, v = (codes[part].repeat_interleave(repeats, dim=1) for part in "kv")
+    two = vars(module)["fp8q_two_terms"]
+    k, v = (encode(x, scales[part]).float().repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
     factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = codes["q"] @ k.transpose(-1, -2) * factor + attention_mask.float()
-    probabilities = encode(scores.softmax(-1), scales["p"]).float()
-    output = probabilities @ v * (scales["p"] * scales["v"])
+    scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor + attention_mask.float()
+    output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _product(x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool) -> torch.Tensor:
+    """The codes of `x` [..., n, k] under `scale`, one or `two` a value, by `codes` [..., k, m], in FP32."""
+    if not two:
+        return encode(x, scale).float() @ codes
+    first, second = (term.float() @ codes for term in encode_two(x, scale))
+    return first + second / TWO_TERMS.divisor

@@ -30,7 +30,7 @@ from .card import model_card
 from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
 from .scales import Scales, Skipped, WeightScales
-from .stored import CACHE_FILE
+from .stored import CACHE_FILE, OWN_CONFIG
 from .weights import Rounding, quantize_weight
 
 SHARD_BYTES = 512 << 20
@@ -177,7 +177,7 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
 def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
     """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
     config = read_json(source.path / "config.json")
-    for key in ("torch_dtype", "transformers_weights"):  # said below, and of files that are not copied
+    for key in ("torch_dtype", "transformers_weights", OWN_CONFIG):  # said below, and of files that are not copied
         config.pop(key, None)
     if source.max_positions is not None:
         # by one name for whoever has no transformers, which knows the others and each class's default
@@ -187,7 +187,7 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
 
 
 def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
-    more = {}
+    more: dict[str, object] = {OWN_CONFIG: {"two_terms": scales.two_terms}} if scales.two_terms else {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(

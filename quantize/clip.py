@@ -11,6 +11,7 @@ float64: the error, 1e-3 of the energy, keeps ten digits. What follows from the 
 `delayed`.
 """
 
+import math
 from collections.abc import Callable
 from typing import get_args
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from ..calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from ..options import Clipping, Method, ScaleGrid
-from .formats import Grid
+from .formats import E4M3, Grid, TwoTerms
 
 METHODS: tuple[str, ...] = get_args(Method)
 #: No optimum lies lower than this below the amax's scale, for any distribution worth quantizing.
@@ -29,6 +30,8 @@ Float64s = npt.NDArray[np.float64]
 
 def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
     """Sum of (value - dequantized)² over all finite values, float64 [candidates], for float32 `scales` [candidates]."""
+    if isinstance(format, TwoTerms):
+        return _error_of_two(histogram, format, np.asarray(scales, np.float32).ravel())
     counts = _finite_counts(histogram)
     x = _MAGNITUDES.astype(np.float64)
     s = np.asarray(scales, np.float32).reshape(-1, 1)
@@ -36,6 +39,17 @@ def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> 
     g = s.astype(np.float64) * format.grid.astype(np.float64)
     error: Float64s = np.maximum((b - 2 * g * a + g * g * n).sum(axis=1), 0)
     return error
+
+
+def _error_of_two(histogram: Histogram, format: TwoTerms, scales: npt.NDArray[np.float32]) -> Float64s:
+    """The same for two terms, value by value: their error is so small that differences of prefix sums would not hold
+    it.
+    """
+    values, counts = histogram.finite
+    x, n = values.astype(np.float64), counts.astype(np.float64)
+    return np.array(
+        [(((x - format.decode(*format.encode(values / s)) * np.float64(s)) ** 2) * n).sum() for s in scales]
+    )
 
 
 def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
@@ -108,12 +122,17 @@ def _cell_sums(
     return np.diff(prefix[:, edges], axis=2)
 
 
-def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float:
-    """Signal-to-quantization-noise ratio of the finite values at `scale`, in dB; infinite where the error is zero."""
+def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float | None:
+    """Signal-to-quantization-noise ratio of the finite values at `scale`, in dB; None where the error is zero."""
     values, counts = histogram.finite
-    signal = float((values.astype(np.float64) ** 2 * counts).sum())
-    noise = float(squared_error(histogram, format, [scale])[0])
-    return 10 * float(np.log10(signal / noise)) if noise > 0 else float("inf")
+    return decibels(
+        float((values.astype(np.float64) ** 2 * counts).sum()), float(squared_error(histogram, format, [scale])[0])
+    )
+
+
+def decibels(signal: float, noise: float) -> float | None:
+    """The ratio of two sums of squares in dB; None where there is no noise, or no signal that it could disturb."""
+    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
 
 
 def saturation(histogram: Histogram, format: Grid, scale: float) -> float:
@@ -149,7 +168,7 @@ def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     candidates = candidate_scales(histogram.amax, format)
     bound = squared_error(histogram, format, candidates[:1])[0] * (1 + 1e-9)
     candidates = candidates[_error_beyond(histogram, candidates * np.float64(format.max)) <= bound]
-    return float(candidates[np.argmin(squared_error(histogram, format, candidates))]) * format.max
+    return float(candidates[np.argmin(squared_error(histogram, format, candidates))]) * format.clip
 
 
 def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
@@ -166,7 +185,7 @@ def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
 def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """Clip of the BF16 scale with the least KL divergence (`entropy`); of equals the first of `candidate_scales`."""
     candidates = candidate_scales(histogram.amax, format)
-    return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.max
+    return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.clip
 
 
 def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
@@ -175,9 +194,12 @@ def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
 
     None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen
     to lie nearer to the grid; an octave on, the grid is the same but for one octave less of subnormals, so no squared
-    error is less after that.
+    error is less after that. Of the scales of two terms, which are powers of two, none is better above the amax's.
     """
     top = int(scale_of(amax, format).view(np.uint32) >> 16)
+    if isinstance(format, TwoTerms):
+        top = min(top, int(LARGEST_POWER.view(np.uint32) >> 16))
+        return magnitudes(np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -128))
     below, above = (
         np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1),
         np.arange(top + 1, min(top + 128, INFINITY)),
@@ -208,11 +230,17 @@ def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt.NDArray[np.float32]:
-    """The scale of a clip: FP32 clip / FP32 maximum, rounded up to the grid of scales, float32 of the same shape.
+    """The scale of a clip: FP32 clip / FP32 maximum of a code, rounded up to the grid of scales, float32 of the same
+    shape.
 
     Rounded up so that the clip itself never saturates; on the BF16 grid so that whoever loads the checkpoint, in BF16
     or in FP32, holds this very number. A power of two is on that grid too; it makes dequantization exact, and wastes up
-    to an octave of range.
+    to an octave of range. Two terms have no other, whatever `grid` says: they are exact under powers of two alone.
     """
-    quotient = np.asarray(clip, np.float32) / np.float32(format.max)
-    return bf16_ceil(quotient) if grid == "bf16" else power_of_two_ceil(quotient)
+    quotient = np.asarray(clip, np.float32) / np.float32(format.clip)
+    whole = grid == "power-of-two" or isinstance(format, TwoTerms)
+    return power_of_two_ceil(quotient) if whole else bf16_ceil(quotient)
+
+
+#: The largest power of two of which every code is a BF16 number.
+LARGEST_POWER = power_of_two_ceil(magnitudes(INFINITY - 1) / np.float32(E4M3.max)) / np.float32(2)

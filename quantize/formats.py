@@ -35,6 +35,10 @@ class Grid(Protocol):
         """The largest of them."""
 
     @property
+    def clip(self) -> float:
+        """What the clip is divided by to give the scale: the largest magnitude of one code."""
+
+    @property
     def midpoints(self) -> Float32s:
         """Between neighbours, float32 [len(grid) - 1]: where rounding changes, ties to the even index."""
 
@@ -81,6 +85,11 @@ class Format:
     def max(self) -> float:
         """The largest finite value."""
         return float(self.grid[-1])
+
+    @property
+    def clip(self) -> float:
+        """The same: one code stands for a value."""
+        return self.max
 
     @cached_property
     def smallest_subnormal(self) -> float:
@@ -139,10 +148,77 @@ class Integers:
         """The largest of `grid`."""
         return float(self.grid[-1])
 
+    @property
+    def clip(self) -> float:
+        """The same: one code stands for a value."""
+        return self.max
+
     @cached_property
     def midpoints(self) -> Float32s:
         """The halves between them, float32."""
         return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
+
+
+@dataclass(frozen=True)
+class TwoTerms:
+    """Two codes a and b for one value, a + b / `divisor`, under a scale that is a power of two.
+
+    a is the value's nearest code and b that of `divisor` times what it leaves, which has as many binary places to the
+    right of a as a code has digits: with E4M3's four, `divisor` is 16, and the eight digits of a BF16 number are a and
+    b, exactly. Between two neighbours a the values lie as densely as b's codes, and at their midpoint both ways of
+    writing it meet, so that rounding a and then b is rounding to the nearest value of `grid`.
+    """
+
+    format: Format
+
+    @property
+    def name(self) -> str:
+        """As `e4m3 in two terms`."""
+        return f"{self.format.name} in two terms"
+
+    @property
+    def divisor(self) -> int:
+        """What the second term is divided by: 2 to the number of a code's binary digits."""
+        return int(2 << self.format.mantissa_bits)
+
+    @property
+    def clip(self) -> float:
+        """The largest a, which a value may exceed by the largest b / `divisor`."""
+        return self.format.max
+
+    @cached_property
+    def grid(self) -> Float32s:
+        """The magnitudes a + b / `divisor`, ascending from 0, float32 (exact)."""
+        codes = self.format.grid.astype(np.float64)
+        second = np.concatenate([-codes[:0:-1], codes]) / self.divisor
+        half = np.diff(codes) / 2
+        below, above = np.concatenate([[0], half]), np.concatenate([half, [np.inf]])
+        terms = [
+            a + second[(second >= -low) & (second <= high)] for a, low, high in zip(codes, below, above, strict=True)
+        ]
+        return np.unique(np.concatenate(terms)).astype(np.float32)
+
+    @cached_property
+    def max(self) -> float:
+        """The largest of `grid`."""
+        return float(self.grid[-1])
+
+    @cached_property
+    def midpoints(self) -> Float32s:
+        """Between neighbours of `grid`, float32 [len(grid) - 1] (exact)."""
+        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
+
+    def encode(self, values: npt.ArrayLike) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """The codes a and b of float32 `values` divided by their scale, uint8 of the same shape each; saturating."""
+        x = np.asarray(values, np.float32)
+        first = self.format.encode(x)
+        with np.errstate(invalid="ignore", over="ignore"):
+            rest = (x - self.format.decode(first)) * np.float32(self.divisor)
+        return first, self.format.encode(rest)
+
+    def decode(self, first: npt.NDArray[np.uint8], second: npt.NDArray[np.uint8]) -> Float32s:
+        """The float32 values of both codes together."""
+        return self.format.decode(first) + self.format.decode(second) / np.float32(self.divisor)
 
 
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7)
@@ -150,3 +226,4 @@ E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, ieee=True)
 E4M3FNUZ = Format("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, unsigned_zero=True)
 FORMATS = {kind.name: kind for kind in (E4M3, E5M2, E4M3FNUZ)}
 INT8 = Integers("int8", bits=8)
+TWO_TERMS = TwoTerms(E4M3)

@@ -10,6 +10,11 @@ product: another number, and not the engine's.
 `exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
 with an FP32 result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call
 `torch._scaled_mm` on the codes.
+With two terms the input is s·(a + b/16), b the code of sixteen times what a leaves (`formats.TwoTerms`), and both go
+through one product, a above b:
+
+    y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
+
 `current` is `fast` with each call's own amax for the input's scale ("just-in-time", Transformer Engine's current
 scaling): it is no scale that could be serialized, and is here to measure what static scales give away.
 """
@@ -20,7 +25,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from .formats import E4M3
+from .formats import E4M3, TWO_TERMS
 
 Mode = Literal["exact", "fast", "current"]
 CODE = torch.float8_e4m3fn
@@ -47,23 +52,34 @@ def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 ENCODERS = {"e4m3": encode, "int8": encode_int8}
 
 
-def code_table(scale: torch.Tensor) -> torch.Tensor:
-    """The codes of all 65,536 BF16 bit patterns under a scalar float32 `scale`, as BF16 numbers [65536].
+def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes a and b of x / scale, float8_e4m3fn of x's shape each: a as `encode` has it, b of what it leaves.
+
+    `scale` float32, a power of two, so that what a leaves is exact in FP32 for every BF16 `x`.
+    """
+    first = encode(x, scale)
+    return first, encode((x.float() - first.float() * scale) * TWO_TERMS.divisor, scale)
+
+
+def code_tables(scale: torch.Tensor, terms: int) -> torch.Tensor:
+    """The codes of all 65,536 BF16 bit patterns under a scalar float32 `scale`, as BF16 numbers [terms, 65536].
 
     A BF16 activation has no other values, so looking codes up is exact, and on a CPU six times as fast as computing
     them.
     """
     patterns = torch.arange(1 << 16, device=scale.device, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    return encode(patterns, scale).to(torch.bfloat16)
+    codes = encode_two(patterns, scale) if terms == 2 else (encode(patterns, scale),)
+    return torch.stack([each.to(torch.bfloat16) for each in codes])
 
 
-def current_scale(x: torch.Tensor) -> torch.Tensor:
+def current_scale(x: torch.Tensor, terms: int = 1) -> torch.Tensor:
     """The scale of the amax of `x`, float32 []: `clip.scale_of` where `x` lies.
 
     Zeros take the smallest normal number.
     """
+    mantissa = 0x7FFFFF if terms == 2 else 0xFFFF
     quotient = x.abs().amax().float() / E4M3.max
-    rounded_up = ((quotient.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    rounded_up = ((quotient.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
     return rounded_up.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -79,41 +95,45 @@ class FP8Linear(nn.Module):
         input_scale: torch.Tensor,
         bias: torch.Tensor | None,
         mode: Mode,
+        terms: int = 1,
     ):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
-        or None.
+        or None; the input is of one code a value, or of two `terms`.
         """
         super().__init__()
-        self.mode = mode
+        self.mode, self.terms = mode, terms
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
         held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
         self.register_buffer("codes", codes.to(held), persistent=False)
         self.register_buffer("weight_scale", weight_scale.float(), persistent=False)
         self.register_buffer("input_scale", input_scale.float(), persistent=False)
-        self.register_buffer("table", code_table(input_scale.float()), persistent=False)
+        self.register_buffer("tables", code_tables(input_scale.float(), terms), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
 
     codes: torch.Tensor
     weight_scale: torch.Tensor
     input_scale: torch.Tensor
-    table: torch.Tensor
+    tables: torch.Tensor
     bias: torch.Tensor | None
 
     def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The E4M3 codes of `x` under `scale` as numbers of the type `codes` are held in."""
+        """The E4M3 codes of `x` [..., in] under `scale` as numbers of the type `codes` are held in [terms, ..., in]."""
         if x.dtype == torch.bfloat16 and self.codes.dtype != CODE and scale is self.input_scale:
-            flat = self.table.index_select(0, x.contiguous().view(torch.uint16).flatten().to(torch.int32))
-            return flat.view(x.shape).to(self.codes.dtype)
-        return encode(x, scale).to(self.codes.dtype)
+            patterns = x.contiguous().view(torch.uint16).flatten().to(torch.int32)
+            found = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
+            return (torch.stack(found) if self.terms == 2 else found[0][None]).to(self.codes.dtype)
+        codes = encode_two(x, scale) if self.terms == 2 else (encode(x, scale),)
+        return torch.stack(codes).to(self.codes.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        scale = current_scale(x) if self.mode == "current" else self.input_scale
+        scale = current_scale(x, self.terms) if self.mode == "current" else self.input_scale
         codes = self.input_codes(x, scale)
         if self.codes.dtype == CODE:
-            total: torch.Tensor = scaled_product(codes.flatten(0, -2), self.codes).view(*x.shape[:-1], -1)
+            total: torch.Tensor = scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
         else:
             total = torch.nn.functional.linear(codes, self.codes).float()
+        total = total[0] + total[1] / TWO_TERMS.divisor if self.terms == 2 else total[0]
         y = total * (scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)

@@ -32,9 +32,7 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
         if not any(fnmatchcase(name, pattern) for name in products.names):
-            raise InputError(
-                f"{option} {pattern}: matches no module; names are like {', '.join(_examples(products.names))}"
-            )
+            raise _unmatched(option, pattern, products.names)
     skipped: dict[str, Skipped] = {}
     for name in products.names:
         matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
@@ -57,6 +55,30 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     return chosen, skipped
 
 
+def match_terms(patterns: Sequence[str], products: Products, chosen: Sequence[str]) -> list[str]:
+    """The modules among `chosen`, those that are quantized, that --two-terms `patterns` match.
+
+    Raises InputError for a pattern that matches none of them.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in products.names):
+            raise _unmatched("--two-terms", pattern, products.names)
+        if not any(fnmatchcase(name, pattern) for name in chosen):
+            raise InputError(f"--two-terms {pattern}: all that it matches stays in BF16; name other modules")
+    return [name for name in chosen if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[str]:
+    """`named` modules and all that read the same tensors: these are quantized once, to codes that all of them take."""
+    wanted = set(named)
+    return [member for members in groups if not wanted.isdisjoint(members) for member in members]
+
+
+def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
+    """The modules that take `two_terms` though none of the --two-terms `patterns` matches them."""
+    return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
 def parted(groups: Iterable[Sequence[str]], scales: Scales) -> str | None:
     """A warning where, of sibling modules that read one tensor, only some run in FP8; None where there are none such.
 
@@ -76,6 +98,10 @@ def parted(groups: Iterable[Sequence[str]], scales: Scales) -> str | None:
         f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
         "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
     )
+
+
+def _unmatched(option: str, pattern: str, names: Iterable[str]) -> InputError:
+    return InputError(f"{option} {pattern}: matches no module; names are like {', '.join(_examples(names))}")
 
 
 def _examples(names: Iterable[str]) -> list[str]:

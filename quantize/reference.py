@@ -15,10 +15,10 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.skeleton import skeleton
 from ..calibrate.model.tensor_names import renamed_in
-from .attention import ATTENTION_SCALES, attend_in_codes
+from .attention import attend_in_codes
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
-from .stored import stored_tensors
+from .stored import ATTENTION_SCALES, OWN_CONFIG, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     """Load the checkpoint in `directory`; wide parts compute in `dtype`, products as `mode` says (see `linear`)."""
     config = AutoConfig.from_pretrained(directory)
     del config.quantization_config
+    two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
     model = skeleton(config, dtype)
     shards = {file: safe_open(directory / file, "pt") for file in set(stored_tensors(directory).values())}
     where = stored_tensors(directory)
@@ -54,8 +55,9 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     for module in quantized:
         axis = output_axis(model.get_submodule(module))
         codes, scale = (read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale"))
+        terms = 2 if module in two_terms else 1
         bias = read(f"{module}.bias") if renamed.get(f"{module}.bias", f"{module}.bias") in where else None
-        layers[module] = FP8Linear(codes, scale[:, 0], read(f"{module}.input_scale")[0], bias, mode)
+        layers[module] = FP8Linear(codes, scale[:, 0], read(f"{module}.input_scale")[0], bias, mode, terms)
     replace_linears(model, layers)
     wide = {name: read(name) for name in model.state_dict() if renamed.get(name, name) in where}
     model.load_state_dict(

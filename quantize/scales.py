@@ -4,12 +4,12 @@ A scale comes out of one function, `scale_of`; what has no scale (amax zero, NaN
 by one function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; here the module stays in BF16 and says so.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ..calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from ..calibrate.measure.statistics import Statistics, TensorStatistics
@@ -17,9 +17,9 @@ from ..errors import InputError
 from ..files import Strict, read_document
 from ..options import Clipping, KvCache
 from ..run import Run
-from .clip import CLIPPERS, clip_mse, saturation, scale_of, sqnr_db, underflow
+from .clip import CLIPPERS, LARGEST_POWER, clip_mse, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
-from .formats import E4M3, Grid
+from .formats import E4M3, TWO_TERMS, Grid, TwoTerms
 
 #: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
 CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
@@ -27,11 +27,24 @@ CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 #: The scale of BF16's largest number.
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
-#: The scale of a probability.
-PROBABILITY_SCALE = float(scale_of(1.0, E4M3))
+#: The formats of activations, by the number of their terms.
+GRIDS: dict[int, Grid] = {1: E4M3, 2: TWO_TERMS}
+#: The scale of a probability, by the number of its terms.
+PROBABILITY_SCALES = {terms: float(scale_of(1.0, grid)) for terms, grid in GRIDS.items()}
 
 
-class WeightScales(Strict):
+class Lossy(Strict):
+    """What has a `sqnr_db`, which is null where rounding costs nothing: that null is written, where others are left
+    out.
+    """
+
+    @model_serializer(mode="wrap")
+    def _with_null(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = fields(self)
+        return {"sqnr_db": None} | written
+
+
+class WeightScales(Lossy):
     """One weight's per-channel scales; the scales themselves are in the checkpoint."""
 
     method: str
@@ -40,14 +53,17 @@ class WeightScales(Strict):
     channels: int
     scale_min: float
     scale_max: float
-    sqnr_db: float
+    sqnr_db: float | None
     zero_channels: int | None = Field(
         default=None, description="all-zero channels: exact with any scale, they take scale_max"
     )
 
 
-class TensorScale(Strict):
-    """One activation's or cache tensor's per-tensor scale; shares are fractions."""
+class TensorScale(Lossy):
+    """One activation's or cache tensor's per-tensor scale; shares are fractions.
+
+    With two `terms` a value is scale × (a + b/16), and all that is said of it is of both.
+    """
 
     method: str = Field(
         description="what chose the clip; where that gave nothing a scale can be made of: `amax (percentile gave 0)`"
@@ -55,9 +71,10 @@ class TensorScale(Strict):
     amax: float
     clip: float
     scale: float
+    terms: Literal[1, 2] = 1
     saturation: float
     underflow: float
-    sqnr_db: float
+    sqnr_db: float | None
     sqnr_best_db: float | None = Field(default=None, description="at the scale of least squared error")
 
 
@@ -88,17 +105,25 @@ class Scales(Strict):
         return list(self.weights)
 
     @property
+    def two_terms(self) -> list[str]:
+        """The modules whose input is two codes a value."""
+        return [module for module, activation in self.activations.items() if activation.terms == 2]
+
+    @property
     def cache_parts(self) -> str:
         """Which parts of the cache are codes: `kv`, `v` alone, or none."""
         return "".join(sorted({name[-1] for name in self.kv_cache}))
 
 
 class AttentionScales(Strict):
-    """`attention.json`: `<attention>.q`, `.k` and `.v` -> its scale; the scale of all probabilities."""
+    """`attention.json`: `<attention>.q`, `.k` and `.v` -> its scale; the scale of all probabilities, and how many codes
+    stand for a query or a probability.
+    """
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     tensors: dict[str, TensorScale]
-    probabilities: float = PROBABILITY_SCALE
+    terms: Literal[1, 2] = 1
+    probabilities: float = PROBABILITY_SCALES[1]
 
 
 def load_scales(run: Run) -> Scales:
@@ -140,16 +165,17 @@ def tensor_scale(
     """
     method, clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
     best = float(scale_of(clip_mse(histogram, format, clipping), format))
-    achieved = sqnr_db(histogram, format, scale)
+    achieved, possible = (sqnr_db(histogram, format, each) for each in (scale, best))
     return TensorScale(
         method=method,
         amax=histogram.amax,
         clip=clip,
         scale=scale,
+        terms=2 if isinstance(format, TwoTerms) else 1,
         saturation=saturation(histogram, format, scale),
         underflow=underflow(histogram, format, scale),
         sqnr_db=achieved,
-        sqnr_best_db=max(achieved, sqnr_db(histogram, format, best)),
+        sqnr_best_db=None if achieved is None or possible is None else max(achieved, possible),
     )
 
 
@@ -173,16 +199,10 @@ def _clip_and_scale(
         clip = CLIPPERS[clipping.method](histogram, format, clipping)
     if scale_of(clip, format) < SMALLEST_SCALE:
         method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
-    scale = float(
-        np.clip(
-            np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin), SMALLEST_SCALE, LARGEST_SCALE
-        )
-    )
-    return (
-        method,
-        (float(np.ldexp(clip, clipping.margin)) if clipping.scale_grid == "bf16" else scale * format.max),
-        scale,
-    )
+    powers = clipping.scale_grid == "power-of-two" or isinstance(format, TwoTerms)
+    scale = np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin)
+    scale = float(np.clip(scale, SMALLEST_SCALE, LARGEST_POWER if powers else LARGEST_SCALE))
+    return method, scale * format.clip if powers else float(np.ldexp(clip, clipping.margin)), scale
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
@@ -191,9 +211,15 @@ def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def activation_scales(
-    statistics: Statistics, modules: Iterable[str], clipping: Clipping, format: Grid = E4M3
+    statistics: Statistics,
+    modules: Iterable[str],
+    clipping: Clipping,
+    format: Grid = E4M3,
+    two_terms: Collection[str] = (),
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
-    """Scales of the inputs of `modules`, and those that have none. Members of a group repeat theirs."""
+    """Scales of the inputs of `modules`, of which `two_terms` (whole groups) take two codes a value and the others one
+    of `format`; and those that have none. Members of a group repeat theirs.
+    """
     scales: dict[str, TensorScale] = {}
     skipped: dict[str, Skipped] = {}
     first = group_of(statistics.record.groups)
@@ -201,7 +227,8 @@ def activation_scales(
     for module in modules:
         name = f"{first.get(module, module)}.input"
         if name not in chosen:
-            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, format)
+            grid = TWO_TERMS if module in two_terms else format
+            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, grid)
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision

@@ -16,6 +16,12 @@ from ..run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
 CACHE_FILE = "kv_cache.safetensors"
+#: The scales of attention in codes, beside the index of the weights, which so has no key that transformers does not
+#: expect.
+ATTENTION_SCALES = "attention.safetensors"
+#: What config.json calls what fp8q knows of the checkpoint and no other loader: `two_terms`, the modules whose input is
+#: two codes a value, which loaders that do not know it take for one.
+OWN_CONFIG = "fp8q"
 
 
 def checkpoint_of(run: Run, precision: str) -> Path:

@@ -5,7 +5,6 @@ With these scales fixed, weights are rounded to nearest, or so that they make up
 (`weight_rounding`).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from .clip import scale_of
+from .clip import decibels, scale_of
 from .formats import E4M3, Grid
 from .linear import ENCODERS
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
@@ -111,11 +110,11 @@ def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(weight), rows))
 
 
-def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float:
-    """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64."""
+def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float | None:
+    """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64; None where nothing is lost."""
     noise = signal = 0.0
     for rows in _blocks(weight):
         exact = weight[rows].float()
         noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
         signal += float(exact.square().sum(dtype=torch.float64))
-    return 10 * math.log10(signal / noise) if noise > 0 else float("inf")
+    return decibels(signal, noise)

@@ -21,7 +21,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.carry import carry_graphs
     from ..quantize.checkpoint import quantize_checkpoint
-    from ..quantize.policy import parted
+    from ..quantize.policy import parted, taken_along
     from ..quantize.scales import group_of
     from ..quantize.weight_rounding import Compensations
     from ..quantize.weights import Rounding
@@ -35,6 +35,8 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "skip": list(options.skip),
         "only": list(options.only),
         "weight_rounding": options.weight_rounding,
+        "activation_terms": options.activation_terms,
+        "two_terms": list(options.two_terms),
     }
     if run.is_current("quantize", inputs, chosen):
         return
@@ -52,6 +54,11 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         for module, decision in scales.skipped.items():
             if decision.samples is not None:
                 notes.note(f"{module}: stays in BF16: {decision.reason}")
+        if beside := taken_along(options.two_terms, scales.two_terms):
+            notes.note(
+                f"--two-terms: {beside[0]}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} read the same "
+                "tensor as a module that it names, and take two terms with it"
+            )
         if warning := parted(statistics.record.groups.values(), scales):
             notes.note(warning)
         graphs = {run.onnx, run.onnx_fp32}
@@ -80,10 +87,12 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
-    from ..quantize.policy import select
+    from ..quantize.policy import match_terms, select, whole_groups
     from ..quantize.scales import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
 
     chosen, skipped = select(products, options.skip, options.only)
-    activations, unfit = activation_scales(statistics, chosen, options.clip)
+    named = match_terms(options.two_terms, products, chosen)
+    two_terms = chosen if options.activation_terms == 2 else whole_groups(named, statistics.record.groups.values())
+    activations, unfit = activation_scales(statistics, chosen, options.clip, two_terms=frozenset(two_terms))
     cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import Fp8qError, InputError
 from ..files import replacing, sha256_file, write_document
-from ..options import Clipping, ExportOptions, Precision
-from ..quantize.stored import checkpoint_of
+from ..options import Clipping, ExportOptions, Precision, Terms
+from ..quantize.stored import ATTENTION_SCALES, checkpoint_of
 from ..record import FP8_STAGES, command
 from ..run import GRAPH, Run
 from .queries import measure_queries
@@ -17,6 +17,10 @@ from .steps import Notes, stage
 
 if TYPE_CHECKING:
     from ..export.lint.rules import Finding
+    from ..quantize.scales import Scales
+
+#: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
+SMALLEST_FP16_SCALE = 2.0**-15
 
 
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
@@ -33,6 +37,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {
         "scales.json": written["scales.json"]
     }
+    check_dtype(scales, asked)
     traced = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
     options = traced | ({"weight_scale": asked.weight_scale} if asked.weight_scale != "dq" else {})
     if asked.attention == "fp8":
@@ -48,7 +53,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     carried = before == traced
     with stage(run, "export", inputs, options, notes) as log:
         attention = write_attention(run, asked)
-        log.outputs += attention
+        log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
         promised = {module: activation.scale for module, activation in scales.activations.items()}
         weight_scales = stored_scales(run.model, promised)
 
@@ -57,7 +62,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
         findings = linted([run.onnx, run.onnx_fp32]) if carried else {}
         if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
-            form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, bool(attention)))
+            form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
         if form != asked.weight_scale:
             for path in findings:
                 write_form(path, path, asked.weight_scale)
@@ -67,24 +72,40 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             say(path, found, notes)
 
 
-def write_attention(run: Run, asked: ExportOptions) -> list[Path]:
+def check_dtype(scales: "Scales", asked: ExportOptions) -> None:
+    """Raise InputError where a graph in FP16 cannot hold the second of two terms: a code times its scale has to be a
+    number of that type, whose smallest is 2^-24, and the smallest code is 2^-9.
+    """
+    if asked.dtype != "fp16":
+        return
+    for module in scales.two_terms:
+        if (scale := scales.activations[module].scale) < SMALLEST_FP16_SCALE:
+            raise InputError(
+                f"--dtype fp16: {module} takes two terms with the scale {scale:.3g}, and below "
+                f"{SMALLEST_FP16_SCALE:.3g} code × scale leaves FP16; export in bf16, or choose one term with `fp8q "
+                "scales`"
+            )
+
+
+def write_attention(run: Run, asked: ExportOptions) -> int:
     """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where
-    not, take them away.
+    not, take them away. Returns how many codes a query or a probability is, 0 for none.
     """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
-    from ..quantize.attention import ATTENTION_SCALES, attention_scales, save_scales
+    from ..quantize.attention import attention_scales, save_scales
 
     stored = run.model / ATTENTION_SCALES
     for path in (stored, run.attention):
         path.unlink(missing_ok=True)
     if asked.attention == "wide":
-        return []
+        return 0
     queries, _ = load_arrays(run.require(run.queries, "queries"))
-    scales = attention_scales({**load_statistics(run).tensors, **queries}, clipping_of(run))
+    terms: Terms = 2 if run.record().stages["quantize"].options["activation_terms"] == 2 else 1
+    scales = attention_scales({**load_statistics(run).tensors, **queries}, clipping_of(run), terms)
     with replacing(stored) as partial:
         save_scales(partial, scales)
     write_document(run.attention, scales)
-    return [stored, run.attention]
+    return terms
 
 
 def clipping_of(run: Run) -> Clipping:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..options import ScaleOptions
 from ..reporter import Reporter
 from ..run import Run
 
@@ -14,16 +15,16 @@ if TYPE_CHECKING:
     from ..quantize.policy import Products
 
 
-def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] = ()) -> "Products":
+def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
     """The matrix products of the source model, told without its weights.
 
-    Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `skip` and `only`
-    that match nothing or leave nothing.
+    Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `options` that match
+    nothing or leave nothing.
     """
     from ..calibrate.model.products import matrix_products, other_products, output_head, takes_quantizers
     from ..calibrate.model.source import meta_model
     from ..export.graph.support import unsupported
-    from ..quantize.policy import Products, select
+    from ..quantize.policy import Products, match_terms, select
 
     model = meta_model(source)
     if reason := unsupported(model, source):
@@ -36,7 +37,8 @@ def products_of(source: "Source", skip: tuple[str, ...], only: tuple[str, ...] =
     products = Products(
         (*modules, *others), output_head(model), {name: type(module).__name__ for name, module in unknown.items()}
     )
-    select(products, skip, only)
+    chosen, _ = select(products, options.skip, options.only)
+    match_terms(options.two_terms, products, chosen)
     return products
 
 

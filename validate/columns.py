@@ -39,6 +39,11 @@ def decibels(value: float) -> str:
     return "exact" if value == float("inf") else f"{value:.1f}".replace("-", "−")
 
 
+def noise(value: float | None) -> str:
+    """The same in a sentence, of what has a scale: None where nothing is lost."""
+    return "exact" if value is None else f"{decibels(value)} dB"
+
+
 def magnitude(value: float) -> str:
     """A non-negative number with four significant digits."""
     return f"{value:.4g}"
@@ -137,6 +142,11 @@ def _cell(column: Column[Row], row: Row) -> Cell:
     return Cell("" if value is None else column.write(value), value, column.numeric)
 
 
+def lossless(value: float | None) -> float:
+    """The decibels of what has a scale: none where nothing is lost."""
+    return float("inf") if value is None else value
+
+
 def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
     """The products that run in FP8, and the tensors of an FP8 cache."""
     columns = (
@@ -148,9 +158,12 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow]("scale", lambda row: row.scale, magnitude),
         Column[ModuleRow]("saturation", lambda row: row.saturation, share),
         Column[ModuleRow]("underflow", lambda row: row.underflow, share),
-        Column[ModuleRow]("input dB", lambda row: row.sqnr_db, decibels),
-        Column[ModuleRow]("best dB", lambda row: row.sqnr_best_db, decibels),
-        Column[ModuleRow]("weight dB", lambda row: row.weight_sqnr_db, decibels),
+        Column[ModuleRow]("terms", lambda row: row.terms, count),
+        Column[ModuleRow]("input dB", lambda row: lossless(row.sqnr_db), decibels),
+        Column[ModuleRow]("best dB", lambda row: lossless(row.sqnr_best_db), decibels),
+        Column[ModuleRow](
+            "weight dB", lambda row: lossless(row.weight_sqnr_db) if row.kind == "product" else None, decibels
+        ),
     )
     return Table(
         "Modules in FP8", [row for row in rows if row.reason is None], columns, "None: every module stays in BF16."

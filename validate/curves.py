@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.measure.histogram import Histogram, magnitudes
-from ..quantize.formats import E4M3, Format
+from ..quantize.formats import E4M3, Format, TwoTerms
 
 Floats = npt.NDArray[np.float64]
+#: What values are rounded to: a code, or two.
+CodeGrid = Format | TwoTerms
 #: BF16 patterns in one bar of a histogram: an eighth of an octave, as wide as E4M3's steps.
 PATTERNS_A_BAR = 16
 #: The octaves of the code that a sparkline spans: E4M3 from below its smallest value to above its largest.
@@ -36,25 +38,34 @@ def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Float
     return edges, totals / counts.sum() / np.diff(edges)
 
 
-def errors(histogram: Histogram, scale: float, format: Format = E4M3) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """The code that each finite pattern gets at `scale`, uint8 [patterns], and the squared error its values add,
-    float64 [patterns].
+def errors(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """The (first) code that each finite pattern gets at `scale`, uint8 [patterns], and the squared error its values
+    add, float64 [patterns].
     """
     values, counts = histogram.finite
-    codes = format.encode(values / np.float32(scale))
-    return codes, (values.astype(np.float64) - format.grid[codes].astype(np.float64) * scale) ** 2 * counts
+    quotients = values / np.float32(scale)
+    codes = coded(grid).encode(quotients)
+    two = isinstance(grid, TwoTerms)
+    rounded = grid.decode(*grid.encode(quotients)) if two else grid.grid[codes]
+    return codes, (values.astype(np.float64) - rounded.astype(np.float64) * scale) ** 2 * counts
 
 
-def error_density(histogram: Histogram, scale: float, format: Format = E4M3) -> tuple[Floats, Floats]:
-    """Where the squared error comes from: a bar for each code but zero, as wide as what rounds to it; edges in octaves
-    and shares an octave.
+def coded(grid: CodeGrid) -> Format:
+    """The format of the codes: of two terms, that of each."""
+    return grid.format if isinstance(grid, TwoTerms) else grid
+
+
+def error_density(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[Floats, Floats]:
+    """Where the squared error comes from: a bar for each (first) code but zero, as wide as what rounds to it; edges in
+    octaves and shares an octave.
 
     What rounds to zero is left out, but counts in the whole. The last bar reaches to amax, so that it holds what
     saturation adds.
     """
-    codes, error = errors(histogram, scale, format)
-    edges = np.log2(np.append(scale * format.midpoints.astype(np.float64), max(histogram.amax, scale * format.max)))
-    totals = np.bincount(codes, error, len(format.grid))[1:]
+    codes, error = errors(histogram, scale, grid)
+    midpoints = coded(grid).midpoints.astype(np.float64)
+    edges = np.log2(np.append(scale * midpoints, max(histogram.amax, scale * grid.max)))
+    totals = np.bincount(codes, error, len(midpoints) + 1)[1:]
     return edges, totals / (error.sum() or 1.0) / np.diff(edges)
 
 
@@ -69,11 +80,11 @@ class ErrorShares:
     rounding: float
 
 
-def error_shares(histogram: Histogram, scale: float, format: Format = E4M3) -> ErrorShares:
+def error_shares(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> ErrorShares:
     """Split the squared error at `scale` by its cause; without any error all shares are zero."""
-    codes, error = errors(histogram, scale, format)
+    _, error = errors(histogram, scale, grid)
     values, total = histogram.finite[0], float(error.sum()) or 1.0
-    beyond, zeroed = values > scale * format.max, codes == 0
+    beyond, zeroed = values > scale * grid.max, values <= np.float64(scale) * grid.midpoints[0]
     return ErrorShares(
         float(error[beyond].sum()) / total,
         float(error[zeroed].sum()) / total,

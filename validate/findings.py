@@ -136,8 +136,9 @@ def _underflow(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, flo
 
 
 def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    lost = scale.sqnr_best_db - scale.sqnr_db if scale.sqnr_best_db is not None and np.isfinite(scale.sqnr_db) else 0.0
-    return lost, MOST_DB_LOST, "--method mse finds the best scale there is"
+    if scale.sqnr_db is None or scale.sqnr_best_db is None:
+        return 0.0, MOST_DB_LOST, ""  # nothing is lost
+    return scale.sqnr_best_db - scale.sqnr_db, MOST_DB_LOST, "--method mse finds the best scale there is"
 
 
 def _outliers(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:

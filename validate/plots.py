@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.measure.histogram import Histogram
-from ..quantize.formats import E4M3, Format
-from .columns import magnitude, share
+from ..quantize.formats import E4M3, TWO_TERMS
+from .columns import lossless, magnitude, noise, share
 from .curves import Curve, ErrorShares, Floats, along_window, density, error_density, error_shares, rounding_alone_db
 from .tables import ModuleRow
 
@@ -119,16 +119,16 @@ def exponent(octave: float) -> str:
     return "2" + f"{octave:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def histogram_plot(row: ModuleRow, histogram: Histogram, format: Format = E4M3) -> Plot:
-    """The exact histogram of the tensor of `row` on a log2 axis, with its clip and the grid of `format`, and where its
+def histogram_plot(row: ModuleRow, histogram: Histogram) -> Plot:
+    """The exact histogram of the tensor of `row` on a log2 axis, with its clip and the grid of E4M3, and where its
     squared error comes from.
     """
     assert row.scale is not None, "a tensor in FP8 has a scale"
     assert row.clip is not None, "a tensor in FP8 has a clip"
-    scale, clip = row.scale, row.clip
+    scale, clip, grid = row.scale, row.clip, TWO_TERMS if row.terms == 2 else E4M3
     edges, values = density(histogram)
-    error_edges, error = error_density(histogram, scale, format)
-    floor, ceiling = float(np.log2(scale * format.midpoints[0])), float(np.log2(clip))
+    error_edges, error = error_density(histogram, scale, grid)
+    floor, ceiling = float(np.log2(scale * grid.midpoints[0])), float(np.log2(clip))
     rare = edges[np.searchsorted(np.cumsum(values * np.diff(edges)), 1e-3)]
     left = rare - 1 if rare - 1 > floor else floor - 1.5
     right = max(edges[-1], ceiling)
@@ -139,7 +139,7 @@ def histogram_plot(row: ModuleRow, histogram: Histogram, format: Format = E4M3) 
         axes.stairs(values, edges, fill=True, color=FAINT)
         axes.stairs(error, error_edges, color=VERMILLION)
         axes.vlines(
-            np.log2(scale * format.grid[1:].astype(np.float64)),
+            np.log2(scale * E4M3.grid[1:].astype(np.float64)),
             0,
             0.035,
             color=BLUE,
@@ -161,7 +161,8 @@ def histogram_plot(row: ModuleRow, histogram: Histogram, format: Format = E4M3) 
                 fontsize=8,
             )
         _on_the_rise(axes, edges, values, "values", MUTED)
-        _on_the_rise(axes, error_edges, error, "squared error", VERMILLION)
+        if error.any():
+            _on_the_rise(axes, error_edges, error, "squared error", VERMILLION)
         axes.xaxis.set_major_locator(_integers())
         axes.xaxis.set_major_formatter(lambda x, _: exponent(x))
         axes.set_xlabel("magnitude (blue: what E4M3 has at this scale)")
@@ -169,10 +170,10 @@ def histogram_plot(row: ModuleRow, histogram: Histogram, format: Format = E4M3) 
         return figure
 
     caption = (
-        f"{row.tensor}, {row.sqnr_db:.1f} dB. Grey: the share of its {histogram.samples:,} values in each octave, "
+        f"{row.tensor}, {noise(row.sqnr_db)}. Grey: the share of its {histogram.samples:,} values in each octave, "
         "from the exact histogram; orange: the share of the "
         f"squared error. amax {magnitude(histogram.amax)}, clip {magnitude(clip)}, scale {magnitude(scale)}. "
-        f"{_causes(row, error_shares(histogram, scale, format))}"
+        f"{_causes(row, error_shares(histogram, scale, grid))}"
     )
     return plot("The noisiest tensor on the E4M3 grid", caption, draw)
 
@@ -220,7 +221,7 @@ def _on_the_rise(axes: "Axes", edges: Floats, heights: Floats, text: str, color:
 
 def noisiest(rows: Sequence[ModuleRow]) -> ModuleRow:
     """The one of `rows` (at least one, all in FP8) whose input, or cache tensor, has the least signal to noise."""
-    return min(rows, key=lambda row: row.sqnr_db or 0.0)
+    return min(rows, key=lambda row: lossless(row.sqnr_db))
 
 
 def layer_plot(rows: Sequence[ModuleRow]) -> Plot:
@@ -230,7 +231,7 @@ def layer_plot(rows: Sequence[ModuleRow]) -> Plot:
     kinds: dict[str, list[ModuleRow]] = {}
     for row in rows:
         kinds.setdefault(row.kind_of_module, []).append(row)
-    measured = [db for row in rows for db in (row.sqnr_db, row.weight_sqnr_db) if db is not None and np.isfinite(db)]
+    measured = [db for row in rows for db in (row.sqnr_db, row.weight_sqnr_db) if db is not None]
     limits = min([*measured, 30.0]) - 0.5, max([*measured, rounding_alone_db()]) + 0.5
 
     def draw(width: float) -> "Figure":
@@ -252,7 +253,7 @@ def layer_plot(rows: Sequence[ModuleRow]) -> Plot:
     worst = noisiest(rows)
     caption = (
         "Signal to noise of what each product reads, by layer; 6 dB is one bit. The noisiest input is that of "
-        f"{worst.module}, {worst.sqnr_db:.1f} dB. The dotted line, "
+        f"{worst.module}, {noise(worst.sqnr_db)}. The dotted line, "
         f"{rounding_alone_db():.1f} dB, is what three mantissa bits leave of values spread evenly over the logarithm; "
         "what lies well below it saturates, underflows, or has outliers."
     )

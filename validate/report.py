@@ -93,7 +93,7 @@ def report_plots(run: Run) -> "dict[str, Plot]":
     """
     from . import plots
 
-    rows = [row for row in tables.module_rows(run) if row.sqnr_db is not None]
+    rows = [row for row in tables.module_rows(run) if row.scale is not None]
     drawn: dict[str, Plot] = {}
     if rows:
         worst = plots.noisiest(rows)

@@ -37,7 +37,8 @@ CODE_DTYPE = "F8_E4M3"
 class ModuleRow:
     """A matrix product or one tensor of the FP8 cache.
 
-    Shares are fractions; what stays in BF16 has a `reason` and no scale.
+    Shares are fractions; what stays in BF16 has a `reason` and no scale. Of what has one, decibels are None where
+    nothing is lost.
     """
 
     module: str
@@ -46,6 +47,7 @@ class ModuleRow:
     amax: float | None = None
     clip: float | None = None
     scale: float | None = None
+    terms: int | None = None
     saturation: float | None = None
     underflow: float | None = None
     sqnr_db: float | None = None
@@ -190,6 +192,7 @@ def _fp8(
         amax=scale.amax,
         clip=scale.clip,
         scale=scale.scale,
+        terms=scale.terms,
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,

@@ -9,7 +9,7 @@ right: a padded token continues the positions, is masked, and what it writes is 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...calibrate.model.products import attention_modules, output_axis
+from ...quantize.formats import TWO_TERMS
 from ...quantize.linear import CODE, replace_linears
 from . import operators
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
@@ -32,43 +33,89 @@ class GraphPlan:
 
     `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all
     else computes in.
-    `attention`: whether its products take codes too.
+    `two_terms`: the modules whose input is two codes a value; `attention`: how many codes a query or a probability is,
+    0 where attention takes none.
     """
 
     groups: Mapping[str, list[str]]
     cache: str
     dtype: torch.dtype
     code: torch.dtype = CODE
-    attention: bool = False
+    two_terms: frozenset[str] = frozenset()
+    attention: int = 0
 
 
 class QuantizedInput(nn.Module):
-    """The input of a group: every member receives the same tensor, which is quantized once."""
+    """The input of a group: every member receives the same tensor, which is quantized once.
 
-    def __init__(self, plan: GraphPlan):
+    In two `terms` it has twice the rows along `axis` (`FirstTerm`), and its product is in FP32, since the sum of its
+    halves is rounded once that way (docs/two-terms.md).
+    """
+
+    def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0):
         super().__init__()
-        self.dtype, self.code = plan.dtype, plan.code
+        self.code, self.terms, self.axis = plan.code, terms, axis
+        self.dtype = plan.dtype if terms == 1 else torch.float32
         self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+        self.first = FirstTerm(axis) if terms == 2 else None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` quantized and dequantized, in the compute type."""
+        """`x` quantized and dequantized, in the type of the product."""
         if self._last is None or self._last[0] is not x:
-            self._last = (x, operators.dequantize(operators.quantize(x, self.scale, self.code), self.scale, self.dtype))
+            terms = x if self.first is None else self.first(x, self.scale)
+            self._last = (x, rounded(terms, self.scale, self.code, self.dtype))
         return self._last[1]
+
+    def halves(self) -> "Halves | None":
+        """What makes one product of that of two terms."""
+        return None if self.first is None else Halves(self.axis)
+
+
+def rounded(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """`x` quantized and dequantized."""
+    values: torch.Tensor = operators.dequantize(operators.quantize(x, scale, code), scale, dtype)
+    return values
+
+
+class FirstTerm(nn.Module):
+    """`x`, and behind it along `axis` sixteen times what its codes leave of it, whose codes are the second term."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """`x` [batch, …, width] to [2 batch, …, width], or twice as much of another axis, exact in its own type."""
+        return torch.cat([x, (x - rounded(x, scale, CODE, x.dtype)) * TWO_TERMS.divisor], dim=self.axis)
+
+
+class Halves(nn.Module):
+    """The product of two terms: that of the first, and a sixteenth of that of the second, behind it along `axis`."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, product: torch.Tensor) -> torch.Tensor:
+        """`product` float32 [2 batch, …, out] to [batch, …, out]."""
+        first, second = operators.halves(product, self.axis)
+        both: torch.Tensor = first + second * (1 / TWO_TERMS.divisor)
+        return both
 
 
 class GraphLinear(nn.Module):
     """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a
-    bias. A Conv1D's weight needs no Transpose.
+    bias. A Conv1D's weight needs no Transpose. Of two terms the halves are added behind the MatMul.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
         """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_axis(linear)
+        self.halves = quantized.halves()
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
         self.register_buffer(
             "weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta")
@@ -83,9 +130,13 @@ class GraphLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out]."""
-        weight = operators.dequantize(self.weight, self.weight_scale, self.dtype, self.axis)
-        y = torch.matmul(self.quantized[0](x), weight if self.axis else weight.t())
-        return y if self.bias is None else y + self.bias
+        (quantized,) = self.quantized
+        weight = operators.dequantize(self.weight, self.weight_scale, quantized.dtype, self.axis)
+        y = torch.matmul(quantized(x), weight if self.axis else weight.t())
+        if self.halves is None:
+            return y if self.bias is None else y + self.bias
+        total: torch.Tensor = self.halves(y)
+        return (total if self.bias is None else total + self.bias.float()).to(self.dtype)
 
 
 class Graph(nn.Module):
@@ -195,13 +246,18 @@ class MatMul(nn.Module):
 class QuantizedAttention(nn.Module):
     """Attention as two products of codes and a softmax in FP32.
 
-    Query heads that share a key head are one matrix, so that nothing is repeated.
+    Query heads that share a key head are one matrix, so that nothing is repeated. Two terms of queries and
+    probabilities lie along its rows, so that neither are keys and values.
     """
 
     def __init__(self, plan: GraphPlan):
         super().__init__()
-        self.q, self.k, self.v, self.p = (QuantizedInput(plan) for _ in "qkvp")
+        self.dtype = plan.dtype
+        self.q, self.p = (QuantizedInput(plan, plan.attention, axis=2) for _ in "qp")
+        inside = replace(plan, dtype=self.q.dtype)
+        self.k, self.v = (QuantizedInput(inside) for _ in "kv")
         self.scores, self.values = MatMul(), MatMul()
+        self.scores_halves, self.values_halves = self.q.halves(), self.p.halves()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
@@ -212,17 +268,19 @@ class QuantizedAttention(nn.Module):
         batch, heads, seq, size = query.shape
         kv_heads, length = key.shape[1:3]
         grouped = query.reshape(batch, kv_heads, heads // kv_heads * seq, size)
-        scores = (
-            self.scores(self.q(grouped), self.k(key).transpose(-1, -2)).float().reshape(batch, heads, seq, length)
-            * scale
-        )
+        products = self.scores(self.q(grouped), self.k(key).transpose(-1, -2))
+        if self.scores_halves is not None:
+            products = self.scores_halves(products)
+        scores = products.float().reshape(batch, heads, seq, length) * scale
         weights = (
             scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
             .softmax(-1)
             .reshape((*grouped.shape[:3], length))
         )
-        output: torch.Tensor = self.values(self.p(weights), self.v(value)).reshape(query.shape)
-        return output
+        output: torch.Tensor = self.values(self.p(weights), self.v(value))
+        if self.values_halves is not None:
+            output = self.values_halves(output).to(self.dtype)
+        return output.reshape(query.shape)
 
 
 def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
@@ -233,7 +291,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     model.set_attn_implementation(ATTENTION)
     layers: dict[str, nn.Module] = {}
     for members in plan.groups.values():
-        quantized = QuantizedInput(plan)
+        quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"

@@ -110,18 +110,19 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     owner, _, last = scope.rpartition(".")
     if node.op_type == "Attention" and scope:
         return names.attention(scope)
+    if ".fp8q_attention." in scope:
+        return _attention_node_name(node, *scope.split(".fp8q_attention."))
     if last == "input":
         return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(
             node.op_type
         )
-    if owner.endswith(".fp8q_attention"):
-        module = owner.removesuffix(".fp8q_attention")
-        if last in names.ATTENTION_PRODUCTS:
-            return names.attention_product(module, last)
-        return {
-            "QuantizeLinear": names.attention_quantize(module, last),
-            "DequantizeLinear": names.attention_dequantize(module, last),
-        }.get(node.op_type)
+    if last == "first" and owner.endswith(".input"):
+        group = owner.removesuffix(".input")
+        return {"QuantizeLinear": names.first_quantize(group), "DequantizeLinear": names.first_dequantize(group)}.get(
+            node.op_type
+        )
+    if last == "halves":
+        return {"Split": names.halves(owner), "Add": names.terms_add(owner)}.get(node.op_type)
     if last in ("fp8q_k", "fp8q_v"):
         part = last[-1]
         past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
@@ -136,6 +137,25 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
         }
         return kinds.get(node.op_type)
     return None
+
+
+def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
+    """The same within the `fp8q_attention` of an attention module: in q, k, v, p, in a product, or in what these hold
+    for two terms.
+    """
+    part, _, of_two = inside.partition(".")
+    if part in names.ATTENTION_PRODUCTS:
+        return names.attention_product(module, part)
+    if part.endswith("_halves"):
+        product = part.removesuffix("_halves")
+        kinds = {"Split": names.attention_halves(module, product), "Add": names.attention_terms_add(module, product)}
+        return kinds.get(node.op_type)
+    quantize, dequantize = (
+        (names.attention_first_quantize, names.attention_first_dequantize)
+        if of_two
+        else (names.attention_quantize, names.attention_dequantize)
+    )
+    return {"QuantizeLinear": quantize(module, part), "DequantizeLinear": dequantize(module, part)}.get(node.op_type)
 
 
 def name_the_rest(model: ir.Model, stored: Collection[str]) -> None:

@@ -40,6 +40,19 @@ def _(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 
     return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
+@torch.library.custom_op("fp8q::halves", mutates_args=())
+def halves(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second half of `x` along `axis`, whose size is even."""
+    first, second = x.chunk(2, axis)
+    return first.clone(), second.clone()
+
+
+@halves.register_fake
+def _(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :]]
+    return x.new_empty(shape), x.new_empty(shape)
+
+
 @torch.library.custom_op("fp8q::layer", mutates_args=())
 def layer(hidden: torch.Tensor, index: int) -> torch.Tensor:
     """`hidden` as it is: the place of layer `index`, which is not traced."""
@@ -81,11 +94,15 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
         return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))
 
+    def onnx_halves(x, axis):  # type: ignore[no-untyped-def]
+        return op.Split(x, num_outputs=2, axis=axis)
+
     def onnx_layer(hidden, index):  # type: ignore[no-untyped-def]
         return skipped(hidden, index=index)
 
     return {
         torch.ops.fp8q.quantize.default: onnx_quantize,
         torch.ops.fp8q.dequantize.default: onnx_dequantize,
+        torch.ops.fp8q.halves.default: onnx_halves,
         torch.ops.fp8q.layer.default: onnx_layer,
     }

@@ -41,12 +41,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_model(
-    run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, fp8_attention: bool = False
+    run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, attention: int = 0
 ) -> list[Path]:
-    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32; returns their paths."""
+    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32, `attention` as `GraphPlan`
+    has it; returns their paths.
+    """
     return export_graphs(
         run.model,
-        GraphPlan(promised_groups(record.groups, scales), scales.cache_parts, DTYPES[dtype], attention=fp8_attention),
+        GraphPlan(
+            promised_groups(record.groups, scales),
+            scales.cache_parts,
+            DTYPES[dtype],
+            two_terms=frozenset(scales.two_terms),
+            attention=attention,
+        ),
         report,
     )
 

@@ -89,7 +89,7 @@ def test_what_the_graph_cannot_do_is_refused_before_any_work(
     path = random_checkpoint(tmp_path / "model", config, fields)
     source = open_source(str(path))
     with pytest.raises(api.InputError) as refused:
-        products_of(source, ())
+        products_of(source)
     assert (
         str(refused.value)
         == f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model"
@@ -132,6 +132,6 @@ def test_what_it_can_do_is_not(
     """The verified architectures, each with the window, the head size or the number of KV heads that marks it, and two
     others.
     """
-    products = products_of(open_source(str(random_checkpoint(tmp_path / "model", config, fields))), ())
+    products = products_of(open_source(str(random_checkpoint(tmp_path / "model", config, fields))))
     assert products.head in ("lm_head", "lm_head.decoder")
     assert len(products.names) > 8

@@ -38,7 +38,7 @@ def calibrate(run: Run, source: Source, data: Path, options: CalibrateOptions) -
     collected = corpora.collect(source, load_tokenizer(source), str(data), None, options, notes)
     corpora.write_corpus(run, source, collected, notes)
     measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source, ()), options, notes)
+    choosing.quantize(run, source, sources.products_of(source), options, notes)
 
 
 @pytest.fixture(scope="module")

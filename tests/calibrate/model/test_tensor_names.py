@@ -54,7 +54,7 @@ def test_the_head_of_gpt_neox_is_stored_as_embed_out(saved: Callable[..., Path])
     source = open_source(str(saved(config)))
     assert source.renamed == {"lm_head.weight": "embed_out.weight"}
     assert_found(source)
-    assert products_of(source, ()).head == "lm_head"
+    assert products_of(source).head == "lm_head"
 
 
 def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(saved: Callable[..., Path]) -> None:
@@ -68,4 +68,4 @@ def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(
     source = open_source(str(path))
     assert source.stored("transformer.h.1.mlp.c_fc.weight") == "h.1.mlp.c_fc.weight"
     assert_found(source)
-    assert len(products_of(source, ()).names) == 2 * 4 + 1
+    assert len(products_of(source).names) == 2 * 4 + 1
