@@ -142,9 +142,7 @@ def recording(loaded: Reference) -> Iterator[Codes]:
     codes: Codes = {}
 
     def keep(name: str) -> Callable[[FP8Linear, tuple[torch.Tensor, ...]], None]:
-        return lambda module, inputs: codes.update(
-            {f"{name}.input": np.concatenate([*codes_of(module, inputs[0])])}
-        )
+        return lambda module, inputs: codes.update({f"{name}.input": np.concatenate([*codes_of(module, inputs[0])])})
 
     def codes_of(module: FP8Linear, x: torch.Tensor) -> np.ndarray:
         return module.input_codes(x, module.input_scale).to(CODE).view(torch.uint8).numpy()

@@ -58,7 +58,9 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         weight_scales = stored_scales(run.model, promised)
 
         def linted(graphs: list[Path]) -> "dict[Path, list[Finding]]":
-            return {path: lint(path, promised, weight_scales, promised_attention(run)) for path in graphs}
+            return {
+                path: lint(path, promised, weight_scales, promised_attention(run), scales.two_terms) for path in graphs
+            }
 
         findings = linted([run.onnx, run.onnx_fp32]) if carried else {}
         if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on

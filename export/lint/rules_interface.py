@@ -8,8 +8,9 @@ from .. import names
 from .indexed import Indexed
 from .rules import Broken, Promise, promise_rule
 from .rules_products import activation_of, quantize_of
+from .rules_terms import end_of
 from .tensors import type_name
-from .weight_scales import behind, weight_of
+from .weight_scales import weight_of
 
 #: Input -> its dimensions. Each layer has a key and a value of `PAST` dimensions, and answers with one of `NEW`.
 INPUTS = {
@@ -30,13 +31,13 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
     A name that says something else than what the node is would make every later tool, and the proof, speak of the wrong
     module.
     """
-    scaled = {product.node.name: [product.node, *behind(graph, product)][-1] for product in graph.products}
+    ends = {product.node.name: end_of(graph, product) for product in graph.products}
     for node in graph.nodes:
         module = names.module_of(node.name) or ""
         if node.name == names.matmul(module) and node.op_type not in ("MatMul", "Gemm"):
             yield node.name, f"bears a product's name and is {node.op_type}; rename it"
         if node.name == names.bias_add(module):
-            last = scaled.get(names.matmul(module))
+            last = ends.get(names.matmul(module))
             if node.op_type != "Add" or last is None or last.output[0] not in node.input:
                 added = names.matmul(module) if last is None else last.name
                 yield node.name, f"bears the name of a bias, and does not add to {added}; rename it"
