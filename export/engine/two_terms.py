@@ -4,7 +4,7 @@ Products, types, codes, factors and scales of an engine of one term are the same
 some arithmetic in the kernels around the product. So it is read from the program of each profile that
 
 - one product computes the module, and no second one a term of it;
-- the tensor of its codes has other rows than the token ids: it is not one term alone;
+- the tensor of its codes has other rows than the token ids, or than products of one term: it is not one term alone;
 - the kernel that makes the codes, or one just before it, takes the scale, which the first codes are multiplied by to
   see what they leave, and a 16, which that is multiplied by;
 - each kernel that reads the product takes a 1/16 for each part that it reads, which the second half is multiplied by.
@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from ...quantize.formats import TWO_TERMS
 from .numbers import MOVES, OPERANDS, Difference, moved, quantizer_of
 from .plan import Plan
-from .program import Pool, Program, Statement
+from .program import Pool, Program, Statement, Tensor
 from .promise import Promise
 
 #: What of a module is compared.
@@ -68,10 +68,11 @@ Fault = tuple[str, str, bool]
 def _faults(read: _Read, promise: Promise, product: Statement, roots: Collection[str]) -> Iterator[Fault]:
     program, divisor = read.program, TWO_TERMS.divisor
     codes = next((name for name in product.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), "")
-    whole, tokens = (program.tensors.get(name) for name in (program.root(codes)[0], _tokens(program)))
-    if whole is None or tokens is None or len(whole.symbols) < _RANK:
+    whole = program.tensors.get(program.root(codes)[0])
+    single = _rows_of_one_term(program, whole, roots)
+    if whole is None or not single:
         yield "the rows of its codes do not read", "", False
-    elif whole.symbols[0] == tokens.symbols[0]:
+    elif whole.symbols[0] in single:
         yield "its codes have the rows of one term", "both of them", True
         return
     maker, second = quantizer_of(program, codes, promise.quantizer), f"{divisor} times what the first term leaves"
@@ -88,8 +89,18 @@ def _faults(read: _Read, promise: Promise, product: Statement, roots: Collection
             yield what, "the second half a sixteenth of each", True
 
 
-def _tokens(program: Program) -> str:
-    return next((name for name in program.bound if name.startswith(_TOKENS)), "")
+def _rows_of_one_term(program: Program, codes: Tensor | None, roots: Collection[str]) -> set[str]:
+    """How many rows codes like these have in one term, as the program calls it: the batch, or where they are a matrix
+    the rows of the products that are of one term (the output head's, whose result is none of `roots`).
+    """
+    if codes is None or not codes.symbols:
+        return set()
+    if len(codes.symbols) >= _RANK:
+        given = [program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)]
+    else:
+        others = [each for each in program.statements if each.nodes and program.root(each.outputs[0])[0] not in roots]
+        given = [program.tensors.get(each.inputs[0]) for each in others]
+    return {each.symbols[0] for each in given if each is not None and each.symbols and not each.dims[0]}
 
 
 def _readers(program: Program, root: str) -> list[Statement]:

@@ -12,21 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
-from onnx.external_data_helper import uses_external_data
 
 from fp8q import api
-from fp8q.export.engine.build import Job, build
-from fp8q.export.engine.info import load_engines
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.forms import UNIT, in_form
 from fp8q.export.lint.external import Places, read_tensor
 from fp8q.export.lint.loading import load_graph
-from fp8q.files import share
 from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
 from fp8q.run import Run
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
@@ -47,31 +41,6 @@ def run(attention_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     options = api.EngineOptions(runtime="tensorrt-rtx", targets=TARGETS, max_batch=2, max_seq_len=64)
     assert [engine.fp8_products for engine in api.build_engine(copied, options)] == [7, 7]
     return Run(copied)
-
-
-@pytest.fixture(scope="module")
-def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """`built(change, "sm89")`: the engine of the run's graph with a change, in the run's own profiles."""
-    wanted = tuple(load_engines(run)[0].profiles)
-
-    def build_changed(change: Change, target: str) -> Path:
-        directory = tmp_path_factory.mktemp("changed")
-        model = onnx.load_model(run.onnx, load_external_data=False)
-        change(model, run.model)
-        (directory / "model.onnx").write_bytes(model.SerializeToString())
-        for name in {
-            entry.value
-            for tensor in model.graph.initializer
-            if uses_external_data(tensor)
-            for entry in tensor.external_data
-            if entry.key == "location"
-        }:
-            share(run.model / name, directory / name)
-        plan = directory / f"{target}.plan"
-        plan.write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, wanted), SILENT))
-        return plan
-
-    return build_changed
 
 
 # Graphs that deceive.

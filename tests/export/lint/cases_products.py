@@ -328,4 +328,18 @@ CASES = [
         read_unscaled,
         {"weight_scale": "mul"},
     ),
+    Case(
+        "F214",
+        (f"{DOWN}.matmul: is promised in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}",),
+        two_terms=(DOWN,),
+    ),
+    Case(
+        "F214",
+        tuple(
+            f"{LAYER}.{name}_proj.matmul: takes two terms, and scales.json promises one; {AGAIN}"
+            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+        ),
+        options={"two_terms": True},
+        two_terms=(),
+    ),
 ]

@@ -31,6 +31,7 @@ class Case:
     promised: dict[str, float | None] | None = None
     weight_scales: dict[str, Any] = field(default_factory=dict)
     attention: dict[str, tuple[float, float]] = field(default_factory=dict)
+    two_terms: tuple[str, ...] | None = None
 
 
 def node(model: ModelProto, name: str) -> NodeProto:
