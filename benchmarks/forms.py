@@ -3,7 +3,7 @@
 
     python benchmarks/forms.py
 
-The demo, two profiles, both targets: products and their types, kernels, bytes, and how many of the promised products
+The demo, activations in one term and in two, two profiles, both targets: products and their types, kernels, bytes, and how many of the promised products
 the proof finds in FP8 on the run's own codes and factors; and of one layer the program itself, statement by statement.
 Prints one JSON line.
 """
@@ -17,11 +17,21 @@ from typing import Any, get_args
 from models import DEMO
 from result import arguments, described, publish
 
-from fp8q.api import CalibrateOptions, EngineOptions, ExportOptions, build_engine, calibrate, engine, export
+from fp8q.api import (
+    CalibrateOptions,
+    EngineOptions,
+    ExportOptions,
+    RescaleOptions,
+    build_engine,
+    calibrate,
+    engine,
+    export,
+    scales,
+)  # fmt: skip
 from fp8q.export import names
 from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.export.engine.program import Program, Statement
-from fp8q.options import WeightScale
+from fp8q.options import Terms, WeightScale
 from fp8q.run import Run
 from fp8q.stages.engines import EngineView
 
@@ -46,6 +56,7 @@ def figures(view: EngineView) -> dict[str, Any]:
         "promised": view.promised_products,
         "found": {"fp8": view.fp8_products, "codes": view.codes_found, "factors": view.factors_found},
         "inputs": view.inputs_found,
+        "terms": view.terms_found,
         "modules": modules_by_types(plan),
         "products": dict(Counter(str(product) for product in plan.profiles[0])),
         "kernels": len(plan.kernels[0]),
@@ -76,7 +87,10 @@ def main() -> int:
             str(DEMO / "checkpoint"), str(DEMO / "calibration.txt"), Path(directory) / "run",
             str(DEMO / "evaluation.txt"), CalibrateOptions(samples=16, seq_len=256),
         )  # fmt: skip
-        results = {form: measure(run, form) for form in get_args(WeightScale)}
+        results = {}
+        for terms in get_args(Terms):
+            scales(run.root, RescaleOptions(activation_terms=terms))
+            results[f"{terms}"] = {form: measure(run, form) for form in get_args(WeightScale)}
     return publish(head, {"results": results}, given.save)
 
 
