@@ -3,8 +3,9 @@
 
     python benchmarks/forms.py
 
-The demo, activations in one term and in two, two profiles, both targets: products and their types, kernels, bytes, and how many of the promised products
-the proof finds in FP8 on the run's own codes and factors; and of one layer the program itself, statement by statement.
+The demo, activations in one term and in two, two profiles, both targets: products and their types, kernels, bytes, and
+how many of the promised products the proof finds in FP8 on the run's own codes and factors; and of one layer the
+program itself, statement by statement.
 Prints one JSON line.
 """
 
