@@ -29,10 +29,10 @@ help:
 demo: install
 	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
 
-# A file of tests is one worker's, whose runs are made once.
+# A file of tests is one worker's, whose runs are made once; torch's threads would wait for each other.
 WORKERS ?= 2
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20
@@ -54,7 +54,7 @@ format: install
 	$(BIN)/ruff format
 
 # What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
-PARTS := kv_cache accumulator attention baselines engine_size two_terms choosing_scales weight_mse weight_rounding \
+PARTS := kv_cache accumulator attention baselines engine_size two_terms forms choosing_scales weight_mse weight_rounding \
   rescale lint_time calibration memory export_memory export_time two_implementations architectures unseen_architectures
 benchmarks: install
 	@missed=; for part in $(PARTS); do \

@@ -46,6 +46,7 @@ KvCache = Literal["off", "v", "fp8"]
 #: How many codes stand for one activation.
 Terms = Literal[1, 2]
 WeightRounding = Literal["nearest", "gptq", "sequential"]
+WeightScale = Literal["dq", "mul"]
 #: What FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
@@ -273,15 +274,19 @@ class ExportOptions(Options):
         Literal["wide", "fp8"],
         option(ENGINE, "Multiply queries by keys and probabilities by values in the compute type, or in FP8."),
     ] = "wide"
+    weight_scale: Annotated[
+        WeightScale,
+        option(ENGINE, "Scale a weight's channels in its DequantizeLinear, or by a Mul behind the product."),
+    ] = "dq"
 
     def __post_init__(self) -> None:
-        """Refuse a type for graphs that have no other, and attention in FP8 in what is compared with FP8."""
+        """Refuse a type for graphs that have no other, and FP8's attention and form in what is compared with FP8."""
         super().__post_init__()
-        if self.precision != "fp8" and self.attention != "wide":
-            raise InputError(
-                f"--attention {self.attention}: is for the FP8 graph, not for --precision {self.precision}; leave one "
-                "of them out"
-            )
+        for name in ("attention", "weight_scale"):
+            if self.precision != "fp8" and (given := first_given(self, [name])):
+                raise InputError(
+                    f"{given}: is for the FP8 graph, not for --precision {self.precision}; leave one of them out"
+                )
         if self.precision != "fp8" and self.dtype != ExportOptions.dtype:
             raise InputError(
                 f"--dtype {self.dtype}: is for the FP8 graph, and --precision {self.precision} computes in BF16; "

@@ -139,6 +139,27 @@ def engine_sizes() -> str:
 KINDS = ("bf16", "int8", "fp8")
 
 
+def forms() -> str:
+    """What the demo's engines run in both forms of its graph."""
+    rows = []
+    for terms, forms in load("forms")["results"].items():
+        for target in TARGETS:
+            for form, results in forms.items():
+                found = results[target]
+                proven = [*found["found"].values(), found["inputs"], *([found["terms"]] if terms == "2" else [])]
+                cells = [_ran(found["products"]), str(found["kernels"]), f"{found['bytes'] / MEGABYTE:.2f} MB"]
+                rows.append([terms, target, f"`{form}`", *cells, f"{min(proven)} of {found['promised']}"])
+    head = ["terms", "", "form", "products of a profile", "other kernels", "engine", "proven: FP8, and all numbers"]
+    return table(head, rows)
+
+
+def form_programs() -> str:
+    """One layer's program in both forms."""
+    both = load("forms")["results"]["1"]
+    lines = zip(*(both[form]["sm89"]["program"] for form in ("dq", "mul")), strict=True)
+    return table(["`dq`", "`mul`"], ([f"`{statement}`" for statement in line] for line in lines))
+
+
 def engine_products() -> str:
     """What the demo's engines run, by precision."""
     found = load("engine_size")["results"]["demo"]
@@ -341,6 +362,7 @@ def limits() -> str:
         ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
         ["what do weight scales and rounding give?", "weight_rounding, weights_alone, weight_mse", "weights.md"],
         ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
+        ["what do engines run with weights' scales in one place or the other?", "forms", "engines.md"],
         ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
         ["how much memory does `--stream` take?", "memory", _memory(load("memory"))],
         ["how much memory to write the checkpoint and its graphs?", "export_memory", _writing(load("export_memory"))],
@@ -400,7 +422,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/attention.md": (attention,),
     "docs/baselines.md": (baselines, engine_products),
     "docs/choosing-scales.md": (choosing_scales,),
-    "docs/engines.md": (engine_sizes,),
+    "docs/engines.md": (forms, form_programs, engine_sizes),
     "docs/kv-cache.md": (kv_cache,),
     "docs/two-terms.md": (two_terms,),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),

@@ -55,15 +55,21 @@ def product(layer: GraphLinear, x: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, weight if layer.axis else weight.t())
 
 
+def halves(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second half of the rows."""
+    first, second = operators.halves(product, 0)
+    return first, second
+
+
 def in_the_compute_type(layer: GraphLinear, x: torch.Tensor) -> torch.Tensor:
     """One product, its halves added as they come."""
-    first, second = operators.halves(product(layer, coded(layer, torch.cat(terms(layer, x)))), 0)
+    first, second = halves(product(layer, coded(layer, torch.cat(terms(layer, x)))))
     return first + second * SIXTEENTH
 
 
 def halves_widened(layer: GraphLinear, x: torch.Tensor) -> torch.Tensor:
     """One product, its halves added in FP32."""
-    first, second = operators.halves(product(layer, coded(layer, torch.cat(terms(layer, x)))), 0)
+    first, second = halves(product(layer, coded(layer, torch.cat(terms(layer, x)))))
     return (first.float() + second.float() * SIXTEENTH).to(layer.dtype)
 
 
@@ -75,7 +81,7 @@ def two_products(layer: GraphLinear, x: torch.Tensor) -> torch.Tensor:
 
 def joined_codes(layer: GraphLinear, x: torch.Tensor) -> torch.Tensor:
     """One product of both terms, which are put together when they are codes already."""
-    first, second = operators.halves(product(layer, torch.cat([coded(layer, term) for term in terms(layer, x)])), 0)
+    first, second = halves(product(layer, torch.cat([coded(layer, term) for term in terms(layer, x)])))
     return first + second * SIXTEENTH
 
 

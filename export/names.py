@@ -9,8 +9,9 @@ import re
 #: What the products of attention make, in the order of work.
 ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
-    r"(?P<module>.+)\.(?:matmul|bias_add|attention|weight\.dequantize|input\.(?:first\.)?(?:de)?quantize"
-    r"|halves|terms_add|narrow|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
+    r"(?P<module>.+)\.(?:matmul(?:\.rescale(?:_cast)?)?|bias_add|attention|weight\.dequantize"
+    r"|input\.(?:first\.)?(?:de)?quantize|halves|terms_add|narrow"
+    r"|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
     r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
     r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
@@ -19,6 +20,16 @@ _MODULE = re.compile(
 def matmul(module: str) -> str:
     """The product of module M."""
     return f"{module}.matmul"
+
+
+def rescale(product: str) -> str:
+    """The Mul behind the node of a product that applies its weight's scales."""
+    return f"{product}.rescale"
+
+
+def rescale_cast(product: str) -> str:
+    """The Cast of what that makes to the type that the graph computes in."""
+    return f"{product}.rescale_cast"
 
 
 def bias_add(module: str) -> str:

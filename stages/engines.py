@@ -29,7 +29,8 @@ class EngineView:
 
     `unknown`: why that cannot be told, where it cannot; `codes_found`, `factors_found` and `inputs_found`: FP8 products
     that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and whose input
-    was quantized with the run's scale (None: not looked for); `differences`: what is otherwise, or cannot be told.
+    was quantized with the run's scale (None: not looked for); `terms_found`: FP8 products less those that are promised
+    in two terms and are not of both (None: none is promised so); `differences`: what is otherwise, or cannot be told.
     """
 
     file: str
@@ -45,6 +46,7 @@ class EngineView:
     codes_missing: tuple[str, ...]
     factors_found: int | None
     inputs_found: int | None
+    terms_found: int | None
     differences: "tuple[Difference, ...]"
     narrow: tuple[str, ...]
     products: "tuple[ProductRow, ...]"
@@ -76,7 +78,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
     scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
-    pledge = Pledge(scales.promised, graph, tuple(scales.kv_cache), promised_attention(run))
+    pledge = Pledge(scales.promised, graph, tuple(scales.kv_cache), promised_attention(run), scales.two_terms)
     return [view(info, engine_file(run, info, plan), pledge, scales) for info in chosen]
 
 
@@ -94,6 +96,7 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
     from ..export.engine.anatomy import attention_rows, product_rows, wide_rows
     from ..export.engine.numbers import CODES, FACTORS, INPUT
     from ..export.engine.proof import prove
+    from ..export.engine.two_terms import TERMS
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
     plan, reason = read(info, data)
@@ -117,6 +120,7 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
         codes_missing=tuple(dict.fromkeys(each.module for each in proof.differences if each.what == CODES)),
         factors_found=proof.found(FACTORS),
         inputs_found=proof.found(INPUT),
+        terms_found=proof.found(TERMS) if pledge.two_terms else None,
         differences=proof.differences,
         narrow=tuple(sorted(found.narrow)),
         products=tuple(product_rows(plan, profiles)) if plan else (),

@@ -26,6 +26,7 @@ SMALLEST_FP16_SCALE = 2.0**-15
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
     from ..calibrate.measure.statistics import load_record
+    from ..export.forms import write_form
     from ..export.graph.trace import export_model
     from ..export.lint.check import lint, promised_attention
     from ..quantize.scales import load_scales
@@ -37,7 +38,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         "scales.json": written["scales.json"]
     }
     check_dtype(scales, asked)
-    options = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
+    traced = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
+    options = traced | ({"weight_scale": asked.weight_scale} if asked.weight_scale != "dq" else {})
     if asked.attention == "fp8":
         measure_queries(run, notes)
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
@@ -46,7 +48,9 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     if run.is_current("export", inputs, options):
         return
     record = load_record(run)
-    carried = has_graphs(run) and run.record().stages["export"].options == options
+    before = dict(run.record().stages["export"].options) if has_graphs(run) else {}
+    form = before.pop("weight_scale", ExportOptions.weight_scale)
+    carried = before == traced
     with stage(run, "export", inputs, options, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
@@ -54,11 +58,17 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         weight_scales = stored_scales(run.model, promised)
 
         def linted(graphs: list[Path]) -> "dict[Path, list[Finding]]":
-            return {path: lint(path, promised, weight_scales, promised_attention(run)) for path in graphs}
+            return {
+                path: lint(path, promised, weight_scales, promised_attention(run), scales.two_terms) for path in graphs
+            }
 
         findings = linted([run.onnx, run.onnx_fp32]) if carried else {}
         if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
-            findings = linted(export_model(run, record, scales, asked.dtype, notes, attention))
+            form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
+        if form != asked.weight_scale:
+            for path in findings:
+                write_form(path, path, asked.weight_scale)
+            findings = linted([*findings])
         log.outputs += findings
         for path, found in findings.items():
             say(path, found, notes)

@@ -81,6 +81,7 @@ def promise(run: Run) -> "Promise":
         {module: activation.scale for module, activation in scales.activations.items()},
         weight_scales,
         promised_attention(run),
+        scales.two_terms,
     )
 
 

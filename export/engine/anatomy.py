@@ -3,7 +3,7 @@ a product stayed wide.
 
 A plan says of every kernel which ONNX nodes went into it (`plan`). So the kernel that quantizes a product's input is
 the one that holds the group's QuantizeLinear, and those that finish the product (its scales, a bias, a norm, the next
-quantization) are the ones that hold its MatMul and are no product.
+quantization) are the ones that hold its MatMul, or what scales it behind that, and are no product.
 """
 
 import re
@@ -71,7 +71,11 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
             computed = _products_of(product)
             for node in computed:
                 others = tuple(names.product_of(other) for other in computed if other != node)
-                after = tuple(name for name in _holding(kernels, {node}) if name not in before)
+                after = tuple(
+                    name
+                    for name in _holding(kernels, {node, names.rescale(node), names.rescale_cast(node)})
+                    if name not in before
+                )
                 rows.append(
                     ProductRow(
                         profile, names.module_of(node), node, product.operands, product.result, others, before, after

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ from . import targets
 from .build_progress import Progress
 from .failures import explain
 from .info import LISTED, EngineInfo, engines_of
+from .other_form import in_better_form
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
+
+#: What an engine's files end in; ONNX where it was built of another form of the graph.
+WRITTEN = (".plan", ".json", ".sh", ".onnx")
 
 
 def resolve(options: EngineOptions) -> EngineOptions:
@@ -75,7 +80,7 @@ def load(runtime: Runtime) -> Any:
 
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it,
-    and how trtexec builds it; returns the files.
+    how trtexec builds it, and the graph where it was built of another form of it (`other_form`); returns the files.
 
     `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is
     noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays, with its
@@ -98,19 +103,19 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     )
     with together(directory) as fresh:
         for target in options.targets:
-            path, timings = fresh / f"{target}.plan", directory / f"{target}.timings"
-            info, found = build_engine(
-                graph, path, Job(options.runtime, target, wanted, options.workspace, timings), promised, report
-            )
-            write_document(path.with_suffix(".json"), info)
-            write_script(path.with_suffix(".sh"), graph, info, options.workspace, directory)
+            job = Job(options.runtime, target, wanted, options.workspace, directory / f"{target}.timings")
+            build_one = partial(build_engine, job=job, promised=promised, report=report)
+            (info, found), built = in_better_form(graph, fresh / f"{target}.plan", build_one, report)
+            write_document(fresh / f"{target}.json", info)
+            write_script(fresh / f"{target}.sh", built, info, options.workspace)
             for line in remarks(info, found) if options.precision == "fp8" else []:
                 report.note(line)
-    written = [directory / f"{target}.{kind}" for target in options.targets for kind in ("plan", "json", "sh")]
-    for stale in [path for kind in ("plan", "json", "sh") for path in directory.glob(f"*.{kind}")]:
-        if stale not in written:
+        placed = {file.name for file in fresh.iterdir()}
+    for stale in [path for path in directory.iterdir() if path.suffix in WRITTEN or path.is_symlink()]:
+        if stale.name not in placed:
             stale.unlink()
-    return written
+    wanted_names = [f"{target}{kind}" for target in options.targets for kind in WRITTEN]
+    return [directory / name for name in wanted_names if name in placed]
 
 
 @contextmanager
@@ -166,8 +171,8 @@ def build_engine(
     start = time.monotonic()
     plan = build(onnx_file, job, report)
     seconds = round(time.monotonic() - start, 3)
-    with replacing(path) as partial:
-        partial.write_bytes(plan)
+    with replacing(path) as whole:
+        whole.write_bytes(plan)
     looked = read_inspector(inspect(plan)) if job.runtime == "tensorrt" else read_plan(plan)
     if job.runtime == "tensorrt-rtx" and looked and doubt(plan, looked, job.target):
         looked = None
@@ -291,8 +296,8 @@ def load_timings(config: Any, file: Path) -> None:
 
 def save_timings(config: Any, file: Path) -> None:
     """Keep how long kernels took, for the next build."""
-    with replacing(file) as partial:
-        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
+    with replacing(file) as whole:
+        whole.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:

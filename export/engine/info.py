@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...errors import GateError, InputError
 from ...files import Strict, read_document
-from ...options import Precision
+from ...options import Precision, WeightScale
 from ...record import command
 from ...run import Run
 from . import targets
@@ -34,6 +34,9 @@ class EngineInfo(Strict):
     )
     ran: dict[str, int] | None = Field(
         default=None, description="of an engine that promises none: how many modules' products are of which types"
+    )
+    weight_scale: WeightScale | None = Field(
+        default=None, description="the form of the graph beside it that it was built of; null: of model.onnx"
     )
     evidence: Literal["plan", "inspector", "unknown"]
     profiles: list[Profile]

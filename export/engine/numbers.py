@@ -27,8 +27,8 @@ CODES, FACTORS, INPUT = "codes", "factors", "input scale"
 #: Where the compiler multiplies or divides several numbers beforehand, in an order of its own.
 RELATIVE = 1e-6
 #: Kernels between a product and the one that quantized its input, or scales its result: they only move numbers.
-_MOVES = 4
-_OPERANDS = 2
+MOVES = 4
+OPERANDS = 2
 _FP32 = 4
 #: A node that a kernel's own program multiplies by a number, the profile, and the number.
 Literal = tuple[str, str | None, np.float32]
@@ -75,7 +75,7 @@ class Seen:
 
     def alpha(self, product: Statement) -> np.float32 | None:
         """The one number that a product multiplies its sums by."""
-        numbers = self.numbers(product.inputs[_OPERANDS : _OPERANDS + 1])
+        numbers = self.numbers(product.inputs[OPERANDS : OPERANDS + 1])
         return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
 
     def columns(self, promise: Promise) -> slice:
@@ -127,7 +127,7 @@ def _codes(
     seen: Seen, promise: Promise, others: Iterable[Promise], same: set[tuple[str, int | None]]
 ) -> Iterator[Difference]:
     """The codes that the product multiplies."""
-    name = next((name for name in seen.statement.inputs[:_OPERANDS] if seen.constant(name) is not None), "")
+    name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
     held, columns, shape = seen.constant(name), seen.columns(promise), promise.codes.shape
     if held is None or held.dtype != np.uint8 or held.ndim != len(shape) or held[: shape[0], columns].shape != shape:
         yield seen.untold(promise, CODES, "its product takes no constant of their size")
@@ -190,7 +190,7 @@ def _applied(seen: Seen) -> Iterator[tuple[str, int, list[Numbers]]]:
     its own beside it, which leaves no room for an exchange.
     """
     program = seen.program
-    waiting = [(seen.statement.outputs[0], 0, _MOVES)]
+    waiting = [(seen.statement.outputs[0], 0, MOVES)]
     while waiting:
         made, begin, moves = waiting.pop()
         (root, origin), strides = program.root(made), program.tensors[made].strides
@@ -200,13 +200,13 @@ def _applied(seen: Seen) -> Iterator[tuple[str, int, list[Numbers]]]:
             beside = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
             if numbers := [each for each in seen.numbers(beside) if each.size == program.width(name)]:
                 yield reader.name, column, numbers
-            elif moves and (moved := _moved(program, reader, name)) is not None:
-                waiting.append((moved, column, moves - 1))
+            elif moves and (onward := moved(program, reader, name)) is not None:
+                waiting.append((onward, column, moves - 1))
             else:
                 yield reader.name, column, []
 
 
-def _moved(program: Program, kernel: Statement, name: str) -> str | None:
+def moved(program: Program, kernel: Statement, name: str) -> str | None:
     """What a kernel makes of `name` that does nothing but move it; None for any other."""
     types = [program.type(made) for made in kernel.outputs]
     if kernel.nodes or types != ["fp32"] or "Mul" in kernel.name:
@@ -223,8 +223,8 @@ def _input(
     literals: Iterable[Literal],
 ) -> Iterator[Difference]:
     """The scale that the product's input was quantized with."""
-    activation = next((name for name in seen.statement.inputs[:_OPERANDS] if seen.constant(name) is None), "")
-    maker = _quantizer(seen.program, activation, promise.quantizer)
+    activation = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is None), "")
+    maker = quantizer_of(seen.program, activation, promise.quantizer)
     if maker is None:
         yield seen.untold(promise, INPUT, "no kernel with its QuantizeLinear makes what it reads")
         return
@@ -257,11 +257,11 @@ def _scales(numbers: Numbers, promise: Promise) -> Iterator[float]:
                 yield scale
 
 
-def _quantizer(program: Program, name: str, quantizer: str) -> Statement | None:
+def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | None:
     """The statement that quantized a product's input: the kernel that holds its QuantizeLinear, or a product that
     answers in FP8. Kernels that only move codes are passed by.
     """
-    for _ in range(_MOVES):
+    for _ in range(MOVES):
         maker = program.makers.get(program.root(name)[0])
         if maker is None or maker.nodes or quantizer in maker.layers:
             return maker

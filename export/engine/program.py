@@ -70,7 +70,8 @@ _NODE = re.compile(r"(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?")
 class Tensor:
     """A tensor of a program: element type, sizes and strides (0 where they are known at run time only).
 
-    `constant`: its number in the pool; `base` and `offset`: the tensor that it is a part of, and where, in bytes.
+    `constant`: its number in the pool; `base` and `offset`: the tensor that it is a part of, and where, in bytes;
+    `symbols`: the sizes as the program has them, a name for one that is known at run time only.
     """
 
     type: str
@@ -79,6 +80,7 @@ class Tensor:
     constant: int | None = None
     base: str | None = None
     offset: int = 0
+    symbols: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,7 @@ def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, Tensor]]:
             else None,
             base.decode(errors="replace") if base is not None else None,
             _number(told.get(b"const_offset", b"0")),
+            tuple(size.decode(errors="replace").strip('"') for size in _SIZE.findall(told.get(b"dims", b""))),
         ),
     )
 

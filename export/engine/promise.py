@@ -16,8 +16,9 @@ from .. import names
 from ..lint.external import stored_at
 from ..lint.indexed import Indexed, Operand
 from ..lint.indexed import Product as GraphProduct
-from ..lint.rules_products import activation_of, output_axis, quantize_of, weight_of
+from ..lint.rules_products import activation_of, quantize_of
 from ..lint.tensors import bytes_of
+from ..lint.weight_scales import output_axis, weight_of, weight_scales
 
 Codes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
@@ -64,12 +65,12 @@ def _promise(graph: Indexed, module: str, product: GraphProduct) -> Promise | No
     if weight is None or weight.dequantize is None or activation is None or activation.dequantize is None:
         return None
     quantize = quantize_of(graph, activation)
-    scales = [graph.constant(node.input[1]) for node in (weight.dequantize, activation.dequantize)]
+    channels, static = weight_scales(graph, product), graph.constant(activation.dequantize.input[1])
     codes = _turned(product, weight, stored_codes(graph, weight.dequantize.input[0]))
-    if quantize is None or scales[0] is None or scales[1] is None or codes.ndim != 2:
+    if quantize is None or channels is None or static is None or codes.ndim != 2:
         return None
-    scale = np.float32(scales[1].ravel()[0])
-    factors = np.broadcast_to(scale * scales[0].astype(np.float32).ravel(), codes.shape[1])
+    scale = np.float32(static.ravel()[0])
+    factors = np.broadcast_to(scale * channels, codes.shape[1])
     return Promise(module, codes, factors, quantize.name, scale, tuple(_norms(graph, quantize.input[0], len(codes))))
 
 

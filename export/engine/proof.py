@@ -6,7 +6,7 @@ numbers those compute with (`numbers`), the types of the KV cache that go in and
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,8 @@ from ..lint.indexed import Indexed
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
 from .plan import Evidence, Kernel, Plan, evidence
 from .program import Buffer, Pool, read_pool
-from .promise import promises
+from .promise import Promise, promises
+from .two_terms import TERMS, compare_terms
 
 _CACHE = re.compile(r"(?P<name>(?:past|new)_key_values\.\d+\.(?:key|value))(?: \[profile \d+\])?(?:\.\d+)?")
 _FP8 = TensorProto.FLOAT8E4M3FN
@@ -35,13 +36,15 @@ INSIDE = "types inside a kernel"
 @dataclass(frozen=True)
 class Pledge:
     """What a run promises of its engines: `modules` on FP8 with the numbers of `graph`, the parts of the `cache`
-    (`<attention>.k`, `<attention>.v`) on codes, and `attention` as `lint.check.promised_attention` gives it.
+    (`<attention>.k`, `<attention>.v`) on codes, `attention` as `lint.check.promised_attention` gives it, and
+    `two_terms`: those of `modules` whose input is two codes a value.
     """
 
     modules: Sequence[str]
     graph: Indexed
     cache: Sequence[str] = ()
     attention: Mapping[str, tuple[float, float]] | None = None
+    two_terms: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,24 @@ def prove(data: Buffer, plan: Plan | None, pledge: Pledge, profiles: Sequence[st
             compare(plan, pool, promised, pledge.attention or {}, profiles),
             key=lambda each: pledge.modules.index(each.module),
         ),
+        *_terms(plan, pool, pledge, promised, profiles),
         *_cache(plan, pledge, profiles),
         *attention,
         *(_attention_scales(plan, pool, pledge.attention or {}, profiles) if pool is not None else ()),
     ]
     return Proof(found, compared, tuple(differences))
+
+
+def _terms(
+    plan: Plan, pool: Pool | None, pledge: Pledge, promised: Sequence[Promise], profiles: Sequence[str]
+) -> Iterator[Difference]:
+    """Inputs that are promised in two terms, and whose products are not of both."""
+    both = [each for each in promised if each.module in pledge.two_terms]
+    if pool is not None:
+        yield from compare_terms(plan, pool, both, profiles)
+    else:
+        reason = "its constants do not read"
+        yield from (Difference(each.module, profiles[0], TERMS, reason, "", told=False) for each in both)
 
 
 def _attention(

@@ -47,16 +47,12 @@ trap 'rm -rf "$INPUTS"' EXIT
 """
 
 
-def write_script(
-    path: Path, onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path | None = None
-) -> None:
+def write_script(path: Path, onnx_file: Path, info: EngineInfo, workspace: int | None) -> None:
     """Write the script that builds and times the engine `info` of a graph; `workspace` in MiB, None: the tool's own
     limit.
-
-    `directory`: where the script will lie, when it is written elsewhere first.
     """
     with replacing(path) as partial:
-        partial.write_text(script(onnx_file, info, workspace, directory or path.parent), encoding="utf-8")
+        partial.write_text(script(onnx_file, info, workspace, path.parent), encoding="utf-8")
 
 
 def script(onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path) -> str:

@@ -6,7 +6,7 @@ held against `scales.json` and against the interface that serving relies on. The
 `rules_products` (F2xx), `rules_graph`, `rules_interface` and `rules_form` (F3xx) and `rules_storage` (F4xx).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ...errors import InputError
@@ -21,6 +21,7 @@ from . import (  # noqa: F401  # enter their rules
     rules_interface,
     rules_products,
     rules_storage,
+    rules_terms,
 )
 from .indexed import Indexed
 from .loading import load_graph
@@ -39,16 +40,18 @@ def lint(
     promised: Mapping[str, float | None] | None = None,
     weight_scales: Mapping[str, Array] | None = None,
     attention: Mapping[str, tuple[float, float]] | None = None,
+    two_terms: Collection[str] | None = None,
 ) -> list[Finding]:
     """The rules that an ONNX file breaks, in the order of their numbers; an empty list for a good one.
 
     `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be
     promised; `weight_scales`: module -> the scales of its weight, float32 [output channels], for as many as are to be
-    compared; `attention`: as `promised_attention` gives it. Raises InputError when there is no such file, or it is no
-    ONNX model.
+    compared; `attention`: as `promised_attention` gives it; `two_terms`: as in `Promise`. Raises InputError when there
+    is no such file, or it is no ONNX model.
     """
     return lint_graph(
-        load_graph(onnx_file), None if promised is None else Promise(promised, weight_scales or {}, attention or {})
+        load_graph(onnx_file),
+        None if promised is None else Promise(promised, weight_scales or {}, attention or {}, two_terms),
     )
 
 

@@ -4,7 +4,7 @@ A rule is a function from the graph, and what is promised of it, to the places w
 why the rule is there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -27,12 +27,14 @@ class Promise:
     """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output
     channels] of weights.
 
-    `attention`: the products of attention on FP8, by node, with the scales of both sides.
+    `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules
+    whose input is two codes a value; None where that is not known.
     """
 
     input_scales: Mapping[str, float | None]
     weight_scales: Mapping[str, Array] = field(default_factory=dict)
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    two_terms: Collection[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from onnx import TensorProto, ValueInfoProto
 from .. import names
 from .indexed import Indexed
 from .rules import Broken, Promise, promise_rule
-from .rules_products import activation_of, quantize_of, weight_of
+from .rules_products import activation_of, quantize_of
+from .rules_terms import end_of
 from .tensors import type_name
+from .weight_scales import weight_of
 
 #: Input -> its dimensions. Each layer has a key and a value of `PAST` dimensions, and answers with one of `NEW`.
 INPUTS = {
@@ -29,19 +31,16 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
     A name that says something else than what the node is would make every later tool, and the proof, speak of the wrong
     module.
     """
+    ends = {product.node.name: end_of(graph, product) for product in graph.products}
     for node in graph.nodes:
         module = names.module_of(node.name) or ""
         if node.name == names.matmul(module) and node.op_type not in ("MatMul", "Gemm"):
             yield node.name, f"bears a product's name and is {node.op_type}; rename it"
-        if node.name == names.bias_add(module) and not (
-            node.op_type == "Add"
-            and any(
-                _made_by(graph, value, made)
-                for value in node.input
-                for made in (names.matmul(module), names.terms_add(module))
-            )
-        ):
-            yield node.name, f"bears the name of a bias, and does not add to {names.matmul(module)}; rename it"
+        if node.name == names.bias_add(module):
+            last = ends.get(names.matmul(module))
+            if node.op_type != "Add" or last is None or last.output[0] not in node.input:
+                added = names.matmul(module) if last is None else last.name
+                yield node.name, f"bears the name of a bias, and does not add to {added}; rename it"
     for product in graph.products:
         module = names.module_of(product.node.name) or ""
         weight, activation = weight_of(graph, product), activation_of(graph, product)
@@ -66,10 +65,6 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
             )
         elif quantize is not None and quantize.name != names.input_quantize(first):
             yield quantize.name, f"quantizes the input of {module}; name it {names.input_quantize(first)}"
-
-
-def _made_by(graph: Indexed, value: str, node: str) -> bool:
-    return value in graph.producers and graph.producers[value].name == node
 
 
 @promise_rule("F306", "interface")

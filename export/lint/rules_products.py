@@ -3,27 +3,17 @@
 from collections.abc import Iterator
 
 import numpy as np
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto
 
 from .. import names
 from .indexed import Indexed, Operand, Product
 from .rules import Broken, Promise, promise_rule, rule
 from .tensors import attribute, type_name
+from .weight_scales import factors_of, output_axis, rescale_of, weight_of, weight_scales
 
 #: FP8 tensor cores work on 16 bytes at a time.
 ALIGNMENT = 16
-
-
-def weight_of(graph: Indexed, product: Product) -> Operand | None:
-    """The operand that is a quantized constant."""
-    return next(
-        (
-            side
-            for side in product.operands
-            if side.dequantize is not None and graph.is_constant(side.dequantize.input[0])
-        ),
-        None,
-    )
+_AGAIN = "run `fp8q export` again"
 
 
 def activation_of(graph: Indexed, product: Product) -> Operand | None:
@@ -112,9 +102,9 @@ def promised_product(graph: Indexed, promise: Promise) -> Broken:
     for module in promise.input_scales:
         product = products.get(names.matmul(module))
         if product is None:
-            yield names.matmul(module), "is promised on FP8, and there is no such product; run `fp8q export` again"
+            yield names.matmul(module), f"is promised on FP8, and there is no such product; {_AGAIN}"
         elif reason := why_wide(graph, product):
-            yield product.node.name, f"is promised on FP8: {reason}; run `fp8q export` again"
+            yield product.node.name, f"is promised on FP8: {reason}; {_AGAIN}"
 
 
 @promise_rule("F204", "unpromised-product")
@@ -122,7 +112,7 @@ def unpromised_product(graph: Indexed, promise: Promise) -> Broken:
     """Every product with an FP8 weight is promised: a module that `scales.json` keeps in BF16 stays so."""
     for product in graph.products:
         if weight_of(graph, product) is not None and names.module_of(product.node.name) not in promise.input_scales:
-            yield product.node.name, "its weight is FP8, which scales.json does not promise; run `fp8q export` again"
+            yield product.node.name, f"its weight is FP8, which scales.json does not promise; {_AGAIN}"
 
 
 @rule("F205", "nothing-quantized", scope="foreign")
@@ -143,7 +133,7 @@ def input_scale(graph: Indexed, promise: Promise) -> Broken:
             if scale is not None and scale.size and (scale.size != 1 or np.float32(expected) != scale.ravel()[0]):
                 yield (
                     node.name,
-                    f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; run `fp8q export` again",
+                    f"scale is {scale.ravel()[0]:.9g}, and {file} has {expected:.9g}; {_AGAIN}",
                 )
 
 
@@ -162,27 +152,27 @@ def _sides(graph: Indexed, promise: Promise) -> Iterator[tuple[Operand, float, s
 
 @promise_rule("F207", "weight-scale")
 def weight_scale(graph: Indexed, promise: Promise) -> Broken:
-    """The scales of weights are those of the checkpoint, to the last bit."""
+    """The scales of weights are those of the checkpoint, to the last bit, whether DequantizeLinear has them all or a
+    Mul behind the product has them, or the rest of them.
+    """
     for product in graph.products:
         side, expected = weight_of(graph, product), promise.weight_scales.get(names.module_of(product.node.name) or "")
-        scale = graph.constant(side.dequantize.input[1]) if side is not None and side.dequantize is not None else None
-        if scale is None or expected is None or side is None or side.dequantize is None:
+        found = weight_scales(graph, product)
+        if found is None or expected is None or side is None or side.dequantize is None:
             continue
-        found, wanted = scale.ravel(), np.asarray(expected, np.float32).ravel()
-        if found.shape != wanted.shape:
+        wanted, node = np.asarray(expected, np.float32).ravel(), rescale_of(graph, product) or side.dequantize
+        if found.size == 1 < wanted.size:
             yield (
-                side.dequantize.name,
-                f"has {found.size} scales, and the checkpoint {wanted.size}; run `fp8q export` again",
+                node.name,
+                f"has one scale for all, and no Mul behind the product the checkpoint's {wanted.size}; {_AGAIN}",
             )
+        elif found.shape != wanted.shape:
+            yield node.name, f"has {found.size} scales, and the checkpoint {wanted.size}; {_AGAIN}"
         elif (different := np.flatnonzero(found != wanted)).size:
             first = different[0]
             yield (
-                side.dequantize.name,
-                (
-                    f"scale {first} is {found[first]:.9g}, and the checkpoint has {wanted[first]:.9g}; run `fp8q "
-                    "export` "
-                    "again"
-                ),
+                node.name,
+                f"scale {first} is {found[first]:.9g}, and the checkpoint has {wanted[first]:.9g}; {_AGAIN}",
             )
 
 
@@ -206,17 +196,13 @@ def scale_axis(graph: Indexed) -> Broken:
                     f"take axis {wanted}"
                 ),
             )
-
-
-def output_axis(product: Product, side: Operand, rank: int) -> int:
-    """The axis of a weight of `rank` dimensions that becomes the product's columns (its rows, for one on the left; its
-    channels, for a convolution).
-    """
-    if product.node.op_type == "Conv":
-        return 0
-    left = side is product.operands[0]
-    turns = side.transposes + attribute(product.node, "transA" if left else "transB", 0)
-    return rank - 2 if left != bool(turns % 2) else rank - 1
+        if (rescale := rescale_of(graph, product)) is not None:
+            shape = (factors := graph.constant(factors_of(graph, rescale))) is not None and factors.shape
+            if shape and shape != (weight.dims[wanted],):
+                yield (
+                    rescale.name,
+                    f"multiplies by {list(shape)} numbers; the product's columns take [{weight.dims[wanted]}]",
+                )
 
 
 @rule("F209", "alignment", "warning")
@@ -275,11 +261,35 @@ def attention_promised(graph: Indexed, promise: Promise) -> Broken:
     products = {product.node.name: product for product in graph.products}
     for name in promise.attention:
         if name not in products:
-            yield name, "is promised on FP8, and there is no such product; run `fp8q export` again"
+            yield name, f"is promised on FP8, and there is no such product; {_AGAIN}"
         elif not is_fp8(products[name]):
             side = next(
                 place
                 for place, operand in zip(("first", "second"), products[name].operands, strict=True)
                 if operand.dequantize is None
             )
-            yield name, f"is promised on FP8: its {side} input does not come from FP8 codes; run `fp8q export` again"
+            yield name, f"is promised on FP8: its {side} input does not come from FP8 codes; {_AGAIN}"
+
+
+@promise_rule("F213", "scaled-behind")
+def scaled_behind(graph: Indexed, promise: Promise) -> Broken:
+    """Where a Mul behind the product applies the weight's scales, the product is FP32 and the Mul alone reads it.
+
+    In BF16 the sum would be rounded twice, and in FP16 it can overflow: what is not scaled yet is up to 448² a term.
+    """
+    for product in graph.products:
+        rescale = rescale_of(graph, product)
+        if rescale is None or names.module_of(product.node.name) not in promise.input_scales:
+            continue
+        for dequantize in (side.dequantize for side in product.operands if side.dequantize is not None):
+            if (kind := attribute(dequantize, "output_dtype", 0)) not in (0, TensorProto.FLOAT):
+                yield (
+                    dequantize.name,
+                    f"answers in {type_name(kind)}, and {rescale.name} scales the product only behind it; {_AGAIN}",
+                )
+        for node, _ in graph.readers[product.node.output[0]]:
+            if node is not rescale:
+                yield (
+                    product.node.name,
+                    f"is read by {node.op_type} {node.name} before {rescale.name} scales it; {_AGAIN}",
+                )

@@ -21,6 +21,8 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
+from fp8q.export.forms import in_form
+from fp8q.options import WeightScale
 from fp8q.reporter import SILENT
 
 Array = npt.NDArray[np.generic]
@@ -62,6 +64,8 @@ class Decoder:
     transposed: bool = True  # weights are [out, in], as in a Linear; else [in, out], as in a Conv1D
     wide: Sequence[str] = ()  # kept in the compute type
     wide_inputs: Sequence[str] = ()  # FP8 weight, no Q/DQ on the input
+    weight_scale: WeightScale = "dq"
+    two_terms: bool = False
 
 
 @dataclass
@@ -116,9 +120,33 @@ class Writer:
         return self.node("DequantizeLinear", [value, scale], name, output_dtype=self.options.compute, **attributes)
 
     def quantized(self, value: str, name: str) -> str:
-        """Q/DQ of an activation."""
+        """Q/DQ of an activation, in two terms where they are asked for."""
         scale = self.scale(f"{name}_scale", SCALE)
-        return self.dequantize(self.quantize(value, scale, f"{name}.quantize"), scale, f"{name}.dequantize")
+        if not self.options.two_terms:
+            return self.dequantize(self.quantize(value, scale, f"{name}.quantize"), scale, f"{name}.dequantize")
+        first = self.dequantize(
+            self.quantize(value, scale, f"{name}.first.quantize"), scale, f"{name}.first.dequantize"
+        )
+        rest = self.node("Mul", [self.node("Sub", [value, first]), self.number(16, self.options.compute)])
+        both = self.node("Concat", [value, rest], f"{name}.first.concat", axis=0)
+        codes = self.quantize(both, scale, f"{name}.quantize")
+        return self.node("DequantizeLinear", [codes, scale], f"{name}.dequantize", output_dtype=TensorProto.FLOAT)
+
+    def number(self, value: float, kind: int) -> str:
+        """One number in the graph."""
+        name = f"number_{value}_{kind}"
+        self.constants[name] = numpy_helper.from_array(np.array(value, NUMPY[kind]), name)
+        return name
+
+    def halves(self, module: str, product: str) -> str:
+        """The sum of both terms' products."""
+        self.nodes.append(
+            helper.make_node("Split", [product], ["", ""], name=f"{module}.halves", axis=0, num_outputs=2)
+        )
+        self.nodes[-1].output[:] = [f"{module}.halves_first", f"{module}.halves_second"]
+        share = self.node("Mul", [f"{module}.halves_second", self.number(1 / 16, TensorProto.FLOAT)])
+        total = self.node("Add", [f"{module}.halves_first", share], f"{module}.terms_add")
+        return self.node("Cast", [total], to=self.options.compute)
 
     def linear(self, module: str, value: str, quantized: str, inputs: int, outputs: int) -> str:
         """`value` (or its Q/DQ) times the weight of `module`."""
@@ -136,12 +164,16 @@ class Writer:
             weight_name = self.dequantize(
                 stored, self.scale(f"{module}.weight_scale", np.squeeze(scale)), f"{module}.weight.dequantize", **axis
             )
+            if options.two_terms:
+                next(entry for entry in self.nodes[-1].attribute if entry.name == "output_dtype").i = TensorProto.FLOAT
             value = quantized if module not in options.wide_inputs else value
         else:
             weight_name = self.tensor(f"{module}.weight", weight if options.transposed else weight.T, options.compute)
         if options.transposed:
             weight_name = self.node("Transpose", [weight_name], perm=[1, 0])
         product = self.node("MatMul", [value, weight_name], f"{module}.matmul")
+        if options.two_terms and module in self.modules:
+            product = self.halves(module, product)
         if not options.bias:
             return product
         return self.node(
@@ -273,6 +305,7 @@ class Writer:
 
     def write(self, directory: Path) -> Written:
         """Write `model.onnx` and `model.safetensors`."""
+        options = self.options
         self.body()
         directory.mkdir(parents=True, exist_ok=True)
         offsets = np.cumsum([0, *(values.nbytes for values, _ in self.stored.values())]).tolist()
@@ -295,6 +328,7 @@ class Writer:
             external.append(tensor)
         graph = helper.make_graph(self.nodes, "decoder", *self.interface(), [*self.constants.values(), *external])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+        in_form(model, directory, options.weight_scale)
         (directory / "model.onnx").write_bytes(model.SerializeToString())
         weight_scales = {module: self.stored[f"{module}.weight_scale"][0] for module in self.modules}
         return Written(directory / "model.onnx", tuple(self.modules), dict.fromkeys(self.modules, SCALE), weight_scales)

@@ -10,17 +10,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import onnx
 import pytest
 import torch
 import transformers
+from onnx.external_data_helper import uses_external_data
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.model.products import attention_modules, matrix_products, output_axis, output_head
+from fp8q.export.engine.build import Job, build
+from fp8q.export.engine.info import load_engines
 from fp8q.export.graph.modules import GraphPlan
+from fp8q.files import share
 from fp8q.options import KvCache, Terms
+from fp8q.reporter import SILENT
 from fp8q.run import Run
 
 TINY = {
@@ -220,3 +226,28 @@ def attention_run(
     return api.calibrate(
         str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8")
     )
+
+
+@pytest.fixture(scope="module")
+def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`built(change, "sm89")`: the engine of the graph of a module's `run` with a change, in its own profiles."""
+    wanted = tuple(load_engines(run)[0].profiles)
+
+    def build_changed(change: Callable[[onnx.ModelProto, Path], None], target: str) -> Path:
+        directory = tmp_path_factory.mktemp("changed")
+        model = onnx.load_model(run.onnx, load_external_data=False)
+        change(model, run.model)
+        (directory / "model.onnx").write_bytes(model.SerializeToString())
+        for name in {
+            entry.value
+            for tensor in model.graph.initializer
+            if uses_external_data(tensor)
+            for entry in tensor.external_data
+            if entry.key == "location"
+        }:
+            share(run.model / name, directory / name)
+        plan = directory / f"{target}.plan"
+        plan.write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, wanted), SILENT))
+        return plan
+
+    return build_changed

@@ -12,20 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
-from onnx.external_data_helper import uses_external_data
 
 from fp8q import api
-from fp8q.export.engine.build import Job, build
-from fp8q.export.engine.info import load_engines
 from fp8q.export.engine.plan import read_plan
+from fp8q.export.forms import UNIT, in_form
 from fp8q.export.lint.external import Places, read_tensor
 from fp8q.export.lint.loading import load_graph
-from fp8q.files import share
 from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
 from fp8q.run import Run
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
@@ -46,31 +41,6 @@ def run(attention_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     options = api.EngineOptions(runtime="tensorrt-rtx", targets=TARGETS, max_batch=2, max_seq_len=64)
     assert [engine.fp8_products for engine in api.build_engine(copied, options)] == [7, 7]
     return Run(copied)
-
-
-@pytest.fixture(scope="module")
-def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """`built(change, "sm89")`: the engine of the run's graph with a change, in the run's own profiles."""
-    wanted = tuple(load_engines(run)[0].profiles)
-
-    def build_changed(change: Change, target: str) -> Path:
-        directory = tmp_path_factory.mktemp("changed")
-        model = onnx.load_model(run.onnx, load_external_data=False)
-        change(model, run.model)
-        (directory / "model.onnx").write_bytes(model.SerializeToString())
-        for name in {
-            entry.value
-            for tensor in model.graph.initializer
-            if uses_external_data(tensor)
-            for entry in tensor.external_data
-            if entry.key == "location"
-        }:
-            share(run.model / name, directory / name)
-        plan = directory / f"{target}.plan"
-        plan.write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, wanted), SILENT))
-        return plan
-
-    return build_changed
 
 
 # Graphs that deceive.
@@ -143,6 +113,61 @@ def cache_in_bf16(model: ModelProto, directory: Path) -> None:
     del model.graph.value_info[:]
 
 
+def behind(change: Change) -> Change:
+    """The same of the graph whose weights' scales are applied behind the products."""
+
+    def changed(model: ModelProto, directory: Path) -> None:
+        in_form(model, directory, "mul")
+        change(model, directory)
+
+    return changed
+
+
+def unit_doubled(model: ModelProto, directory: Path) -> None:
+    """The one scale of every weight."""
+    (unit,) = (tensor for tensor in model.graph.initializer if tensor.name == UNIT)
+    unit.CopyFrom(numpy_helper.from_array(np.array(2, np.float32), UNIT))
+
+
+def one_channel_doubled(model: ModelProto, directory: Path) -> None:
+    """One number of one Mul."""
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == f"{DOWN}.weight_scale")
+    values = read_tensor(tensor, Places(directory))
+    assert values is not None
+    factors = np.where(np.arange(values.size) == 5, 2, 1).astype(np.float32)
+    tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32) * factors, tensor.name))
+
+
+def behind_another_product(model: ModelProto, directory: Path) -> None:
+    """The Muls of two modules, exchanged."""
+    first, second = (named(model)[f"{name}.matmul.rescale"] for name in (GATE, UP))
+    first.input[1], second.input[1] = second.input[1], first.input[1]
+
+
+def no_mul_behind(model: ModelProto, directory: Path) -> None:
+    """What read it reads the sum."""
+    nodes = named(model)
+    nodes[f"{DOWN}.matmul.rescale_cast"].input[0] = f"{DOWN}.matmul.sum"
+    model.graph.node.remove(nodes[f"{DOWN}.matmul.rescale"])
+
+
+def summed_in_bf16(model: ModelProto, directory: Path) -> None:
+    """The product in the compute type, widened for the Mul."""
+    nodes = []
+    for node in model.graph.node:
+        if node.name.endswith((".weight.dequantize", ".input.dequantize")):
+            next(entry for entry in node.attribute if entry.name == "output_dtype").i = TensorProto.BFLOAT16
+        if node.name.endswith(".matmul.rescale"):
+            wide = f"{node.name}.wide"
+            nodes.append(helper.make_node("Cast", node.input[:1], [wide], name=wide, to=TensorProto.FLOAT))
+            node.input[0] = wide
+        nodes.append(node)
+    del model.graph.value_info[:]
+    copied = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(copied)
+
+
 def shown(fp8q: Fp8q, run: Run, target: str, plan: Path) -> tuple[int, dict[str, Any], str]:
     """Exit code, the engine shown, and the line on standard error after its fixed parts."""
     result = fp8q("engine", run.root, "--target", target, "--plan", plan, "--json")
@@ -157,7 +182,7 @@ def shown(fp8q: Fp8q, run: Run, target: str, plan: Path) -> tuple[int, dict[str,
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_engine_built_elsewhere_from_the_same_graph_passes(fp8q: Fp8q, run: Run, built: Built, target: str) -> None:
-    for plan in (run.engines / f"{target}.plan", built(unchanged, target)):
+    for plan in (run.engines / f"{target}.plan", built(unchanged, target), built(behind(unchanged), target)):
         code, view, error = shown(fp8q, run, target, plan)
         assert (code, error, view["differences"], view["narrow"]) == (0, "", [], [])
         assert [view[f"{what}_found"] for what in ("codes", "factors", "inputs")] == [7, 7, 7]
@@ -181,6 +206,18 @@ def first_input(run: Run) -> str:
     return f"{DOWN}: its input is quantized with the scale {scale / 64:.6g}, and the run has {scale:.6g}"
 
 
+def factor_of(run: Run, module: str, channel: int) -> np.float32:
+    weight = load_graph(run.onnx).constant(f"{module}.weight_scale")
+    assert weight is not None
+    return np.float32(np.float32(load_scales(run).activations[module].scale) * weight.ravel()[channel])
+
+
+def factor(run: Run, module: str, channel: int, found: np.float32) -> str:
+    """What is said of a product whose first wrong factor is `found`."""
+    own = factor_of(run, module, channel)
+    return f"{module}: its product is scaled by {found:.9g} in channel {channel}, and the run has s_x · s_w = {own:.9g}"
+
+
 CODES = f"{GATE}: its product multiplies the codes of {UP}, and the run has its own in model.onnx"
 CACHE = "past_key_values.0.key: it is bf16, and the run has fp8"
 
@@ -194,6 +231,18 @@ CACHE = "past_key_values.0.key: it is bf16, and the run has fp8"
         (one_scale_moved_to_the_other_side, first_input, {"input scale": 1}),
         (weights_exchanged, lambda _: CODES, {"codes": 2}),
         (cache_in_bf16, lambda _: CACHE, {"type": 4}),
+        (behind(unit_doubled), lambda run: first_factor(run, 2), {"factors": 7}),
+        (
+            behind(one_channel_doubled),
+            lambda run: factor(run, DOWN, 5, 2 * factor_of(run, DOWN, 5)),
+            {"factors": 1},
+        ),
+        (
+            behind(behind_another_product),
+            lambda run: factor(run, GATE, 0, factor_of(run, UP, 0)),
+            {"factors": 2},
+        ),
+        (behind(weights_exchanged), lambda _: CODES, {"codes": 2}),
     ],
 )
 def test_an_engine_with_other_numbers_or_types_does_not_pass(
@@ -211,6 +260,29 @@ def test_an_engine_with_other_numbers_or_types_does_not_pass(
     assert {(what, True): number for what, number in differs.items()} == Counter(key[1:] for key in found)
     more = sum(differs.values()) - 1
     assert error == first(run) + (f" ({more} more, --json has all)" if more else "")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_engine_without_a_mul_behind_one_product_does_not_pass(
+    fp8q: Fp8q, run: Run, built: Built, target: str
+) -> None:
+    code, view, error = shown(fp8q, run, target, built(behind(no_mul_behind), target))
+    assert (code, view["fp8_products"], view["codes_found"], view["factors_found"]) == (3, 7, 7, 6)
+    kernel = r"__myl_\w+ reads its product and takes none of them"
+    assert re.fullmatch(rf"{re.escape(DOWN)}: its factors cannot be told, {kernel}", error)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_engine_that_rounds_the_sum_before_it_is_scaled_does_not_pass(
+    fp8q: Fp8q, run: Run, built: Built, target: str
+) -> None:
+    plan = built(behind(summed_in_bf16), target)
+    result = fp8q("engine", run.root, "--target", target, "--plan", plan, "--json")
+    (view,) = json.loads(result.out)["engines"]
+    assert (result.code, view["fp8_products"], len(view["narrow"])) == (3, 7, 7)
+    assert result.err.startswith(
+        f"fp8q: {target}: 7 of 7 promised products take FP8 on both sides and 7 of them answer in less than FP32"
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -42,6 +42,8 @@ def promise(modules: tuple[str, ...] = MODULES) -> dict[str, str]:
         pytest.param({"transposed": False}, id="weights [in, out]"),
         pytest.param({"plain_attention": True, "key_value_heads": 4}, id="plain attention"),
         pytest.param({"compute": TensorProto.FLOAT16}, id="FP16"),
+        pytest.param({"weight_scale": "mul", "bias": True}, id="scales behind the product"),
+        pytest.param({"weight_scale": "mul", "compute": TensorProto.FLOAT16}, id="scales behind it, FP16"),
     ],
 )
 def test_every_product_of_a_good_graph_is_fp8_in_both_profiles_and_answers_in_fp32(

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-from .changes import AGAIN, DOWN, LAYER, UP, Case, add_tensor, each, insert, node, set_attribute, set_tensor
+from .changes import AGAIN, DOWN, GATE, LAYER, UP, Case, add_tensor, each, insert, node, set_attribute, set_tensor
 
 
 def cast_between(model: ModelProto) -> None:
@@ -68,6 +68,37 @@ def integer_codes(model: ModelProto) -> None:
         "DequantizeLinear", [add_tensor(model, "int8", np.zeros((256, 128), np.int8)), "one"], ["wide"], name="integers"
     )
     insert(model, f"{DOWN}.matmul", 1, dequantize)
+
+
+def without_the_mul(model: ModelProto) -> None:
+    """What read it reads the sum, cast."""
+    rescale = node(model, f"{DOWN}.matmul.rescale")
+    node(model, f"{DOWN}.matmul.rescale_cast").input[0] = rescale.input[0]
+    model.graph.node.remove(rescale)
+
+
+def behind_another_product(model: ModelProto) -> None:
+    """The Muls of two products of as many columns, exchanged."""
+    first, second = (node(model, f"{module}.matmul.rescale") for module in (GATE, UP))
+    first.input[1], second.input[1] = second.input[1], first.input[1]
+
+
+def scaled_twice(model: ModelProto) -> None:
+    """In the DequantizeLinear, and behind the product again."""
+    node(model, f"{DOWN}.weight.dequantize").input[1] = f"{DOWN}.weight_scale"
+
+
+def read_unscaled(model: ModelProto) -> None:
+    """The residual sum takes the product past its Mul."""
+    cast = helper.make_node("Cast", [f"{DOWN}.matmul.sum"], ["early"], name="early", to=TensorProto.BFLOAT16)
+    reader = next(each for each in model.graph.node if f"{DOWN}.matmul_output" in each.input)
+    insert(model, reader.name, list(reader.input).index(f"{DOWN}.matmul_output"), cast)
+
+
+def split_between_both(model: ModelProto) -> None:
+    """One eighth in the DequantizeLinear, eight times the scales behind the product."""
+    node(model, f"{DOWN}.weight.dequantize").input[1] = add_tensor(model, "eighth", np.float32(0.125))
+    set_tensor(f"{DOWN}.weight_scale", np.full(128, 4, np.float32))(model)
 
 
 CASES = [
@@ -174,6 +205,59 @@ CASES = [
         weight_scales={DOWN: np.full(64, 0.5, np.float32)},
     ),
     Case(
+        "F207",
+        (f"{DOWN}.matmul.rescale: scale 3 is 0.75, and the checkpoint has 0.5; {AGAIN}",),
+        set_tensor(f"{DOWN}.weight_scale", np.array([0.5] * 3 + [0.75] + [0.5] * 124, np.float32)),
+        {"weight_scale": "mul"},
+        weight_scales={DOWN: np.full(128, 0.5, np.float32)},
+    ),
+    Case(
+        "F207",
+        (
+            (
+                f"{DOWN}.weight.dequantize: has one scale for all, and no Mul behind the product the checkpoint's 128; "
+                f"{AGAIN}"
+            ),
+        ),
+        without_the_mul,
+        {"weight_scale": "mul"},
+        weight_scales={DOWN: np.full(128, 0.5, np.float32)},
+    ),
+    Case(
+        "F207",
+        (
+            f"{GATE}.matmul.rescale: scale 0 is 0.25, and the checkpoint has 0.5; {AGAIN}",
+            f"{UP}.matmul.rescale: scale 0 is 0.5, and the checkpoint has 0.25; {AGAIN}",
+        ),
+        each(
+            behind_another_product,
+            set_tensor(f"{GATE}.weight_scale", np.full(256, 0.5, np.float32)),
+            set_tensor(f"{UP}.weight_scale", np.full(256, 0.25, np.float32)),
+        ),
+        {"weight_scale": "mul"},
+        weight_scales={GATE: np.full(256, 0.5, np.float32), UP: np.full(256, 0.25, np.float32)},
+    ),
+    Case(
+        "F207",
+        (f"{DOWN}.matmul.rescale: scale 0 is 0.25, and the checkpoint has 0.5; {AGAIN}",),
+        each(scaled_twice, set_tensor(f"{DOWN}.weight_scale", np.full(128, 0.5, np.float32))),
+        {"weight_scale": "mul"},
+        weight_scales={DOWN: np.full(128, 0.5, np.float32)},
+    ),
+    Case(
+        "F207",
+        (f"{DOWN}.matmul.rescale: scale 0 is 0.5, and the checkpoint has 0.25; {AGAIN}",),
+        split_between_both,
+        {"weight_scale": "mul"},
+        weight_scales={DOWN: np.full(128, 0.25, np.float32)},
+    ),
+    Case(
+        "F208",
+        (f"{DOWN}.matmul.rescale: multiplies by [128, 1] numbers; the product's columns take [128]",),
+        set_tensor(f"{DOWN}.weight_scale", np.full((128, 1), 0.5, np.float32)),
+        {"weight_scale": "mul"},
+    ),
+    Case(
         "F208",
         (
             (
@@ -226,5 +310,36 @@ CASES = [
         ),
         options={"plain_attention": True, "key_value_heads": 4},
         attention={f"{LAYER}.self_attn.scores": (0.5, 0.5), f"{LAYER}.self_attn.values": (0.5, 0.5)},
+    ),
+    Case(
+        "F213",
+        (
+            (
+                f"{DOWN}.weight.dequantize: answers in BFLOAT16, and {DOWN}.matmul.rescale scales the product only "
+                f"behind it; {AGAIN}"
+            ),
+        ),
+        set_attribute(f"{DOWN}.weight.dequantize", "output_dtype", TensorProto.BFLOAT16),
+        {"weight_scale": "mul"},
+    ),
+    Case(
+        "F213",
+        (f"{DOWN}.matmul: is read by Cast early before {DOWN}.matmul.rescale scales it; {AGAIN}",),
+        read_unscaled,
+        {"weight_scale": "mul"},
+    ),
+    Case(
+        "F214",
+        (f"{DOWN}.matmul: is promised in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}",),
+        two_terms=(DOWN,),
+    ),
+    Case(
+        "F214",
+        tuple(
+            f"{LAYER}.{name}_proj.matmul: takes two terms, and scales.json promises one; {AGAIN}"
+            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+        ),
+        options={"two_terms": True},
+        two_terms=(),
     ),
 ]

@@ -11,7 +11,9 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 Decoders = Callable[..., Any]
 Edit = Callable[[Path, Callable[[ModelProto], None]], None]
 LAYER = "model.layers.0"
-Q, UP, DOWN = (f"{LAYER}.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
+Q, GATE, UP, DOWN = (
+    f"{LAYER}.{name}" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+)
 KEY = f"{LAYER}.self_attn.k"
 AGAIN = "run `fp8q export` again"
 EXPORT = "export the graph again"
@@ -29,6 +31,7 @@ class Case:
     promised: dict[str, float | None] | None = None
     weight_scales: dict[str, Any] = field(default_factory=dict)
     attention: dict[str, tuple[float, float]] = field(default_factory=dict)
+    two_terms: tuple[str, ...] | None = None
 
 
 def node(model: ModelProto, name: str) -> NodeProto:

@@ -45,6 +45,11 @@ GOOD: list[dict[str, Any]] = [
     {"compute": TensorProto.FLOAT16},
     {"plain_attention": True, "key_value_heads": 4},
     {"wide": (Q, DOWN)},
+    {"weight_scale": "mul"},
+    {"weight_scale": "mul", "bias": True, "transposed": False, "compute": TensorProto.FLOAT16},
+    {"weight_scale": "mul", "compute": TensorProto.FLOAT},
+    {"two_terms": True},
+    {"two_terms": True, "weight_scale": "mul"},
 ]
 CASES = [*cases_codes.CASES, *cases_products.CASES, *cases_graph.CASES, *cases_storage.CASES]
 
@@ -113,7 +118,7 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
     written = decoder(**case.options)
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
-    found = lint(written.path, promise_of(case, written), case.weight_scales, case.attention)
+    found = lint(written.path, promise_of(case, written), case.weight_scales, case.attention, case.two_terms)
     head = f"{case.rule} {RULES[case.rule].name}: "
     expected = [text if text.startswith("F") and text[1:4].isdigit() else head + text for text in case.expected]
     assert [str(finding) for finding in found] == [text.format(**numbers) if numbers else text for text in expected]

@@ -21,6 +21,8 @@ SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph o
 PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
 #: And attention.json, for the rule about attention alone.
 ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
+#: And of two terms, for the rule about those.
+TWO_TERMS = {"F214": ["up"]}
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: 
     number = entry.title.partition(" ")[0]
     path = write(changed(entry.difference), tmp_path)
     promised = RULES[number].scope == "promised"
-    found = lint(path, PROMISED, WEIGHT_SCALES, ATTENTION.get(number)) if promised else lint(path)
+    attention, terms = ATTENTION.get(number), TWO_TERMS.get(number)
+    found = lint(path, PROMISED, WEIGHT_SCALES, attention, terms) if promised else lint(path)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings
 
 

@@ -1,0 +1,117 @@
+"""Whether an engine multiplies both terms of the inputs that are promised in two.
+
+Products, types, codes, factors and scales of an engine of one term are the same: the second term is twice the rows, and
+some arithmetic in the kernels around the product. So it is read from the program of each profile that
+
+- one product computes the module, and no second one a term of it;
+- the tensor of its codes has other rows than the token ids, or than products of one term: it is not one term alone;
+- the kernel that makes the codes, or one just before it, takes the scale, which the first codes are multiplied by to
+  see what they leave, and a 16, which that is multiplied by;
+- each kernel that reads the product takes a 1/16 for each part that it reads, which the second half is multiplied by.
+
+Scales are powers of two and may be 16 and 1/16 too; kernels get them as literals, under names of their own.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from ...quantize.formats import TWO_TERMS
+from .numbers import MOVES, OPERANDS, Difference, moved, quantizer_of
+from .plan import Plan
+from .program import Pool, Program, Statement, Tensor
+from .promise import Promise
+
+#: What of a module is compared.
+TERMS = "two terms"
+_LITERAL, _TOKENS, _RANK = "const-lit", "input_ids", 3
+
+
+def compare_terms(plan: Plan, pool: Pool, promised: Sequence[Promise], profiles: Sequence[str]) -> Iterator[Difference]:
+    """Where products that are `promised` in two terms are not of both, or that cannot be told; `profiles`: their names,
+    in order.
+    """
+    for program in plan.programs:
+        profile = profiles[program.profile]
+        found = {each.module: [one for one in program.statements if each.node in one.nodes] for each in promised}
+        roots = {program.root(each[0].outputs[0])[0] for each in found.values() if each}
+        for promise in promised:
+            statements = found[promise.module]
+            if len(statements) > 1:
+                what = f"it is {len(statements)} products"
+                yield Difference(promise.module, profile, TERMS, what, "one of two terms")
+            elif statements:
+                for what, expected, told in _faults(_Read(program, pool), promise, statements[0], roots):
+                    yield Difference(promise.module, profile, TERMS, what, expected, told)
+
+
+class _Read:
+    """A program, and its constants."""
+
+    def __init__(self, program: Program, pool: Pool):
+        self.program, self.pool = program, pool
+
+    def singles(self, kernels: Iterable[Statement], literals: bool = False) -> list[float]:
+        """The constants of one number that kernels take, `literals` too."""
+        taken = [name for kernel in kernels for name in kernel.inputs if literals or _LITERAL not in name]
+        held = [self.pool.read(self.program.tensors.get(name)) for name in taken]
+        return [float(each.ravel()[0]) for each in held if each is not None and each.size == 1 and each.dtype != "u1"]
+
+    def before(self, kernel: Statement) -> list[Statement]:
+        """A kernel, and those that make what it reads."""
+        makers = (self.program.makers.get(self.program.root(name)[0]) for name in kernel.inputs)
+        return [kernel, *(maker for maker in makers if maker is not None and not maker.nodes)]
+
+
+#: What is found, what is expected, and whether it is told.
+Fault = tuple[str, str, bool]
+
+
+def _faults(read: _Read, promise: Promise, product: Statement, roots: Collection[str]) -> Iterator[Fault]:
+    program, divisor = read.program, TWO_TERMS.divisor
+    codes = next((name for name in product.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), "")
+    whole = program.tensors.get(program.root(codes)[0])
+    single = _rows_of_one_term(program, whole, roots)
+    if whole is None or not single:
+        yield "the rows of its codes do not read", "", False
+    elif whole.symbols[0] in single:
+        yield "its codes have the rows of one term", "both of them", True
+        return
+    maker, second = quantizer_of(program, codes, promise.quantizer), f"{divisor} times what the first term leaves"
+    if maker is None:
+        yield "no kernel with its QuantizeLinear makes its codes", "", False
+    elif divisor not in read.singles(read.before(maker)):
+        yield f"{maker.name} makes its codes without a {divisor}", second, True
+    elif promise.scale != 1 and float(promise.scale) not in read.singles(read.before(maker), literals=True):
+        yield f"{maker.name} makes its codes without the scale of the first", second, True
+    for reader in _readers(program, program.root(product.outputs[0])[0]):
+        parts = sum(program.root(name)[0] in roots for name in reader.inputs)
+        if (taken := read.singles([reader]).count(1 / divisor)) < parts:
+            what = f"{reader.name} reads {parts} products of two terms and takes {taken} times 1/{divisor}"
+            yield what, "the second half a sixteenth of each", True
+
+
+def _rows_of_one_term(program: Program, codes: Tensor | None, roots: Collection[str]) -> set[str]:
+    """How many rows codes like these have in one term, as the program calls it: the batch, or where they are a matrix
+    the rows of the products that are of one term (the output head's, whose result is none of `roots`).
+    """
+    if codes is None or not codes.symbols:
+        return set()
+    if len(codes.symbols) >= _RANK:
+        given = [program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)]
+    else:
+        others = [each for each in program.statements if each.nodes and program.root(each.outputs[0])[0] not in roots]
+        given = [program.tensors.get(each.inputs[0]) for each in others]
+    return {each.symbols[0] for each in given if each is not None and each.symbols and not each.dims[0]}
+
+
+def _readers(program: Program, root: str) -> list[Statement]:
+    """The kernels that read a product, each once; those that only move it are looked through."""
+    waiting, found = [(root, MOVES)], dict[int, Statement]()
+    while waiting:
+        made, moves = waiting.pop()
+        for reader, index in program.readers.get(made, ()):
+            onward = moved(program, reader, reader.inputs[index]) if moves else None
+            if onward is None:
+                found[id(reader)] = reader
+            else:
+                waiting.append((program.root(onward)[0], moves - 1))
+    return [*found.values()]
