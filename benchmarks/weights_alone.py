@@ -11,7 +11,6 @@ limit is the demo's by the best of all. Prints one JSON line; exit status 1 when
 """
 
 import argparse
-import resource
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from fp8q.quantize.sequential import Sequence, exact_input
 from fp8q.quantize.weight_descent import descend
 from fp8q.quantize.weight_rounding import DAMPING, Compensation, compensated_codes, compensation, rounded_in_turn
 from fp8q.quantize.weights import WeightMethod, channel_scales
+from fp8q.record import peak_memory_bytes, reset_peak_memory
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
@@ -180,15 +180,15 @@ def one_matrix(shape: str, threads: int) -> dict[str, object]:
     weight = (0.02 * torch.randn(out, width)).to(torch.bfloat16)
     few = torch.randn(width // 4, width)
     moments = few.T @ few + torch.eye(width)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    reset_peak_memory()
+    before, start = peak_memory_bytes() or 0, time.perf_counter()
     found = compensation(moments)
     middle = time.perf_counter()
     compensated_codes(weight, scale_of(weight, "mse"), found)
     return {
         "factor_s": round(middle - start, 1),
         "round_s": round(time.perf_counter() - middle, 1),
-        "peak_bytes_more": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
+        "peak_bytes_more": (peak_memory_bytes() or 0) - before,
     }
 
 
