@@ -50,6 +50,8 @@ WeightScale = Literal["dq", "mul"]
 #: What FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
+#: How the products of codes are added: `quantize.adder`.
+Accumulator = Literal["fp32", "fp22", "two-level"]
 PrecisionOption = Annotated[
     Precision, option(ENGINE, "The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
 ]
@@ -293,7 +295,8 @@ class ValidateOptions(Options):
     """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
 
     The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
-    --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`.
+    --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`. `accumulator`: see
+    `quantize.adder`.
     """
 
     runtimes: Annotated[
@@ -310,6 +313,18 @@ class ValidateOptions(Options):
         float | None,
         option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
     ] = None
+    accumulator: Annotated[
+        Accumulator | None,
+        option(
+            EVALUATION,
+            "Run the reference on some windows too, with sums as Hopper's tensor cores make them: of 14 bits, or "
+            "promoted to FP32 every 128 products.",
+            default="not done",
+        ),
+    ] = None
+    accumulator_windows: Annotated[
+        int, option(EVALUATION, "Windows for --accumulator, evenly spaced.", "N"), between(1)
+    ] = 4
 
     @property
     def baselines(self) -> "tuple[Baseline, ...]":

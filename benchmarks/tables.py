@@ -51,6 +51,48 @@ def architecture(name: str, result: Figures) -> list[str]:
     return [name, f"{bf16:.3f}", *(f"{run:.3f} ({run / bf16 - 1:+.2%})" for run in runs), *map(str, products)]
 
 
+def accumulator_models() -> str:
+    """KL of other sums of the codes against sums in FP32, and what FP8 costs with each."""
+    rows = []
+    for name, found in load("accumulator")["results"].items():
+        exact = found["fp32"]["perplexity"]
+        sums = {title: found[title] for title in ("fp22", "two-level", "fp32, rounded to bf16")}
+        rows += [[f"{name}: KL against sums in FP32", "", *(f"{each['kl_sums_nats']:.6f}" for each in sums.values())]]
+        rows += [
+            [
+                f"{name}: perplexity",
+                f"{exact:.3f}",
+                *(f"{each['perplexity'] / exact - 1:+.2%}" for each in sums.values()),
+            ]
+        ]
+        against = [found["fp32"], *sums.values()]
+        rows += [[f"{name}: KL against BF16", *(f"{each['kl_bf16_nats']:.6f}" for each in against)]]
+    return table(["", "sums in FP32", "`fp22`", "`two-level`", "in FP32, rounded once to BF16"], rows)
+
+
+def accumulator_products() -> str:
+    """The error of single sums by their length, beside what rounding makes."""
+    titles = {
+        "operands": "both operands in E4M3",
+        "weights": "weights alone",
+        "bf16": "the sum in BF16",
+        "fp22": "`fp22`",
+        "ada": "`fp22`, 16 at a time (Ada)",
+        "two-level": "`two-level`",
+    }
+    rows = [
+        [
+            kind,
+            f"{int(length):,}",
+            *(f"{100 * found[name]:.3g}%" for name in titles),
+            f"{100 * found['fp22, drift']:+.2g}%",
+        ]
+        for kind, lengths in load("accumulator")["products"].items()
+        for length, found in lengths.items()
+    ]
+    return table(["products", "K", *titles.values(), "`fp22`: drift"], rows)
+
+
 def attention() -> str:
     """KL and perplexity of all products without and with attention in FP8."""
     results = load("attention")["results"]
@@ -333,7 +375,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (forms, form_programs, engine_sizes),
     "docs/kv-cache.md": (kv_cache,),
-    "docs/numbers.md": (two_implementations, calibration, limits),
+    "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
 }
 

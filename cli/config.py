@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from inspect import BoundArguments
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from cyclopts import ArgumentCollection, Token
 from cyclopts.argument import Argument
@@ -108,14 +108,17 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
         return None
     found = [place(argument, item, file.absolute().parent) if isinstance(item, str) else item for item in items]
     given = kind(found) if kind in (list, tuple) else found[0]
-    if isinstance(given, str):  # a choice is held against the others when it is read
+    if isinstance(given, str) or get_origin(argument.resolved_hint) is Literal:  # held against the others when read
+        given = str(given)
         return Token(keyword=argument.name, value=given, source=str(file))
     return Token(keyword=argument.name, implicit_value=given, source=str(file))
 
 
 def kinds(argument: Argument) -> tuple[type, type]:
-    """The type of an option, None aside, and that of its items, where it has some (of a choice: text)."""
+    """The type of an option, None aside, and that of its items, where it has some (of a choice: that of its values)."""
     hint: Any = argument.resolved_hint
+    if get_origin(hint) is Literal:
+        hint = type(get_args(hint)[0])
     kind = get_origin(hint) if get_origin(hint) in (list, tuple) else hint
     inner = get_args(hint)[0] if kind in (list, tuple) else kind
     return kind, inner if inner in WANTED else str

@@ -11,7 +11,7 @@ ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
     r"(?P<module>.+)\.(?:matmul(?:\.rescale(?:_cast)?)?|bias_add|attention|weight\.dequantize"
     r"|input\.(?:first\.)?(?:de)?quantize"
-    r"|halves|terms_add|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
+    r"|halves|terms_add|narrow|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
     r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
     r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
@@ -75,6 +75,11 @@ def halves(module: str) -> str:
 def terms_add(module: str) -> str:
     """The sum of its halves."""
     return f"{module}.terms_add"
+
+
+def narrow(module: str) -> str:
+    """The Cast of that sum, and the bias with it, from FP32 to the compute type."""
+    return f"{module}.narrow"
 
 
 def cache_quantize(module: str, part: str) -> str:

@@ -15,7 +15,7 @@ CARD = """\
 
 {architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
 scale per tensor, {cache}.
-{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
+{terms}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
 
 {loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
@@ -24,6 +24,13 @@ ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession("model.fp32.onnx", options)
+"""
+#: What is said where some activations take two codes.
+TERMS = """\
+**In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
+scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers and
+vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.
+
 """
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
@@ -67,11 +74,20 @@ def model_card(name: str, architecture: str, scales: Scales, form: Form) -> str:
         name=plain(name),
         architecture=plain(architecture),
         cache=CACHES[scales.cache_parts],
+        terms=_terms(scales),
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(plain(architecture), scales.cache_parts, form),
     )
+
+
+def _terms(scales: Scales) -> str:
+    two = scales.two_terms
+    if not two:
+        return ""
+    few = ", ".join(map(code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
+    return TERMS.format(modules="every FP8 product" if len(two) == len(scales.weights) else few)
 
 
 def plain(text: str) -> str:

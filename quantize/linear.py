@@ -9,7 +9,7 @@ product: another number, and not the engine's.
 
 `exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
 with an FP32 result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call
-`torch._scaled_mm` on the codes.
+`torch._scaled_mm` on the codes. With an `accumulator` the sum is made as it says instead (`adder`).
 With two terms the input is s·(a + b/16), b the code of sixteen times what a leaves (`formats.TwoTerms`), and both go
 through one product, a above b:
 
@@ -25,6 +25,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ..options import Accumulator
+from .adder import add_products
 from .formats import E4M3, TWO_TERMS
 
 Mode = Literal["exact", "fast", "current"]
@@ -102,6 +104,7 @@ class FP8Linear(nn.Module):
         """
         super().__init__()
         self.mode, self.terms = mode, terms
+        self.accumulator: Accumulator | None = None
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
         held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
         self.register_buffer("codes", codes.to(held), persistent=False)
@@ -129,8 +132,10 @@ class FP8Linear(nn.Module):
         """`x` [..., in] to [..., out] in x's type."""
         scale = current_scale(x, self.terms) if self.mode == "current" else self.input_scale
         codes = self.input_codes(x, scale)
-        if self.codes.dtype == CODE:
-            total: torch.Tensor = scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
+        if self.accumulator:
+            total: torch.Tensor = add_products(codes, self.codes, self.accumulator)
+        elif self.codes.dtype == CODE:
+            total = scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
         else:
             total = torch.nn.functional.linear(codes, self.codes).float()
         total = total[0] + total[1] / TWO_TERMS.divisor if self.terms == 2 else total[0]

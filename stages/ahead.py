@@ -18,7 +18,7 @@ from ..run import Run
 from .measuring import streamed
 from .other_text import cut_for
 from .steps import Notes, device
-from .validating import check_comparable
+from .validating import check_accumulator, check_comparable
 
 if TYPE_CHECKING:
     from ..calibrate.model.source import Source
@@ -61,6 +61,7 @@ def check_later(run: Run, engine: EngineOptions, validate: ValidateOptions) -> N
 
     resolve(engine)
     check_comparable(validate.runtimes, validate.max_ppl_increase)
+    check_accumulator(validate)
     done = run.record().stages
     for precision in (*validate.baselines, *([engine.precision] if engine.precision != "fp8" else [])):
         if f"export-{precision}" not in done:

@@ -1,6 +1,7 @@
 """The stage `validate`: the held-out text, or another, through the runtimes; and the gate on what is lost."""
 
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import GateError, InputError
@@ -13,6 +14,7 @@ from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
     from ..validate.accuracy import Accuracy
+    from ..validate.perplexity import Evaluation
 
 
 def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes) -> "Accuracy":
@@ -20,30 +22,58 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
 
     Raises GateError, when all is written, for a runtime that loses more than `options.max_ppl_increase`.
     """
-    from ..validate.accuracy import load_accuracy, save_accuracy
-    from ..validate.compare import compare
-    from ..validate.runtimes import forwards, vocabulary
+    from ..validate.accuracy import load_accuracy
 
     inputs = fp8_files(run)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
     check_comparable(options.runtimes, options.max_ppl_increase)
+    check_accumulator(options)
     tokens = evaluation(run, data, options.context, options.stride, notes)
     inputs["tokens"] = tokens.protocol.sha256
-    chosen = {
+    chosen: dict[str, object] = {
         "runtimes": list(options.runtimes),
         "context": tokens.protocol.context,
         "stride": tokens.protocol.stride,
     }
+    if options.accumulator:
+        chosen |= {"accumulator": options.accumulator, "accumulator_windows": options.accumulator_windows}
     if not run.is_current("validate", inputs, chosen):
         with stage(run, "validate", inputs, chosen, notes) as log:
-            made = forwards(options.runtimes, run, lambda: source_of(run), device())
-            found, nll = compare(tokens, made, vocabulary(run.model), notes)
-            log.outputs += save_accuracy(run, found, nll)
+            log.outputs += _evaluate(run, tokens, options, notes)
     accuracy = load_accuracy(run)
     check_numbers(accuracy)
     check_increase(accuracy, options.max_ppl_increase)
     return accuracy
+
+
+def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, notes: Notes) -> list[Path]:
+    """Run `tokens` through what was asked for, and write what was found; returns the files."""
+    from ..validate.accuracy import save_accuracy
+    from ..validate.compare import BASELINE, compare
+    from ..validate.runtimes import forwards, vocabulary
+    from ..validate.sums import compare_sums, cost, sample
+
+    taken = sample(tokens, options.accumulator_windows)
+    if options.accumulator:
+        notes.note(cost(run, taken, options.accumulator, device()))
+    made = forwards(options.runtimes, run, lambda: source_of(run), device())
+    accuracy, nll = compare(tokens, made, vocabulary(run.model), notes)
+    if options.accumulator:
+        baseline = made.get(BASELINE)
+        made.clear()  # their weights would stay in memory beside the next reference's
+        sums, their_nll = compare_sums(run, taken, baseline, options.accumulator, device(), notes)
+        accuracy, nll = accuracy.model_copy(update={"runtimes": accuracy.runtimes | sums}), nll | their_nll
+    return save_accuracy(run, accuracy, nll)
+
+
+def check_accumulator(options: ValidateOptions) -> None:
+    """Raise InputError for sums of a reference that is not asked for."""
+    if options.accumulator and "reference" not in options.runtimes:
+        raise InputError(
+            f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "
+            f"{', '.join(options.runtimes)}; add reference to --runtimes"
+        )
 
 
 def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
@@ -74,7 +104,8 @@ def check_numbers(accuracy: "Accuracy") -> None:
 
 
 def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
-    """Raise GateError when a runtime's perplexity is more than `limit` (a fraction) above BF16's, or is no number.
+    """Raise GateError when the perplexity of a runtime that ran all windows is more than `limit` (a fraction) above
+    BF16's, or is no number.
 
     Raises InputError when there is nothing to hold against the limit.
     """
@@ -82,7 +113,9 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
         return
     check_comparable(tuple(accuracy.runtimes), limit)
     increases = {
-        name: runtime.perplexity_increase for name, runtime in accuracy.runtimes.items() if name not in WITHOUT_FP8
+        name: runtime.perplexity_increase
+        for name, runtime in accuracy.runtimes.items()
+        if name not in WITHOUT_FP8 and not runtime.sampled
     }
     for name, increase in increases.items():
         runtime = accuracy.runtimes[name]

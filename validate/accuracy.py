@@ -36,6 +36,15 @@ class RuntimeAccuracy(Strict):
     kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this) per scored token")
     kl_p99_nats: float | None = None
     top1_agreement: float | None = None
+    tokens: int | None = Field(default=None, description="scored, where these are not all of the protocol's")
+    kl_sums_nats: float | None = Field(
+        default=None, description="mean KL(reference-fp32 || this): what the accumulator alone adds"
+    )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some of the windows were run, and no gate is for it."""
+        return self.tokens is not None
 
 
 class Accuracy(Strict):

@@ -242,6 +242,8 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:
         Column[AccuracyRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
         Column[AccuracyRow]("KL p99, nats", lambda row: row.kl_p99_nats, nats),
         Column[AccuracyRow]("top-1 agreement", lambda row: row.top1_agreement, share),
+        Column[AccuracyRow]("KL of the sums", lambda row: row.kl_sums_nats, nats),
+        Column[AccuracyRow]("sampled tokens", lambda row: row.tokens, count),
     )
     return Table("Accuracy", rows, columns, "Not evaluated yet: run `fp8q validate RUN`.")
 

@@ -155,9 +155,11 @@ def increase_interval(
 
     The tokens of a window are not independent of each other, so whole windows are drawn again (bootstrap, percentile
     method; Efron 1979). The pairing takes out what makes a text hard, which is a hundred times what FP8 adds. No
-    interval (None) below two windows.
+    interval (None) below two windows that both have.
     """
     scored = ~np.isnan(base) & ~np.isnan(other)
+    both = scored.any(axis=1)
+    scored, base, other = scored[both], base[both], other[both]
     difference = np.where(scored, other.astype(np.float64) - base, 0).sum(axis=1)
     tokens = scored.sum(axis=1)
     windows = len(tokens)

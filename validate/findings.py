@@ -6,6 +6,7 @@ severity is their ratio, so that findings of different kinds can be ranked; the 
 once.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -136,9 +137,10 @@ def _underflow(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, flo
 
 
 def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    if scale.sqnr_db is None or scale.sqnr_best_db is None:
-        return 0.0, MOST_DB_LOST, ""  # nothing is lost
-    return scale.sqnr_best_db - scale.sqnr_db, MOST_DB_LOST, "--method mse finds the best scale there is"
+    if scale.sqnr_db is None:
+        return 0.0, MOST_DB_LOST, ""
+    best = math.inf if scale.sqnr_best_db is None else scale.sqnr_best_db
+    return best - scale.sqnr_db, MOST_DB_LOST, "--method mse finds the best scale there is"
 
 
 def _outliers(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:

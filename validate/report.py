@@ -100,7 +100,9 @@ def report_plots(run: Run) -> "dict[str, Plot]":
         drawn["histogram"] = plots.histogram_plot(worst, load_statistics(run).tensors[str(worst.tensor)].histogram)
         drawn["layers"] = plots.layer_plot(rows)
     if tables.wrote(run, run.tokens, "validate"):
-        drawn["positions"] = plots.position_plot(load_tokens(run))
+        sampled = {row.runtime for row in tables.accuracy_rows(run) if row.tokens is not None}
+        nll = {name: values for name, values in load_tokens(run).items() if name not in sampled}
+        drawn["positions"] = plots.position_plot(nll)
     return drawn
 
 
@@ -132,7 +134,8 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > products else "."
     )
-    compared = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.perplexity_increase is not None]
+    whole = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.tokens is None]
+    compared = [row for row in whole if row.perplexity_increase is not None]
     base = next((row for row in accuracy if row.runtime == "bf16"), None)
     if not compared or base is None:
         return f"{done} What that costs has not been evaluated yet."

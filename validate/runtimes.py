@@ -11,7 +11,8 @@ from ..calibrate.model.source import Source, load_model
 from ..errors import BackendError
 from ..export.lint.check import sound_graph
 from ..files import reading
-from ..quantize.reference import load_reference
+from ..quantize.linear import Mode
+from ..quantize.reference import Reference, load_reference
 from ..quantize.stored import checkpoint_of
 from ..run import GRAPH_FP32, Run
 from ..serve.sessions import SessionError, open_session
@@ -24,15 +25,24 @@ def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
     return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
 
 
-def reference(run: Run, device: str) -> Forward:
-    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache."""
+def open_reference(run: Run, mode: Mode, device: str) -> Reference:
+    """The FP8 reference, its wide parts in BF16."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
-        loaded = load_reference(run.model, "fast", torch.bfloat16, device)
+        return load_reference(run.model, mode, torch.bfloat16, device)
+
+
+def logits_of(loaded: Reference) -> Forward:
+    """What `loaded` computes, with the run's cache."""
     return lambda ids: (
         loaded.model(
-            input_ids=torch.from_numpy(ids).to(device), past_key_values=loaded.new_cache(), use_cache=True
+            input_ids=torch.from_numpy(ids).to(loaded.model.device), past_key_values=loaded.new_cache(), use_cache=True
         ).logits
     )
+
+
+def reference(run: Run, device: str) -> Forward:
+    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache."""
+    return logits_of(open_reference(run, "fast", device))
 
 
 def session(run: Run, runtime: str) -> Forward:

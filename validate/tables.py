@@ -103,7 +103,8 @@ class EngineRow:
 class AccuracyRow:
     """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
 
-    Shares are fractions.
+    Shares are fractions. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums
+    in FP32.
     """
 
     runtime: str
@@ -115,6 +116,8 @@ class AccuracyRow:
     kl_mean_nats: float | None = None
     kl_p99_nats: float | None = None
     top1_agreement: float | None = None
+    tokens: int | None = None
+    kl_sums_nats: float | None = None
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,15 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
             ["validate", "run", "--max-ppl-increase", "much"],
             "--max-ppl-increase much: is no share; give one such as 1% or 0.01",
         ),
+        (
+            ["validate", "run", "--accumulator", "fp16"],
+            'Invalid value "fp16" for --accumulator. Choose from: "fp32", "fp22", "two-level". See `fp8q --help`',
+        ),
+        (["validate", "run", "--accumulator-windows", "0"], "--accumulator-windows 0: must be at least 1"),
+        (
+            ["validate", "run", "--accumulator-windows", "few"],
+            "--accumulator-windows few: is no whole number; give one",
+        ),
         (["build-engine", "run", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
         (
             ["build-engine", "run", "--min-fp8-share", "2"],

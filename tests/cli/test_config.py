@@ -194,6 +194,8 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         'kv-cache = "v"',
         "skip = []",
         "# only: as the run has it",
+        "# activation-terms: as the run has it",
+        "# two-terms: as the run has it",
     ]
     assert not (tmp_path / "run").exists()
 

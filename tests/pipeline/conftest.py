@@ -25,7 +25,7 @@ from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.info import load_engines
 from fp8q.export.graph.modules import GraphPlan
 from fp8q.files import share
-from fp8q.options import KvCache
+from fp8q.options import KvCache, Terms
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 
@@ -38,7 +38,7 @@ TINY = {
 @dataclass(frozen=True)
 class Architecture:
     """One case: a trained checkpoint beside the repository, or where `fields` are given a tiny random one of
-    transformers' class `config`.
+    transformers' class `config`. Half of them take their activations in two `terms`.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Architecture:
     config: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     text: str = "python"
+    terms: Terms = 1
 
     @property
     def trained(self) -> bool:
@@ -56,16 +57,17 @@ class Architecture:
 
 
 ARCHITECTURES = [
-    Architecture("llama", "tied head, cache in the compute type, graph in FP16", "off", "fp16"),
+    Architecture("llama", "tied head, cache in the compute type, graph in FP16", "off", "fp16", terms=2),
     Architecture("qwen2", "q/k/v biases", "fp8"),
-    Architecture("opt", "as many KV heads as heads, learned positions", "fp8"),
+    Architecture("opt", "as many KV heads as heads, learned positions", "fp8", terms=2),
     Architecture("gemma", "scaled embeddings, wide heads", "off"),
-    Architecture("gpt2", "Conv1D, fused q/k/v without rotary embedding, learned positions", "fp8"),
+    Architecture("gpt2", "Conv1D, fused q/k/v without rotary embedding, learned positions", "fp8", terms=2),
     Architecture("stories260k", "heads too small for a fused attention kernel", "fp8", text="tinystories"),
     Architecture(
         "mistral",
         "a window shorter than the text",
         "fp8",
+        terms=2,
         config="MistralConfig",
         fields={"num_key_value_heads": 2, "sliding_window": 4},
     ),
@@ -80,6 +82,7 @@ ARCHITECTURES = [
         "gpt_neox",
         "fused q/k/v, partial rotary embedding, a head stored under another name",
         "fp8",
+        terms=2,
         config="GPTNeoXConfig",
     ),
     Architecture(
@@ -196,7 +199,7 @@ def finished(
         shared_checkpoint(case.name) if case.trained else random_checkpoint(folder / "model", case.config, case.fields)
     )
     calibration, evaluation = texts(case.text)
-    options = api.CalibrateOptions(kv_cache=case.kv_cache, samples=16, seq_len=64)
+    options = api.CalibrateOptions(kv_cache=case.kv_cache, samples=16, seq_len=64, activation_terms=case.terms)
     run = api.calibrate(
         str(model), str(calibration), folder / "run", str(evaluation), options, api.ExportOptions(case.dtype)
     )

@@ -220,6 +220,29 @@ def test_a_finished_run_does_nothing_again(copied: Run, demo_checkpoint: Path, d
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+def test_other_sums_are_two_more_rows_of_some_windows_and_what_they_take_is_a_note(
+    copied: Run, demo_texts: Any, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    options = api.ValidateOptions(("bf16", "reference"), accumulator="two-level", accumulator_windows=2)
+    runtimes = api.validate(copied.root, str(text), options).runtimes
+    assert list(runtimes) == ["bf16", "reference", "reference-fp32", "reference-two-level"]
+    context = load_accuracy(copied).protocol.context
+    assert [runtime.tokens for runtime in runtimes.values()] == [None, None, 2 * (context - 1), 2 * (context - 1)]
+    exact, two_level = runtimes["reference-fp32"], runtimes["reference-two-level"]
+    assert two_level.kl_sums_nats is not None
+    assert exact.kl_mean_nats is not None
+    assert 0 < two_level.kl_sums_nats < exact.kl_mean_nats
+    assert two_level.perplexity == pytest.approx(exact.perplexity, rel=0.01)
+    said = copied.record().stages["validate"].notes[0]
+    assert said.startswith("--accumulator two-level: the reference on 2 of ")
+    assert f"the sums of {2 * context} tokens of 2,949,120 products take about " in said
+    before = copied.accuracy.stat().st_mtime_ns
+    api.validate(copied.root, str(text), options)
+    assert copied.accuracy.stat().st_mtime_ns == before
+
+
 def test_a_gate_that_is_not_met_names_the_runtime_and_the_numbers(copied: Run) -> None:
     with pytest.raises(
         api.GateError,

@@ -48,6 +48,10 @@ def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Calla
             {"validate": api.ValidateOptions(runtimes=("reference",), max_ppl_increase=0.01)},
             "--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add",
         ),
+        (
+            {"validate": api.ValidateOptions(runtimes=("bf16", "onnxruntime"), accumulator="two-level")},
+            "--accumulator two-level: is of the runtime reference, and the runtimes are bf16, onnxruntime; add ",
+        ),
         ({"export": api.ExportOptions(precision="bf16")}, "--precision bf16: is made of a finished run; calibrate"),
     ],
 )

@@ -286,6 +286,7 @@ def test_modules_in_fp8_and_in_bf16_make_two_tables(calibrated_run: Run) -> None
         "scale",
         "saturation",
         "underflow",
+        "terms",
         "input dB",
         "best dB",
         "weight dB",

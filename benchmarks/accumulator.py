@@ -1,0 +1,169 @@
+"""What adding codes with 14 bits costs: models, and single products of the shapes of large ones.
+
+    python benchmarks/accumulator.py [MODEL=CALIBRATION,EVALUATION …] [--windows 12] [--context 256]
+    python benchmarks/accumulator.py --mmaemu
+
+Models: calibrated on 64 windows of 256 tokens; the reference, its sums made in FP32, as Hopper's adder makes them, and
+promoted to FP32 every 128 products (`fp8q.quantize.adder`); beside them the sum in FP32 rounded once to BF16, which
+says how far two models walk apart that differ by no more than that. KL of each against sums in FP32 and against the
+BF16 model. Products: rows of activations (normal, Student's t with 3 degrees of freedom, and normal magnitudes against
+weights of one sign, where nothing cancels) through normal weights in per-channel scales; root mean square of the error
+over that of the sums, beside what rounding the operands to E4M3 makes, both of them or the weights alone, and what
+rounding the sum to BF16 makes. `ada` is the adder of 16 products at a time. Prints one JSON line.
+`--mmaemu` instead holds the adders bit for bit against the package mmaemu 0.1.0 (installed by hand), whose own results
+are those of an H100 and an RTX 4060; exit status 1 where a sum differs.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from models import Given, cut_text, given, small_models
+from result import arguments, described, publish
+
+from fp8q.api import CalibrateOptions, calibrate
+from fp8q.calibrate.model.source import open_source
+from fp8q.options import Accumulator, ScaleOptions
+from fp8q.quantize.adder import ADDERS, Adder, add_in
+from fp8q.quantize.clip import scale_of
+from fp8q.quantize.formats import E4M3
+from fp8q.quantize.linear import CODE, encode
+from fp8q.reporter import SILENT
+from fp8q.stages.corpora import load_tokens
+from fp8q.validate.compare import Forward, compare
+from fp8q.validate.perplexity import cut
+from fp8q.validate.runtimes import float_model, open_reference, reference, vocabulary
+from fp8q.validate.sums import adding
+
+#: The longest sums of Llama 3.1 8B (4,096 and 14,336) and 70B (8,192 and 28,672), and shorter ones.
+LENGTHS = (512, 1024, 4096, 8192, 14_336, 28_672)
+ROWS, OUTPUTS = 32, 128
+ROUNDED = "fp32, rounded to bf16"
+
+
+def model(texts: Given, windows: int, context: int) -> dict[str, Any]:
+    """Sums -> perplexity, KL against sums in FP32 and against BF16, in nats."""
+    with tempfile.TemporaryDirectory() as directory:
+        evaluation = cut_text(texts, windows * context, Path(directory))
+        options = CalibrateOptions(samples=64, seq_len=256)
+        run = calibrate(texts.directory, texts.data, Path(directory) / "run", str(evaluation), options)
+        source = open_source(texts.directory)
+        tokens = cut(load_tokens(run, run.evaluation), evaluation.name, context, context)
+        exact = open_reference(run, "exact", "cpu")
+        runtimes: dict[str, Forward] = {"bf16": float_model(source, torch.bfloat16, "cpu")}
+        runtimes |= {f"reference-{name}": adding(exact, name) for name in get_args(Accumulator)}
+        runtimes |= {f"reference-{ROUNDED}": reference(run, "cpu")}
+        found, _ = compare(tokens, runtimes, vocabulary(run.model), SILENT)
+    return {
+        name.removeprefix("reference-"): {
+            "perplexity": each.perplexity,
+            "kl_sums_nats": each.kl_sums_nats,
+            "kl_bf16_nats": each.kl_mean_nats,
+        }
+        for name, each in found.runtimes.items()
+    }
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Normal deviates."""
+    return torch.randn(*shape)
+
+
+def heavy(*shape: int) -> torch.Tensor:
+    """Student's t with 3 degrees of freedom, of unit variance."""
+    return torch.randn(*shape) / torch.randn(3, *shape).square().sum(0).sqrt()
+
+
+def magnitude(*shape: int) -> torch.Tensor:
+    """Magnitudes of normal deviates."""
+    return torch.randn(*shape).abs()
+
+
+#: Name -> what draws activations, and weights.
+KINDS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "normal": (normal, normal),
+    "heavy tails": (heavy, normal),
+    "one sign": (magnitude, magnitude),
+}
+
+
+def products(length: int, kind: str) -> dict[str, float]:
+    """The relative errors of sums of `length` products."""
+    torch.manual_seed(0)
+    draw_x, draw_weight = KINDS[kind]
+    x, weight = draw_x(ROWS, length).bfloat16().double(), draw_weight(OUTPUTS, length).bfloat16().double()
+    scale = torch.from_numpy(scale_of([float(x.abs().amax())], E4M3))
+    scales = torch.from_numpy(scale_of(weight.abs().amax(1).numpy(), E4M3))[:, None]
+    codes_x, codes = encode(x, scale), encode(weight, scales)
+    float_sum, exact = x @ weight.T, codes_x.double() @ codes.double().T
+    rounded = codes.double() * scales
+    found = {
+        "operands": relative(codes_x.double() * scale @ rounded.T, float_sum),
+        "weights": relative(x @ rounded.T, float_sum),
+        "bf16": relative(exact.bfloat16().double(), exact),
+        "fp32": relative((codes_x.float() @ codes.float().T).double(), exact),
+    }
+    for name, adder in {**ADDERS, "ada": Adder(block=16)}.items():
+        sums = add_in(codes_x, codes, adder).double()
+        found |= {name: relative(sums, exact), f"{name}, drift": drift(sums, exact)}
+    return {name: float(f"{value:.3g}") for name, value in found.items()}
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    """Root mean square of the difference over that of what is `right`."""
+    return float((found - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+def drift(found: torch.Tensor, right: torch.Tensor) -> float:
+    """How much larger the sums came out, as a share of the `right` ones: below zero where truncation draws them in."""
+    return float((found.abs() - right.abs()).sum() / right.abs().sum())
+
+
+def codes_of_every_kind(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Rows of E4M3 codes: as KINDS draws them, so small that most are subnormal, and all codes but NaN alike."""
+    patterns = torch.randint(0, 256, (rows, length), dtype=torch.uint8)
+    every = patterns.masked_fill(patterns & 0x7F == 0x7F, 0).view(CODE)
+    drawn = {kind: encode(40 * draw(rows, length), torch.ones(1)) for kind, (draw, _) in KINDS.items()}
+    return {**drawn, "subnormal": encode(normal(rows, length) / 100, torch.ones(1)), "every code": every}
+
+
+def against_mmaemu(lengths: tuple[int, ...] = (16, 64, 528, 1024, 4096)) -> dict[str, Any]:
+    """Sums of every kind, and how many of them are other numbers in mmaemu."""
+    mmaemu = import_module("mmaemu")
+    torch.manual_seed(0)
+    modes = [(ADDERS["fp22"], "hopper", True), (ADDERS["two-level"], "hopper", False), (Adder(block=16), "ada", True)]
+    sums = differing = 0
+    for length in lengths:
+        weights = codes_of_every_kind(OUTPUTS, length)
+        for kind, x in codes_of_every_kind(ROWS, length).items():
+            for adder, profile, fast in modes:
+                theirs = mmaemu.accumulate(x, weights[kind], use_fast_accum=fast, splitk=1, profile=profile)
+                differing += int((theirs.view(torch.int32) != add_in(x, weights[kind], adder).view(torch.int32)).sum())
+                sums += theirs.numel()
+    return {"mmaemu": mmaemu.__version__, "sums": sums, "differing": differing, "passed": not differing}
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--mmaemu", action="store_true")
+    options = parser.parse_args()
+    if options.mmaemu:
+        return publish(described("accumulator"), against_mmaemu(), options.save)
+    head = described("accumulator", (ScaleOptions,))
+    found = {kind: {str(length): products(length, kind) for length in LENGTHS} for kind in KINDS}
+    models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt")
+    results = {each.name: model(each, options.windows, options.context) for each in models}
+    protocol = {"windows": options.windows, "context": options.context, "rows": ROWS, "outputs": OUTPUTS}
+    return publish(head, {**protocol, "results": results, "products": found}, options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
