@@ -220,8 +220,9 @@ def merge(
     before = found.record().model
     with notes.held():
         if options.weight_rounding != "nearest":
+            why = "its second moments are not added" if options.weight_rounding == "gptq" else "runs the model"
             raise InputError(
-                f"--weight-rounding {options.weight_rounding}: its second moments are not added; calibrate in one "
+                f"--weight-rounding {options.weight_rounding}: {why}; use `fp8q calibrate` on all of the text in one "
                 "run, or leave it out"
             )
         merged = merging.add(runs, out)

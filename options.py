@@ -45,7 +45,7 @@ WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
 #: How many codes stand for one activation.
 Terms = Literal[1, 2]
-WeightRounding = Literal["nearest", "gptq"]
+WeightRounding = Literal["nearest", "gptq", "sequential"]
 WeightScale = Literal["dq", "mul"]
 #: What FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
@@ -158,7 +158,11 @@ class ScaleOptions(Options):
     ] = ()
     weight_rounding: Annotated[
         WeightRounding,
-        option(SCALES, "gptq: let weights make up for each other's rounding errors, by the inputs' second moments."),
+        option(
+            SCALES,
+            "gptq: let weights make up for each other's rounding errors, by the inputs' second moments. sequential: "
+            "for those of earlier layers too; runs the model again, layer by layer.",
+        ),
     ] = "nearest"
     activation_terms: Annotated[
         Terms,

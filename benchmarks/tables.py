@@ -256,6 +256,31 @@ def weight_mse() -> str:
     return table([*head, "one read of the weights"], rows)
 
 
+def two_terms() -> str:
+    """The forms of a product of two terms, as they were built, and how often each rounds."""
+    roundings = {
+        "one term": "to BF16: 1",
+        "product and sum in BF16": "each half, the sixteenth, the sum: 4",
+        "halves widened to FP32, then added": "each half, the sum: 3",
+        "product and sum in FP32": "the sum: 1",
+        "two products, one a term": "each product, the sixteenth, the sum: 4",
+        "Concat behind DequantizeLinear": "each half, the sixteenth, the sum: 4",
+    }
+    forms = load("two_terms")["forms"]
+    rows = [
+        [
+            name,
+            " and ".join(map(str, sorted(set(found["fp8_products"])))),
+            " and ".join(map(str, sorted(set(found["kernels"])))),
+            f"{found['bytes'] / MEGABYTE:.1f} MB",
+            roundings[name],
+        ]
+        for name, found in forms.items()
+    ]
+    head = ["form", "FP8 products", "other kernels", "engine", "roundings between the sum of codes and the result"]
+    return table(head, rows)
+
+
 def weight_rounding() -> str:
     """KL relative to one amax scale for the whole weight."""
     models = load("weight_rounding")["results"]
@@ -290,6 +315,30 @@ def weight_seconds() -> str:
     return table(["seconds", *(_sized(name, found) for name, found in models.items())], [*measuring, *writing])
 
 
+STEPS = ("nearest", "one after the other", "in falling order", "gptq", "sequential")
+
+
+def weights_alone() -> str:
+    """KL of each step of rounding where nothing but weights is quantized, and what it takes."""
+    models = load("weights_alone")["results"]
+    rows = [
+        [
+            f"`{method}`, {_step(step)}",
+            *(f"{found['kl_mean_micronats'][f'{method}, {step}']:.0f}" for found in models.values()),
+            *(f"{found['seconds'][f'{method}, {step}']:.2g}" for found in models.values()),
+        ]
+        for method in ("amax", "mse")
+        for step in STEPS
+        if all(f"{method}, {step}" in found["kl_mean_micronats"] for found in models.values())
+    ]
+    head = ["weights", *(_sized(name, found) for name, found in models.items())]
+    return table([*head, *(f"{name}, seconds" for name in models)], rows)
+
+
+def _step(step: str) -> str:
+    return step if " " in step else f"`{step}`"
+
+
 def _sized(name: str, found: Figures) -> str:
     return f"{name} ({found['parameters'] / MEGABYTE:.1f} M)"
 
@@ -311,7 +360,7 @@ def limits() -> str:
     rows = [
         ["which architectures, and with what perplexities?", "architectures, unseen_architectures", "architectures.md"],
         ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
-        ["what do weight scales and rounding give?", "weight_rounding, weight_mse", "weights.md"],
+        ["what do weight scales and rounding give?", "weight_rounding, weights_alone, weight_mse", "weights.md"],
         ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
         ["what do engines run with weights' scales in one place or the other?", "forms", "engines.md"],
         ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
@@ -375,8 +424,9 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (forms, form_programs, engine_sizes),
     "docs/kv-cache.md": (kv_cache,),
+    "docs/two-terms.md": (two_terms,),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
-    "docs/weights.md": (weight_mse, weight_rounding, weight_seconds),
+    "docs/weights.md": (weight_mse, weight_rounding, weight_seconds, weights_alone),
 }
 
 

@@ -10,8 +10,8 @@ import re
 ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
     r"(?P<module>.+)\.(?:matmul(?:\.rescale(?:_cast)?)?|bias_add|attention|weight\.dequantize"
-    r"|input\.(?:first\.)?(?:de)?quantize"
-    r"|halves|terms_add|narrow|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
+    r"|input\.(?:first\.)?(?:de)?quantize|halves|terms_add|narrow"
+    r"|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
     r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
     r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )

@@ -31,7 +31,7 @@ from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
 from .scales import Scales, Skipped, WeightScales
 from .stored import CACHE_FILE, OWN_CONFIG
-from .weights import Rounding, quantize_weight
+from .weights import Rounding
 
 SHARD_BYTES = 512 << 20
 
@@ -101,9 +101,8 @@ def quantize_checkpoint(
 def _quantized_tensors(
     module: str, weight: torch.Tensor, axis: Literal[0, 1], scales: Scales, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
-    compensation = rounding.compensations.of(module) if rounding.compensations else None
     rows = weight.to(torch.bfloat16).movedim(axis, 0).contiguous()
-    quantized = quantize_weight(rows, rounding.method, compensation, INT8 if scales.format == "int8" else E4M3)
+    quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
     if isinstance(quantized, Skipped):
         return quantized
     return quantized.summary.model_copy(update={"axis": axis}), {

@@ -48,7 +48,7 @@ class WeightScales(Lossy):
     """One weight's per-channel scales; the scales themselves are in the checkpoint."""
 
     method: str
-    rounding: Literal["nearest", "gptq"] = "nearest"
+    rounding: Literal["nearest", "gptq", "sequential"] = "nearest"
     axis: int = Field(description="of the output channels")
     channels: int
     scale_min: float

@@ -7,17 +7,18 @@ With these scales fixed, weights are rounded to nearest, or so that they make up
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
 
+from ..options import WeightRounding
 from .clip import decibels, scale_of
 from .formats import E4M3, Grid
 from .linear import ENCODERS
 from .scales import SMALLEST_SCALE, Skipped, WeightScales
 from .weight_mse import mse_scales
-from .weight_rounding import Compensations, compensated_codes
+from .weight_rounding import Compensation, Compensations, compensated_codes
 
 WeightMethod = Literal["amax", "mse"]
 #: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger
@@ -26,14 +27,31 @@ BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
+class Made(Protocol):
+    """Codes and scales that were made before."""
+
+    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`, where it has any."""
+
+
 @dataclass(frozen=True)
 class Rounding:
-    """How weights are quantized: how their scales are chosen, and what compensates rounding errors (None: each weight
-    goes to its nearest code).
+    """How weights are quantized: how their scales are chosen, what compensates rounding errors (None: each weight goes
+    to its nearest code), and what `--weight-rounding sequential` has made already.
     """
 
     method: WeightMethod
     compensations: Compensations | None = None
+    made: Made | None = None
+
+    def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
+        """The `weight` [out, in] of `module`, quantized."""
+        found = self.made.of(module) if self.made else None
+        if found is not None:
+            return QuantizedWeight(*found, summary(weight, *found, self.method, "sequential"))
+        return quantize_weight(
+            weight, self.method, self.compensations.of(module) if self.compensations else None, format
+        )
 
 
 @dataclass(frozen=True)
@@ -46,33 +64,45 @@ class QuantizedWeight:
 
 
 def quantize_weight(
-    weight: torch.Tensor, method: WeightMethod, compensation: torch.Tensor | None = None, format: Grid = E4M3
+    weight: torch.Tensor,
+    method: WeightMethod,
+    compensation: Compensation | None = None,
+    format: Grid = E4M3,
+    wanted: torch.Tensor | None = None,
 ) -> QuantizedWeight | Skipped:
     """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped.
 
-    `compensation` float32 [in, in]: of `weight_rounding`; without it weights are rounded to nearest. Both `mse` and
-    `compensation` are for E4M3.
+    `compensation`: of its input; without it weights are rounded to nearest. Both `mse` and `compensation` are for E4M3.
+    `wanted` float32 [out, in]: what the codes are to come close to, where that is not the weight itself.
     """
     scale = channel_scales(weight, method, format)
     if scale is None:
         return Skipped(
             reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel()
         )
-    codes = (
-        nearest_codes(weight, scale, format) if compensation is None else compensated_codes(weight, scale, compensation)
+    if compensation is None:
+        codes = nearest_codes(weight, scale, format)
+    else:
+        codes = compensated_codes(weight if wanted is None else wanted, scale, compensation)
+    return QuantizedWeight(
+        codes, scale, summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
     )
-    zero = int((_amax(weight) == 0).sum())
-    summary = WeightScales(
+
+
+def summary(
+    weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, method: WeightMethod, rounding: WeightRounding
+) -> WeightScales:
+    """What to write of the `codes` [out, in] of `weight` under `scale` float32 [out]."""
+    return WeightScales(
         method=method,
-        rounding="nearest" if compensation is None else "gptq",
+        rounding=rounding,
         axis=0,
         channels=len(scale),
         scale_min=float(scale.min()),
         scale_max=float(scale.max()),
         sqnr_db=_sqnr_db(weight, codes, scale),
-        zero_channels=zero or None,
+        zero_channels=int((_amax(weight) == 0).sum()) or None,
     )
-    return QuantizedWeight(codes, scale, summary)
 
 
 def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4M3) -> torch.Tensor | None:

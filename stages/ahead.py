@@ -42,7 +42,11 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         raise InputError(
             f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
         )
-    if streamed(source, options.stream, Notes(SILENT)):
+    if options.weight_rounding == "sequential":
+        from ..quantize.sequential import check_sequential
+
+        check_sequential(source, device())
+    elif streamed(source, options.stream, Notes(SILENT)):
         from ..calibrate.measure.stream import Chain
 
         Chain(source, device())

@@ -1,19 +1,24 @@
 """The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
 from ..files import replacing, write_document
 from ..options import RescaleOptions, ScaleOptions
 from ..run import Run
+from .corpora import load_tokens
 from .graphs import has_graphs
-from .steps import Notes, stage
+from .steps import Notes, device, stage
 
 if TYPE_CHECKING:
     from ..calibrate.measure.statistics import Statistics
     from ..calibrate.model.source import Source
     from ..quantize.policy import Products
     from ..quantize.scales import Scales
+    from ..quantize.weights import Rounding
 
 
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
@@ -22,13 +27,8 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..export.graph.carry import carry_graphs
     from ..quantize.checkpoint import quantize_checkpoint
     from ..quantize.policy import parted, taken_along
-    from ..quantize.scales import group_of
-    from ..quantize.weight_rounding import Compensations
-    from ..quantize.weights import Rounding
 
-    compensated = options.weight_rounding == "gptq"
-    measured = run.record().stages["measure"].outputs
-    inputs = {name: digest for name, digest in measured.items() if compensated or not name.startswith("moments/")}
+    inputs = _inputs(run, options)
     chosen = asdict(options.clip) | {
         "weight_method": options.weight_method,
         "kv_cache": options.kv_cache,
@@ -38,16 +38,18 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "activation_terms": options.activation_terms,
         "two_terms": list(options.two_terms),
     }
+    if options.weight_rounding == "sequential":
+        chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
     if run.is_current("quantize", inputs, chosen):
         return
     for name in inputs:
-        run.require(run.root / name, "measure")
+        run.require(run.root / name, "corpus" if name == run.calibration.name else "measure")
     statistics = load_statistics(run)
     scales, exported = choose_scales(statistics, products, options), has_graphs(run)
-    compensations = Compensations(run.moments, group_of(statistics.record.groups)) if compensated else None
     with stage(run, "quantize", inputs, chosen, notes) as log:
-        with replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, Rounding(options.weight_method, compensations), notes)
+        key = {"inputs": inputs, "options": chosen}
+        with _rounding(run, source, scales, options, key, notes) as rounding, replacing(run.model) as partial:
+            scales = quantize_checkpoint(source, partial, scales, rounding, notes)
             if exported:
                 carry_graphs(run, partial)
         write_document(run.scales, scales)
@@ -68,11 +70,43 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         ]
 
 
+def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
+    """The files that the stage reads, as far as it depends on `options` which."""
+    written = {name: record.outputs for name, record in run.record().stages.items()}
+    moments = options.weight_rounding == "gptq"
+    inputs = {name: digest for name, digest in written["measure"].items() if moments or not name.startswith("moments/")}
+    if options.weight_rounding == "sequential":
+        inputs[run.calibration.name] = written["corpus"][run.calibration.name]
+    return inputs
+
+
+@contextmanager
+def _rounding(
+    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, key: Mapping[str, object], notes: Notes
+) -> "Iterator[Rounding]":
+    """How weights are rounded; `sequential` is done here, on the run's windows, in a folder that depends on `key`."""
+    from ..calibrate.measure.statistics import load_record
+    from ..quantize.scales import group_of
+    from ..quantize.sequential import Sequence
+    from ..quantize.weight_rounding import Compensations
+    from ..quantize.weights import Rounding
+
+    record, method = load_record(run), options.weight_method
+    if options.weight_rounding == "sequential":
+        size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
+        batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+        with run.work("quantize", key) as folder:
+            yield Rounding(method, made=Sequence(source, scales, method, batches, folder, device()).run(notes))
+    else:
+        gptq = options.weight_rounding == "gptq"
+        yield Rounding(method, Compensations(run.moments, group_of(record.groups)) if gptq else None)
+
+
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     """What to choose the run's scales by: what `options` are not given stays as it was, or takes the default where a
     killed run does not tell.
 
-    Raises InputError when the run was not measured.
+    Raises InputError when the run was not measured, and for rounding that runs the model.
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
@@ -82,7 +116,13 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     kept: dict[str, Any] = {
         name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
     }
-    return options.over(ScaleOptions(**kept))
+    chosen = options.over(ScaleOptions(**kept))
+    if chosen.weight_rounding == "sequential":
+        raise InputError(
+            "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q "
+            "calibrate` with the options of the run and those that are to change"
+        )
+    return chosen
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":

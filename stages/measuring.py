@@ -66,6 +66,12 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
             "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
             f"{how}, or leave it out"
         )
+    if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
+        how = f"{world.size} ranks" if world.size > 1 else "--batches"
+        raise InputError(
+            f"--weight-rounding sequential: runs all batches through one layer after the other, in one process; use "
+            f"`fp8q calibrate` without {how}, or leave it out"
+        )
     if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
         raise no_scale(options.clip, batches)
 

@@ -17,6 +17,7 @@ from ..options import Accumulator
 from ..quantize.adder import seconds_a_product
 from ..quantize.linear import FP8Linear
 from ..quantize.reference import Reference
+from ..quantize.scales import load_scales
 from ..reporter import Reporter
 from ..run import Run
 from .accuracy import RuntimeAccuracy
@@ -70,9 +71,17 @@ def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
 
 
 def products_a_token(run: Run) -> int:
-    """Products of codes that a token takes: as many as `run`'s checkpoint has codes."""
-    headers = (read_header(shard).values() for shard in sorted(run.model.glob("*.safetensors")))
-    return sum(prod(tensor.shape) for header in headers for tensor in header if tensor.dtype == CODE_DTYPE)
+    """Products of codes that a token takes: as many as `run`'s checkpoint has codes, twice as many where its inputs are
+    of two terms.
+    """
+    twice = {f"{module}.weight" for module in load_scales(run).two_terms}
+    headers = (read_header(shard) for shard in sorted(run.model.glob("*.safetensors")))
+    return sum(
+        prod(tensor.shape) * (2 if name in twice else 1)
+        for header in headers
+        for name, tensor in header.items()
+        if tensor.dtype == CODE_DTYPE
+    )
 
 
 def compare_sums(

@@ -105,13 +105,13 @@ class HiddenStates:
 class Chain:
     """A model without weights, and what two tokens show of it: that its layers are a chain, and what they return."""
 
-    def __init__(self, source: Source, device: str):
-        """Make it and look. Raises InputError for a model that is no chain of layers."""
+    def __init__(self, source: Source, device: str, dtype: torch.dtype = torch.bfloat16):
+        """Make it, to compute in `dtype`, and look. Raises InputError for a model that is no chain of layers."""
         with quiet():
-            self.model = skeleton(deepcopy(source.config), torch.bfloat16)
+            self.model = skeleton(deepcopy(source.config), dtype)
         self.source, self.device = source, device
         self.products = observed_products(self.model)
-        self.weights = Materializer(self.model, source, device)
+        self.weights = Materializer(self.model, source, device, dtype)
         self.layers = find_layers(self.model, source)
         self.outside = [
             name
@@ -147,7 +147,7 @@ class Stream(Chain):
         self.what, self.folder = what, folder
         size = what.tokens * self.answer.width * self.answer.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
-        _check_space(folder, files, size)
+        check_space(folder, files, size, "--stream")
         self.hidden = [HiddenStates(file, what.parts, self.answer) for file in files]
 
     def run(self, report: Reporter) -> None:
@@ -252,12 +252,12 @@ class Stream(Chain):
         save_arrays(self._file(step), watch.statistics(), amax)
 
 
-def _check_space(folder: Path, files: Iterable[Path], size: int) -> None:
-    """Raise InputError when the disk has no room for `files` of `size` bytes each."""
+def check_space(folder: Path, files: Iterable[Path], size: int, option: str) -> None:
+    """Raise InputError when the disk has no room for `files` of `size` bytes each, which `option` needs."""
     needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file in files)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"--stream: the hidden states take {2 * size / 1e9:,.3g} GB on the disk of {folder.parent}, which has "
+            f"{option}: the hidden states take {2 * size / 1e9:,.3g} GB on the disk of {folder.parent}, which has "
             f"{free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
         )

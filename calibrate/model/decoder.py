@@ -104,12 +104,20 @@ class Traced:
         return self.out[0] if isinstance(self.out, tuple) else self.out
 
 
-def refusal(source: Source, what: str) -> InputError:
+class NoChainError(InputError):
+    """The model is no chain of decoder layers, because of `what` it does."""
+
+    def __init__(self, source: Source, what: str):
+        """Say how to calibrate it all the same."""
+        self.what = f"{source.name}: {source.architecture} {what}"
+        super().__init__(
+            f"{self.what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
+        )
+
+
+def refusal(source: Source, what: str) -> NoChainError:
     """The error for a model that cannot be streamed because of `what` it does."""
-    return InputError(
-        f"{source.name}: {source.architecture} {what}, so it cannot be streamed layer by layer; calibrate it in "
-        "memory, with --no-stream"
-    )
+    return NoChainError(source, what)
 
 
 def find_layers(model: PreTrainedModel, source: Source) -> Layers:

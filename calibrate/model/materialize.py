@@ -19,9 +19,9 @@ from .weights import Weights
 class Materializer:
     """Gives modules of a skeleton their weights for a while, in BF16, and takes them back."""
 
-    def __init__(self, model: PreTrainedModel, source: Source, device: str):
-        """Take the weights of `source` for `model`, onto `device`."""
-        self.model, self.weights, self.device = model, Weights(source.weight_files), device
+    def __init__(self, model: PreTrainedModel, source: Source, device: str, dtype: torch.dtype = torch.bfloat16):
+        """Take the weights of `source` for `model`, onto `device`, as BF16 numbers of type `dtype`."""
+        self.model, self.weights, self.device, self.dtype = model, Weights(source.weight_files), device, dtype
         self.name, self.stored = source.name, source.stored
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
@@ -63,5 +63,6 @@ class Materializer:
                 "save_pretrained, which gives tensors their present names"
             )
         mapped = self.weights.tensor(stored)
-        tensor = mapped.to(self.device, torch.bfloat16 if mapped.is_floating_point() else mapped.dtype)
+        tensor = mapped.to(self.device, torch.bfloat16).to(self.dtype) if mapped.is_floating_point() else mapped
+        tensor = tensor.to(self.device)
         return tensor.clone() if resident and tensor is mapped else tensor

@@ -129,7 +129,7 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
         dequantize = names.cache_dequantize_past(owner, part) if past else names.cache_dequantize(owner, part)
         return {"QuantizeLinear": names.cache_quantize(owner, part), "DequantizeLinear": dequantize}.get(node.op_type)
     if linear:
-        stored = node.inputs[0] is not None and node.inputs[0].is_initializer()  # a bias on its way to FP32
+        stored = any(value is not None and value.is_initializer() for value in node.inputs)  # a bias on its way to FP32
         kinds = {
             "MatMul": names.matmul(scope),
             "Gemm": names.matmul(scope),

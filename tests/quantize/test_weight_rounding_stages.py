@@ -54,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, demo_texts: "Texts") -> Path:
 
 
 @pytest.fixture(scope="module")
-def compensated(tmp_path_factory: pytest.TempPathFactory, source: Source, data: Path) -> Run:
+def rounded(tmp_path_factory: pytest.TempPathFactory, source: Source, data: Path) -> Run:
     run = Run(tmp_path_factory.mktemp("gptq") / "run")
     calibrate(run, source, data, GPTQ)
     return run
@@ -67,37 +67,35 @@ def stored(run: Run, name: str) -> torch.Tensor:
     return tensor
 
 
-def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(compensated: Run, source: Source) -> None:
+def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(rounded: Run, source: Source) -> None:
     weight = Weights(source.weight_files).tensor(f"{MODULE}.weight").to(torch.bfloat16)
-    scale = stored(compensated, f"{MODULE}.weight_scale")
-    codes = stored(compensated, f"{MODULE}.weight")
-    groups = json.loads(compensated.statistics_json.read_text())["groups"]
+    scale = stored(rounded, f"{MODULE}.weight_scale")
+    codes = stored(rounded, f"{MODULE}.weight")
+    groups = json.loads(rounded.statistics_json.read_text())["groups"]
     (first,) = (first for first, members in groups.items() if MODULE in members)
-    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(compensated.moments, first)))
+    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(rounded.moments, first)))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert not torch.equal(codes.view(torch.uint8), encode(weight, scale).view(torch.uint8))
-    assert {scales.rounding for scales in load_scales(compensated).weights.values()} == {"gptq"}
+    assert {scales.rounding for scales in load_scales(rounded).weights.values()} == {"gptq"}
 
 
-def test_moments_are_kept_for_each_group_and_agree_with_the_histograms(compensated: Run) -> None:
+def test_moments_are_kept_for_each_group_and_agree_with_the_histograms(rounded: Run) -> None:
     from fp8q.calibrate.measure.statistics import load_statistics
 
-    statistics = load_statistics(compensated)
-    assert {path.stem for path in compensated.moments.glob("*.npy")} == set(statistics.record.groups)
+    statistics = load_statistics(rounded)
+    assert {path.stem for path in rounded.moments.glob("*.npy")} == set(statistics.record.groups)
     for first in statistics.record.groups:
         values, counts = statistics.tensors[f"{first}.input"].histogram.finite
         energy = float((values.astype(np.float64) ** 2 * counts).sum())
-        assert float(load_moments(compensated.moments, first).diagonal().double().sum()) == pytest.approx(
-            energy, rel=1e-4
-        )
+        assert float(load_moments(rounded.moments, first).diagonal().double().sum()) == pytest.approx(energy, rel=1e-4)
 
 
 def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measurement(
-    compensated: Run, source: Source, data: Path, tmp_path: Path
+    rounded: Run, source: Source, data: Path, tmp_path: Path
 ) -> None:
     again = Run(tmp_path / "run")
     calibrate(again, source, data, GPTQ)
-    first, second = (run.record().stages["quantize"] for run in (compensated, again))
+    first, second = (run.record().stages["quantize"] for run in (rounded, again))
     assert first.outputs == second.outputs
     measured = again.record().stages["measure"]
     calibrate(again, source, data, NEAREST)

@@ -1,5 +1,7 @@
 """Other sums on some of the windows: which ones, what they are held against, and that no gate is for them."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,15 @@ def test_what_is_going_to_be_run_is_said_with_what_it_takes(calibrated_run: Run)
         "--accumulator two-level: the reference on 2 of 10 windows; the sums of 8 tokens of 2,560 products"
     )
     assert after == "0.0 s here"
+
+
+def test_an_input_of_two_terms_takes_every_product_twice(calibrated_run: Run) -> None:
+    scales = json.loads(calibrated_run.scales.read_text(encoding="utf-8"))
+    scales["activations"]["model.layers.0.down"]["terms"] = 2
+    with calibrated_run.stage("quantize", {}, {}) as log:
+        calibrated_run.scales.write_text(json.dumps(scales), encoding="utf-8")
+        log.outputs += [calibrated_run.scales, *sorted(calibrated_run.model.iterdir())]
+    assert products_a_token(calibrated_run) == 6 * 16 * 32
 
 
 def test_sums_are_held_against_those_in_fp32_on_the_same_tokens() -> None:

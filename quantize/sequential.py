@@ -1,0 +1,311 @@
+"""Round layer by layer: each on what the layers before it, already rounded, feed it, toward the float model's outputs.
+
+With x what a product gets in the float model and x~ in the quantized one, the channel w is to become ŵ of least
+
+    Σ_tokens (r + w · x - r~ - ŵ · x~)² + λ |ŵ - w|² = (ŵ - w*) H (ŵ - w*)ᵀ + what does not depend on ŵ,
+
+    H = Σ x~ x~ᵀ + λ,    w* = w + M H^-1,    M = Σ (w · (x - x~) + r - r~) x~ᵀ,
+
+so `weight_rounding` does the rest, given the weights w* to round to and H of the inputs as they are. Lybrand and Saab
+stated the objective, without r; GPTAQ (Li et al. 2025, arXiv 2504.02692) and Qronos (Zhang et al. 2025, arXiv
+2505.11695) minimize it one weight at a time, each with an approximation of its own; solved for w* at once it needs
+none. Written with differences: where the layers before lose nothing M is 0, and w* is w to the last bit.
+
+r is what the product is added to, the residual stream of most decoders: what it has lost the product can make up for.
+No list of architectures says where: `residual.bases` finds tensors of the layer that are the sum to the last bit.
+
+The model goes through memory one decoder layer at a time, as `calibrate.measure.stream` has it, twice: the float one
+and the quantized one, in FP32, their hidden states in a file each, 4 · tokens · width bytes. The groups of a layer are
+rounded in the order they are called in, each after a pass of all batches up to its input through both. Where the two
+have not the same tokens (experts) there is no M: H is of the quantized model, and w* = w. What is outside the layers is
+rounded to nearest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import DynamicCache
+
+from ..calibrate.measure.stream import Chain, HiddenStates, check_space
+from ..calibrate.model.decoder import Call, NoChainError, equal_calls, record_calls, refusal
+from ..calibrate.model.products import output_axis
+from ..calibrate.model.source import Source
+from ..errors import InputError
+from ..reporter import Reporter
+from .formats import TWO_TERMS
+from .linear import encode, encode_two
+from .residual import bases
+from .scales import Scales, TensorScale
+from .weight_rounding import Compensation, compensation_of
+from .weights import QuantizedWeight, WeightMethod, quantize_weight
+
+Batches = Mapping[int, npt.NDArray[np.int64]]
+#: What a product gets of its input, as float32 numbers, under the decision for its activation.
+ProductInput = Callable[[torch.Tensor, TensorScale], torch.Tensor]
+
+
+def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
+    """The numbers that the codes of `x` stand for, float32 of x's shape."""
+    scale = torch.tensor(activation.scale, device=x.device)
+    if activation.terms == 1:
+        return encode(x, scale).float() * scale
+    first, second = encode_two(x, scale)
+    return (first.float() + second.float() / TWO_TERMS.divisor) * scale
+
+
+def exact_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
+    """`x` itself: activations that lose nothing, under any decision."""
+    return x.float()
+
+
+def check_sequential(source: Source, device: str) -> None:
+    """Raise InputError for a model that is no chain of decoder layers."""
+    try:
+        Chain(source, device)
+    except NoChainError as error:
+        raise _no_layers(error) from error
+
+
+def _no_layers(error: NoChainError) -> InputError:
+    return InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq")
+
+
+class Rounded:
+    """The codes and scales of the modules that were rounded, in a folder."""
+
+    def __init__(self, folder: Path):
+        """In `folder`, which is there."""
+        self.folder = folder
+
+    def add(self, module: str, made: QuantizedWeight) -> None:
+        """Keep codes and scale of `module`."""
+        save_file({"codes": made.codes, "scale": made.scale}, self.folder / f"{module}.safetensors")
+
+    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None for one that was not rounded."""
+        path = self.folder / f"{module}.safetensors"
+        if not path.is_file():
+            return None
+        held = load_file(path)
+        return held["codes"], held["scale"]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What the quantized model has lost before a product.
+
+    `drift` float32 [in, in]: Σ x~ (x - x~)ᵀ; `residue` float32 [in, out]: Σ x~ (r - r~)ᵀ, None for a product that is
+    added to nothing.
+    """
+
+    drift: torch.Tensor
+    residue: torch.Tensor | None = None
+
+
+def target(weight: torch.Tensor, missing: Missing, found: Compensation) -> torch.Tensor:
+    """w* float32 [out, in] of `weight` [out, in], with H of `found`."""
+    lost = missing.drift @ weight.float().T
+    lost = lost if missing.residue is None else lost + missing.residue
+    wanted = weight.float().clone()
+    wanted[:, found.order] += (found.factor.T @ (found.factor @ lost[found.order])).T
+    return wanted
+
+
+@dataclass(frozen=True)
+class Place:
+    """An input: of the group of `first`, decided as that of `member`; its product is added to what `base` gets (empty:
+    to what the layer gets; None: to nothing that is known).
+    """
+
+    first: str
+    member: str
+    base: str | None
+
+
+class Reached(Exception):  # noqa: N818  # it stops a forward pass and is no error
+    """Stops a layer at the input that is looked at."""
+
+
+class Sequence(Chain):
+    """Both models, as far as they have come.
+
+    Invariant: `float` and `quantized` hold what enters the same layer, all batches of it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        scales: Scales,
+        method: WeightMethod,
+        batches: Batches,
+        folder: Path,
+        device: str = "cpu",
+        seen: ProductInput = product_input,
+    ):
+        """Round the modules of `scales.activations`, with scales by `method`, on `batches` (index -> token ids int64
+        [windows, seq_len]); hidden states and `Rounded` lie in `folder`, which is there.
+
+        Raises InputError where the disk has no room, and for a model that is no chain of layers.
+        """
+        super().__init__(source, device, torch.float32)
+        self.activations, self.method, self.batches, self.seen = scales.activations, method, batches, seen
+        files = [folder / "float", folder / "quantized"]
+        size = sum(ids.size for ids in batches.values()) * self.answer.width * self.answer.dtype.itemsize
+        check_space(folder, files, size, "--weight-rounding sequential")
+        self.float, self.quantized = (HiddenStates(file, batches, self.answer) for file in files)
+        self.rounded = Rounded(folder)
+
+    def run(self, report: Reporter) -> Rounded:
+        """Round all layers, one after the other."""
+        calls = self._enter()
+        tokens = sum(ids.size for ids in self.batches.values())
+        with report.track(
+            f"Rounding {self.layers.count} layers, one by one", self.layers.count * tokens, "tokens"
+        ) as advance:
+            for index in range(self.layers.count):
+                inside = [name for name, _ in self.model.named_modules() if self.layers.index(name) == index]
+                with self.weights.filled(inside), torch.inference_mode():
+                    self._layer(index, calls)
+                advance(tokens)
+        return self.rounded
+
+    def _enter(self) -> dict[tuple[int, ...], list[Call]]:
+        """From tokens to the hidden states that the first layer gets, the same in both models; returns the layers'
+        calls for each shape of batch.
+        """
+        calls: dict[tuple[int, ...], list[Call]] = {}
+        with self.weights.filled(self.outside, resident=False):
+            for batch, ids in self.batches.items():
+                tokens = torch.from_numpy(ids).to(self.device)
+                made, hidden = record_calls(self.model, self.layers, self.answer, tokens, DynamicCache())
+                if not equal_calls(calls.setdefault(ids.shape, made), made):
+                    raise _no_layers(
+                        refusal(self.source, "gives its decoder layers more of the text than hidden states")
+                    )
+                self.float.write(batch, hidden)
+                self.quantized.write(batch, hidden)
+        return calls
+
+    def _layer(self, index: int, calls: Mapping[tuple[int, ...], list[Call]]) -> None:
+        """Round the groups of a layer whose weights are there, and take both models past it."""
+        layer = self.layers.of(self.model)[index]
+
+        def through(states: HiddenStates, batch: int) -> torch.Tensor:
+            call = calls[self.batches[batch].shape][index]
+            return call.run(layer, states.read(batch, self.device), DynamicCache())
+
+        weights: dict[str, torch.Tensor] = {}
+        batch = next(iter(self.batches))
+        inside = {name: module for name, module in self.products.items() if self.layers.index(name) == index}
+        added = bases(
+            self.model, layer, inside, self.float.read(batch, self.device), partial(through, self.float, batch)
+        )
+        for first, members in self.groups.items():
+            chosen = [name for name in members if name in self.activations and name in inside]
+            if chosen:
+                at = Place(first, chosen[0], added.get(first) if members == [first] else None)
+                found, missing = self._moments(at, through, weights)
+                for name in chosen:
+                    self._round(name, found, missing, weights)
+        for batch in self.batches:
+            self.float.write(batch, through(self.float, batch))
+            with self._quantized(weights):
+                self.quantized.write(batch, through(self.quantized, batch))
+
+    def _round(self, name: str, found: Compensation, missing: Missing | None, weights: dict[str, torch.Tensor]) -> None:
+        """Round one module and add it to `weights`, the numbers its codes stand for, shaped as the module has them."""
+        module = self.products[name]
+        axis = output_axis(module)
+        rows = _weight(module).movedim(axis, 0).cpu().to(torch.bfloat16).contiguous()
+        wanted = None if missing is None else target(rows, missing, found)
+        made = quantize_weight(rows, self.method, found, wanted=wanted)
+        if isinstance(made, QuantizedWeight):
+            self.rounded.add(name, made)
+            numbers = made.codes.float() * made.scale[:, None]
+            weights[name] = numbers.movedim(0, axis).contiguous().to(self.device)
+
+    def _moments(
+        self, at: "Place", through: Callable[[HiddenStates, int], torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> tuple[Compensation, Missing | None]:
+        """What the input at a place is like: its compensation in the quantized model, and what that has lost, None
+        where the two models give it other tokens.
+        """
+        module = self.products[at.first]
+        out, width = (_weight(module).shape[axis] for axis in (output_axis(module), 1 - output_axis(module)))
+        moments, drift, same = torch.zeros(width, width), torch.zeros(width, width), True
+        residue = torch.zeros(width, out) if at.base is not None else None
+        for batch, ids in self.batches.items():
+            exact = self._seen(at, self.float, batch, through)
+            with self._quantized(weights):
+                got = self._seen(at, self.quantized, batch, through)
+            if got is None:
+                same = False
+                continue
+            tokens = self.seen(got[0], self.activations[at.member])
+            moments += (tokens.T @ tokens).cpu()
+            same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
+            if same and exact is not None:
+                drift += (tokens.T @ (exact[0] - tokens)).cpu()
+                if residue is not None:
+                    residue += (tokens.T @ (exact[1] - got[1])).cpu()
+        return compensation_of(at.first, moments), Missing(drift, residue) if same else None
+
+    def _seen(
+        self,
+        at: "Place",
+        states: HiddenStates,
+        batch: int,
+        through: Callable[[HiddenStates, int], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the product at a place gets, float32 [tokens, width], and what it is added to (the hidden states where
+        that is not asked for); None where it is not reached.
+        """
+        seen = {"": states.read(batch, self.device).flatten(0, -2)}
+
+        def see(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+            def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                seen[name] = inputs[0].flatten(0, -2).float()
+                if name == at.first:
+                    raise Reached
+
+            return hook
+
+        with ExitStack() as stack, suppress(Reached):
+            for name in {at.first, at.base or at.first}:
+                hook = self.model.get_submodule(name).register_forward_pre_hook(see(name))
+                stack.callback(hook.remove)
+            through(states, batch)
+        return (seen[at.first], seen[at.base or ""]) if at.first in seen else None
+
+    @contextmanager
+    def _quantized(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The layer with these `weights` and what their products get of their inputs, for a while."""
+
+        def quantizing(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+            return lambda module, inputs: (self.seen(inputs[0], self.activations[name]), *inputs[1:])
+
+        modules = {name: self.products[name] for name in weights}
+        before = {name: module._parameters["weight"] for name, module in modules.items()}
+        with ExitStack() as stack:
+            for name, module in modules.items():
+                stack.callback(module.register_forward_pre_hook(quantizing(name)).remove)
+                module._parameters["weight"] = nn.Parameter(weights[name], requires_grad=False)
+            try:
+                yield
+            finally:
+                for name, module in modules.items():
+                    module._parameters["weight"] = before[name]
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    return weight

@@ -1,0 +1,326 @@
+"""Rounding layer by layer: the target it rounds to, that both models are what they claim to be, and what it refuses."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fp8q import api
+from fp8q.calibrate.measure.observe import probe_groups
+from fp8q.calibrate.model.products import observed_products, output_axis
+from fp8q.calibrate.model.source import Source, load_model, open_source
+from fp8q.calibrate.ranks.place import Place
+from fp8q.calibrate.ranks.world import World
+from fp8q.errors import InputError
+from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions
+from fp8q.quantize.residual import bases
+from fp8q.quantize.scales import Scales, TensorScale, load_scales
+from fp8q.quantize.sequential import (
+    Missing,
+    ProductInput,
+    Rounded,
+    Sequence,
+    check_sequential,
+    exact_input,
+    product_input,
+    target,
+)
+from fp8q.quantize.weight_rounding import DAMPING, compensation
+from fp8q.quantize.weights import QuantizedWeight, quantize_weight
+from fp8q.reporter import SILENT
+from fp8q.stages.choosing import rescaled
+from fp8q.stages.measuring import check_batches
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SMALL | {"num_key_value_heads": 1}),
+    "gemma2, whose layers end in norms": ("Gemma2Config", SMALL | {"num_key_value_heads": 1, "head_dim": 16}),
+    "gpt2, whose weights lie the other way": (
+        "GPT2Config",
+        {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    ),
+    "opt": ("OPTConfig", SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+#: The last batch is smaller than the others.
+BATCHES = {
+    batch: np.random.default_rng(batch).integers(3, 500, shape)
+    for batch, shape in enumerate([(2, 24), (2, 24), (1, 24)])
+}
+SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=30)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Source]:
+    """`tiny("OPTConfig", {…})`: a small random checkpoint of that configuration, opened."""
+
+    def make(config: str, fields: dict[str, Any]) -> Source:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        path = tmp_path / "model"
+        torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
+        shutil.copyfile(demo_checkpoint / "tokenizer.json", path / "tokenizer.json")
+        return open_source(str(path))
+
+    return make
+
+
+def rounded(source: Source, folder: Path, seen: ProductInput) -> tuple[PreTrainedModel, Sequence, Rounded]:
+    """The float model in FP32, and every product of its layers rounded."""
+    folder.mkdir()
+    model = load_model(source, torch.float32, "cpu")
+    scales = Scales(weights={}, activations=dict.fromkeys(observed_products(model), SCALE), skipped={})
+    sequence = Sequence(source, scales, "mse", BATCHES, folder, seen=seen)
+    return model, sequence, sequence.run(SILENT)
+
+
+def weight_of(module: torch.nn.Module) -> torch.Tensor:
+    """The weight of a product, in BF16 as it is stored."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach().to(torch.bfloat16)
+
+
+def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tensor]:
+    """What leaves the last layer of a model in memory, for each batch."""
+    found: list[torch.Tensor] = []
+    last = sequence.layers.of(model)[-1]
+    handle = last.register_forward_hook(lambda m, i, out: found.append(out[0] if isinstance(out, tuple) else out))
+    with torch.inference_mode():
+        for ids in BATCHES.values():
+            model.base_model(input_ids=torch.from_numpy(ids))
+    handle.remove()
+    return dict(zip(BATCHES, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("seen", [exact_input, product_input])
+def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
+    name: str, seen: ProductInput, tiny: Callable[..., Source], tmp_path: Path
+) -> None:
+    """The oracle runs whole models; the quantized one has the weights that were kept, and rounds its inputs."""
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", seen)
+    for batch, hidden in leaving(model, sequence).items():
+        torch.testing.assert_close(sequence.float.read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
+    products = observed_products(model)
+    inside = [module for module in products if sequence.layers.index(module) is not None]
+    for module in inside:
+        made = kept.of(module)
+        assert made is not None
+        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[module])).contiguous()
+        products[module].weight = torch.nn.Parameter(weight, requires_grad=False)
+        products[module].register_forward_pre_hook(lambda m, inputs: (seen(inputs[0], SCALE), *inputs[1:]))
+    for batch, hidden in leaving(model, sequence).items():
+        torch.testing.assert_close(sequence.quantized.read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_weight(
+    tiny: Callable[..., Source], tmp_path: Path
+) -> None:
+    """Nothing was lost before the first product, so its drift is zero to the bit; before the last one something was."""
+    model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    products = observed_products(model)
+    first, last = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+    for name, equal in ((first, True), (last, False)):
+        inputs: list[torch.Tensor] = []
+        handle = products[name].register_forward_pre_hook(lambda m, given, into=inputs: into.append(given[0]))
+        with torch.inference_mode():
+            for ids in BATCHES.values():
+                model.base_model(input_ids=torch.from_numpy(ids))
+        handle.remove()
+        weight = weight_of(products[name])
+        moments = torch.zeros(weight.shape[1], weight.shape[1])
+        for x in inputs:
+            moments += x.flatten(0, 1).T @ x.flatten(0, 1)
+        expected = quantize_weight(weight, "mse", compensation(moments))
+        made = kept.of(name)
+        assert isinstance(expected, QuantizedWeight)
+        assert made is not None
+        assert torch.equal(made[0].view(torch.uint8), expected.codes.view(torch.uint8)) is equal
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_target_is_the_ridge_regression_of_the_float_outputs(seed: int) -> None:
+    """Least squares in float64 on the inputs themselves, with √λ rows for λ."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(200, 12, generator=generator) @ torch.randn(12, 12, generator=generator)
+    got, weight = x + 0.2 * torch.randn(200, 12, generator=generator), torch.randn(5, 12, generator=generator)
+    moments = got.T @ got
+    ridge = (DAMPING * float(moments.diagonal().double().mean())) ** 0.5 * torch.eye(12, dtype=torch.float64)
+    rows = torch.cat([got.double(), ridge])
+    lost = torch.randn(200, 5, generator=generator) @ torch.randn(5, 5, generator=generator)
+    wanted = torch.cat([x.double() @ weight.double().T + lost.double(), ridge @ weight.double().T])
+    expected = torch.linalg.lstsq(rows, wanted).solution.T
+    found = target(weight, Missing(got.T @ (x - got), got.T @ lost), compensation(moments))
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_weight_makes_up_for_what_the_layer_before_lost_worked_by_hand() -> None:
+    """Two tokens, each 3 in the float model and 2 in the quantized one: H = 8, λ = 0.08, D = 2·(3-2)·2 = 4, and w* is
+    w (1 + 4 / 8.08).
+    """
+    found = target(torch.tensor([[10.0]]), Missing(torch.tensor([[4.0]])), compensation(torch.tensor([[8.0]])))
+    assert float(found) == pytest.approx(10 * (1 + 4 / 8.08), rel=1e-6)
+
+
+def test_a_product_makes_up_for_what_it_is_added_to_worked_by_hand() -> None:
+    """Both models give it 2, twice, and it is added to 7 in one and to 6 in the other: H = 8, λ = 0.08, M = 2·1·2 = 4,
+    so that w* = w + 4 / 8.08.
+    """
+    missing = Missing(torch.tensor([[0.0]]), torch.tensor([[4.0]]))
+    found = target(torch.tensor([[10.0]]), missing, compensation(torch.tensor([[8.0]])))
+    assert float(found) == pytest.approx(10 + 4 / 8.08, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"self_attn.o_proj": "", "mlp.down_proj": "post_attention_layernorm"}),
+        ("opt", {"self_attn.out_proj": "", "fc2": "final_layer_norm"}),
+        ("gpt2, whose weights lie the other way", {"attn.c_proj": "", "mlp.c_proj": "ln_2"}),
+        ("gemma2, whose layers end in norms", {}),
+    ],
+)
+def test_what_a_product_is_added_to_is_found_in_the_layer(
+    name: str, expected: dict[str, str], tiny: Callable[..., Source]
+) -> None:
+    model = load_model(tiny(*ARCHITECTURES[name]), torch.float32, "cpu")
+    prefix, layers = next(
+        (name, list(module.children()))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+    )
+    products = {name: module for name, module in observed_products(model).items() if name.startswith(f"{prefix}.0.")}
+    entering: list[torch.Tensor] = []
+
+    def see(module: torch.nn.Module, args: tuple[torch.Tensor, ...], given: dict[str, torch.Tensor]) -> None:
+        entering.append(args[0] if args else given["hidden_states"])
+
+    def whole() -> torch.Tensor:
+        left: list[torch.Tensor] = []
+        handle = layers[0].register_forward_hook(
+            lambda m, i, out: left.append(out[0] if isinstance(out, tuple) else out)
+        )
+        model.base_model(input_ids=torch.from_numpy(BATCHES[0]))
+        handle.remove()
+        return left[0]
+
+    handle = layers[0].register_forward_pre_hook(see, with_kwargs=True)
+    with torch.inference_mode():
+        whole()
+        handle.remove()
+        found = bases(model, layers[0], products, entering[0], whole)
+    short = {module.removeprefix(f"{prefix}.0."): base.removeprefix(f"{prefix}.0.") for module, base in found.items()}
+    assert short == expected
+
+
+def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
+    tiny: Callable[..., Source], tmp_path: Path
+) -> None:
+    """What the second layer is for: against `gptq` of every product on its float input."""
+    source = tiny(*ARCHITECTURES["llama"])
+    model, sequence, _ = rounded(source, tmp_path / "work", exact_input)
+    exact = leaving(model, sequence)
+    products = observed_products(model)
+    moments: dict[str, torch.Tensor] = {}
+
+    def see(name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            x = given[0].flatten(0, 1)
+            moments[name] = moments.get(name, torch.zeros(())) + x.T @ x
+
+        return hook
+
+    handles = [products[first].register_forward_pre_hook(see(first)) for first in probe_groups(model, products)]
+    leaving(model, sequence)
+    for handle in handles:
+        handle.remove()
+    groups = {member: first for first, members in sequence.groups.items() for member in members}
+    for name, module in products.items():
+        made = quantize_weight(weight_of(module), "mse", compensation(moments[groups[name]]))
+        assert isinstance(made, QuantizedWeight)
+        module.weight.data = made.codes.float() * made.scale[:, None]
+    gptq = leaving(model, sequence)
+    lost = [
+        sum(float((states[batch] - exact[batch]).square().sum()) for batch in BATCHES)
+        for states in (gptq, {batch: sequence.quantized.read(batch, "cpu") for batch in BATCHES})
+    ]
+    assert lost[1] < 0.95 * lost[0]
+
+
+OPTIONS = CalibrateOptions(samples=4, seq_len=64, batch_size=2, only=("*.0.self_attn.*",), weight_rounding="sequential")
+
+
+def test_the_checkpoint_has_it_and_scales_cannot_choose_again(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:8_000], encoding="utf-8")
+    run = api.calibrate(str(demo_checkpoint), str(text), tmp_path / "run", options=OPTIONS)
+    scales = load_scales(run)
+    assert {module.rpartition(".")[2] for module in scales.weights} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {weight.rounding for weight in scales.weights.values()} == {"sequential"}
+    assert not run.moments.exists()
+    assert not any(path.name.endswith(".work") for path in run.root.iterdir())
+    before = run.record().stages["quantize"]
+    assert "calibration.npz" in before.inputs
+    api.calibrate(str(demo_checkpoint), str(text), run.root, options=OPTIONS)
+    assert run.record().stages["quantize"] == before
+    with pytest.raises(InputError) as refused:
+        rescaled(run, RescaleOptions(kv_cache="fp8"))
+    assert str(refused.value) == (
+        "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q calibrate` "
+        "with the options of the run and those that are to change"
+    )
+    assert rescaled(run, RescaleOptions(weight_rounding="nearest")).weight_rounding == "nearest"
+
+
+@pytest.mark.parametrize(("ranks", "batches", "how"), [(2, None, "2 ranks"), (1, (0, 2), "--batches")])
+def test_it_is_refused_in_parts(ranks: int, batches: tuple[int, int] | None, how: str) -> None:
+    with pytest.raises(InputError) as refused:
+        check_batches(CalibrateOptions(weight_rounding="sequential", batches=batches), 99, World(Place(0, ranks)))
+    assert str(refused.value) == (
+        "--weight-rounding sequential: runs all batches through one layer after the other, in one process; use `fp8q "
+        f"calibrate` without {how}, or leave it out"
+    )
+
+
+def test_merging_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        api.merge([tmp_path / "one"], tmp_path / "out", options=ScaleOptions(weight_rounding="sequential"))
+    assert str(refused.value) == (
+        "--weight-rounding sequential: runs the model; use `fp8q calibrate` on all of the text in one run, or leave it "
+        "out"
+    )
+
+
+def test_a_model_without_a_list_of_layers_is_refused_by_name(
+    tiny: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, init = tiny(*ARCHITECTURES["llama"]), transformers.LlamaModel.__init__
+
+    def nameless(self: Any, config: Any) -> None:
+        init(self, config)
+        self.layers = torch.nn.Sequential(*self.layers)
+
+    monkeypatch.setattr(transformers.LlamaModel, "__init__", nameless)
+    with pytest.raises(InputError) as refused:
+        check_sequential(source, "cpu")
+    assert str(refused.value) == (
+        f"{source.name}: LlamaForCausalLM has no list of 2 decoder layers, so it cannot be rounded layer by layer; use "
+        "--weight-rounding gptq"
+    )
