@@ -29,10 +29,10 @@ help:
 demo: install
 	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
 
-# A file of tests is one worker's, whose runs are made once.
+# A file of tests is one worker's, whose runs are made once; torch's threads would wait for each other.
 WORKERS ?= 2
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20

@@ -202,7 +202,7 @@ def result(case: Case, before: Snapshot, end: Ended) -> Result:
                 made[name] = sha256(content(path)).hexdigest()
         told |= record_told(run, case)
     if case.base in ON_ITSELF:
-        told["shown"] = "--json" in case.argv  # the form of what is shown was asked for
+        told["asked"] = case.argv  # what is shown follows from what was asked, which is recorded nowhere
         told["record"] = content(case.folder / "run" / "run.json").decode("utf-8", "replace")
         made["stdout"] = sha256(end.out.replace(str(case.folder), "").encode()).hexdigest()
     return Result(made, json.dumps(told, sort_keys=True).replace(str(case.folder), ""))

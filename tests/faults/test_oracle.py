@@ -133,6 +133,17 @@ def test_another_result_is_silent_unless_fingerprint_option_or_note_tells_of_it(
     assert seen == {"same": [], "silent": told, "model": [], "option": [], "note": []}
 
 
+def test_what_a_command_that_only_shows_was_asked_for_tells_of_what_it_shows(case: Case) -> None:
+    (case.folder / "run").mkdir()
+    (case.folder / "run" / "run.json").write_text("{}")
+    base = ("inspect", "run", "--json")
+    before, asked = snapshot(case.folder), replace(case, argv=list(base), base=base)
+    shown = result(asked, before, end(0, "", "{}\n"))
+    other = end(0, "", '{"x": 1}\n')
+    assert [each.kind for each in judge(asked, before, other, shown)] == ["silent"]
+    assert judge(replace(asked, argv=[*base, "--against", "text.txt"]), before, other, shown) == []
+
+
 def test_a_text_that_is_none_must_be_refused_or_spoken_of(case: Case) -> None:
     case.must_be_said = True
     assert kinds(case, end(0, "")) == ["silent"]
