@@ -22,10 +22,10 @@ from fp8q.run import GRAPH, GRAPH_FP32, Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.linting import promise
 
+from .test_architectures import KL_LIMITS
+
 #: The difference of a logit, as a share of the largest.
 LIMIT = 1e-6
-#: Mean KL in nats over positions, where a code has differed.
-KL_LIMIT = 2e-3
 TARGETS = ("sm89", "sm120")
 SIDES = ("weight.dequantize.output", "input.dequantize.output")
 #: What the graph computes in.
@@ -41,7 +41,8 @@ def test_every_architecture_is_the_same_model_in_both_forms(
     finished: Any, two_implementations: ModuleType, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(finished.run.model, tmp_path / "model"))
-    promised, modules = promise(finished.run), set(load_scales(finished.run).promised)
+    promised, scales = promise(finished.run), load_scales(finished.run)
+    modules, two_terms = set(scales.promised), set(scales.two_terms)
     for name in (GRAPH, GRAPH_FP32):
         before = (model / name).read_bytes()
         write_form(model / name, model / name, "mul")
@@ -53,7 +54,9 @@ def test_every_architecture_is_the_same_model_in_both_forms(
         assert {types[f"{module}.{side}"] for module in modules for side in SIDES if f"{module}.{side}" in types} == {
             TensorProto.FLOAT
         }
-        assert {types[f"{module}.matmul.output"] for module in modules} == {COMPUTE[name, finished.architecture.dtype]}
+        for module in modules:  # halves of two terms are added in FP32
+            compute = TensorProto.FLOAT if module in two_terms else COMPUTE[name, finished.architecture.dtype]
+            assert types[f"{module}.matmul.output"] == compute
         assert [str(found) for found in lint_graph(graph, promised) if found.severity == "error"] == []
         write_form(model / name, model / name, "dq")
         assert (model / name).read_bytes() == before
@@ -62,12 +65,12 @@ def test_every_architecture_is_the_same_model_in_both_forms(
     ours, theirs = (two_implementations.OnnxWithCodes(path)(ids) for path in (model, finished.run.model))
     first, _, compared = two_implementations.first_difference(ours.codes, theirs.codes, ids.shape)
     assert compared > 0
-    assert first.sum() >= 4
+    assert first.sum() >= 4 or two_terms  # the code of a remainder soon differs
     for row, end in enumerate(first):
         difference = np.abs(ours.logits[row, :end] - theirs.logits[row, :end]).max(initial=0)
         assert difference <= LIMIT * np.abs(theirs.logits).max()
     p, q = (two_implementations.log_probabilities(each.logits) for each in (theirs, ours))
-    assert two_implementations.kl(p, q) < KL_LIMIT
+    assert two_implementations.kl(p, q) < KL_LIMITS[2 if two_terms else 1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,186 @@
+"""What FP8 costs, by everybody's recipe: KL against the FP32 model, on one protocol, beside what BF16 itself costs.
+
+    python benchmarks/accuracy.py [MODEL=CALIBRATION,EVALUATION …] [--windows 40] [--context 256]
+        [--llmcompressor PYTHON]
+
+Calibrated on 64 windows of the context's length, evaluated on the next text. Mean KL(FP32 || model) × 10⁶ twice: with
+every model's quantized values computed in FP32 arithmetic, so that nothing but quantization is seen (fp8q's own graph
+on ONNX Runtime), and in BF16 arithmetic, as served. The yardstick is the BF16 model itself. Peers: ModelOpt's
+FP8_DEFAULT_CFG, on the modules that fp8q quantizes too (what it takes besides is named), and llm-compressor's scheme
+FP8, in an environment of its own (`--llmcompressor`), whose checkpoint transformers runs. Prints one JSON line; exit
+status 1 when a limit is missed.
+"""
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models import Given, given, small_models
+from result import arguments, described, publish
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
+from fp8q.options import KvCache, Terms, WeightRounding
+from fp8q.quantize.scales import load_scales
+from fp8q.reporter import SILENT
+from fp8q.run import Run
+from fp8q.stages.corpora import load_tokens
+from fp8q.stages.sources import source_of
+from fp8q.validate.compare import Forward, compare
+from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.runtimes import float_model, reference, session, vocabulary
+
+WINDOWS = 64
+CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
+ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
+TERMS: tuple[Terms, ...] = (1, 2)
+PEER = Path(__file__).with_name("peer_checkpoint.py")
+FLOAT, BF16, MODELOPT, COMPRESSOR = "FP32", "BF16", "ModelOpt", "llm-compressor"
+#: Model -> what two terms may cost with gptq: of BF16's own (or so many × 10⁻⁶), and of ModelOpt's.
+LIMITS: dict[str, tuple[float | None, float]] = {
+    **dict.fromkeys(("llama", "qwen2", "gemma", "opt"), (None, 0.06)),
+    "demo": (400.0, 0.17),
+}
+
+
+def name_of(terms: Terms, rounding: WeightRounding, cache: KvCache) -> str:
+    """What a row of ours is called."""
+    return f"fp8q, {terms} term{'s' * (terms == 2)}, {rounding}, cache {cache}"
+
+
+def ours(run: Run) -> Iterator[tuple[str, Forward, Forward]]:
+    """Each of our ways, made of the one measured run: its name, in FP32 and in BF16 arithmetic."""
+    for terms, cache, rounding in product(TERMS, CACHES, ROUNDINGS):
+        scales(run.root, RescaleOptions(activation_terms=terms, kv_cache=cache, weight_rounding=rounding))
+        yield name_of(terms, rounding, cache), session(run, "onnxruntime"), reference(run, "cpu")
+
+
+def logits_of(model: nn.Module) -> Forward:
+    """Logits of a model of transformers'."""
+    return lambda ids: model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+
+
+def modelopt(directory: str, windows: np.ndarray, modules: set[str], dtype: torch.dtype) -> tuple[Forward, list[str]]:
+    """ModelOpt's default, on `modules` alone; and what it would quantize besides."""
+    import modelopt.torch.quantization as mtq
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+    def calibrated(model: nn.Module) -> None:
+        for ids in torch.from_numpy(windows).split(8):
+            model(input_ids=ids, use_cache=False)
+
+    with torch.inference_mode():
+        mtq.quantize(model, copy.deepcopy(mtq.FP8_DEFAULT_CFG), calibrated)
+    besides = []
+    for name, quantizer in model.named_modules():
+        module, _, kind = name.rpartition(".")
+        if kind.endswith("_quantizer") and getattr(quantizer, "is_enabled", False) and module not in modules:
+            besides.append(name)
+            quantizer.disable()
+    return logits_of(model), besides
+
+
+def compressor(python: str, directory: str, windows: np.ndarray, folder: Path) -> dict[torch.dtype, Forward]:
+    """llm-compressor's checkpoint, as transformers runs it in either type."""
+    np.save(folder / "windows.npy", windows)
+    command = [python, str(PEER), directory, str(folder / "windows.npy"), str(folder / "peer")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return {
+        dtype: logits_of(AutoModelForCausalLM.from_pretrained(folder / "peer", dtype=dtype).eval())
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def kl(evaluation: Evaluation, exact: Forward, found: dict[str, Forward], size: int) -> dict[str, float]:
+    """Mean KL(FP32 || each) in nats × 10⁶."""
+    accuracy, _ = compare(evaluation, {"bf16": exact, **found}, size, SILENT)
+    means = {name: accuracy.runtimes[name].kl_mean_nats for name in found}
+    return {name: round(1e6 * mean, 2) for name, mean in means.items() if mean is not None}
+
+
+def measure(model: Given, options: argparse.Namespace) -> dict[str, Any]:
+    """Row -> KL × 10⁶ in FP32 and in BF16 arithmetic; what ModelOpt quantizes besides."""
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        asked = CalibrateOptions(samples=WINDOWS, seq_len=options.context, weight_rounding="gptq")
+        run = calibrate(model.directory, model.data, folder / "run", model.eval_data, asked)
+        source, size = source_of(run), vocabulary(run.model)
+        tokens = load_tokens(run, run.evaluation).ravel()[: options.windows * options.context]
+        evaluation = cut(tokens, Path(model.eval_data).name, options.context, options.context)
+        exact, windows = float_model(source, torch.float32, "cpu"), load_tokens(run, run.calibration)
+
+        def add(name: str, in_fp32: Forward | None, in_bf16: Forward) -> None:
+            forwards = {"fp32": in_fp32, "bf16 arithmetic": in_bf16}
+            made = {key: forward for key, forward in forwards.items() if forward is not None}
+            rows[name] = kl(evaluation, exact, made, size)
+            print(f"{model.name}: {name}: {rows[name]}", file=sys.stderr, flush=True)
+
+        add(BF16, None, float_model(source, torch.bfloat16, "cpu"))
+        modules = set(load_scales(run).weights)
+        in_fp32, besides = modelopt(model.directory, windows, modules, torch.float32)
+        add(MODELOPT, in_fp32, modelopt(model.directory, windows, modules, torch.bfloat16)[0])
+        if options.llmcompressor:
+            peer = compressor(options.llmcompressor, model.directory, windows, folder)
+            add(COMPRESSOR, peer[torch.float32], peer[torch.bfloat16])
+        for name, graph, served in ours(run):
+            add(name, graph, served)
+    return {"kl_mean_nats_times_1e6": rows, "modelopt_besides": besides, "missed": missed(model.name, rows)}
+
+
+def missed(model: str, rows: dict[str, dict[str, float]]) -> list[str]:
+    """The limits that a model misses, with the figures."""
+    if model not in LIMITS:
+        return []
+    absolute, share = LIMITS[model]
+    found, peer, own = (
+        rows[name_of(2, "gptq", "off")]["fp32"], rows[MODELOPT]["fp32"], rows[BF16]["bf16 arithmetic"]
+    )  # fmt: skip
+    limit = own if absolute is None else absolute
+    nearest = rows[name_of(2, "nearest", "off")]["fp32"] / peer
+    checks = {
+        f"two terms, gptq: {found} over {limit}": found <= limit,
+        f"two terms, gptq, over ModelOpt's: {found / peer:.3f} over {share}": found / peer <= share,
+        f"two terms, nearest, over ModelOpt's: {nearest:.3f}": nearest <= (0.40 if model == "demo" else 0.20),
+        f"one term, gptq, over ModelOpt's: {rows[name_of(1, 'gptq', 'off')]['fp32'] / peer:.3f} over 0.92": (
+            rows[name_of(1, "gptq", "off")]["fp32"] / peer <= 0.92
+        ),
+    }
+    return [text for text, met in checks.items() if not met]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
+    options = parser.parse_args()
+    head = described("accuracy")
+    models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt", "stories260k")
+    results = {model.name: measure(model, options) for model in models}
+    peers = json.loads(versions(options.llmcompressor)) if options.llmcompressor else {}
+    passed = not any(each["missed"] for each in results.values())
+    protocol = {"samples": WINDOWS, "windows": options.windows, "context": options.context}
+    return publish(head, {**protocol, "peer_versions": peers, "results": results, "passed": passed}, options.save)
+
+
+def versions(python: str) -> str:
+    """The versions of llm-compressor and what it runs on, as JSON."""
+    return subprocess.run([python, str(PEER), "--versions"], check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
