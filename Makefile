@@ -29,10 +29,10 @@ help:
 demo: install
 	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
 
-# A file of tests is one worker's, whose runs are made once; torch's threads would wait for each other.
+# A file of tests is one worker's, whose runs are made once (tests/conftest.py).
 WORKERS ?= 2
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20

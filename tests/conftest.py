@@ -1,7 +1,7 @@
 """What all tests share: the demo, the checkpoints beside the repository, a base install, a GPU or none.
 
 `OMP_NUM_THREADS` is set before anything can import torch: the number of threads decides in which order a product is
-summed, so that tests see the same values on every machine with two cores or more.
+summed, so that tests see the same values on every machine; and the threads of two processes would wait for each other.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from fp8q.run import Run
 if TYPE_CHECKING:
     import numpy as np
 
-os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The same examples every time: a property that fails must fail for whoever looks at it.
 hypothesis.settings.register_profile("fp8q", deadline=None, derandomize=True)
@@ -38,9 +38,15 @@ DEMO = ROOT / "examples" / "demo"
 SHARED = ROOT.parent / "shared"
 
 
+#: Files of tests that share what is made once: one worker's, where several work.
+TOGETHER = {"pipeline/test_forms.py": "pipeline/test_architectures.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where the driver finds none."""
+    """Give each file to one worker, and skip what is marked `gpu` where the driver finds none."""
     for item in items:
+        file = str(item.path.relative_to(Path(__file__).parent))
+        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(file, file)))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.measure.statistics import Statistics, TensorStatistics
+from ..errors import InputError
 from ..options import Clipping
 from ..quantize.clip import saturation
 from ..quantize.delayed import largest_jump, measured, saturated_batches
@@ -173,11 +174,16 @@ def findings(
     statistics: Statistics, scales: Scales, prospective: Mapping[str, TensorScale] = MappingProxyType({})
 ) -> list[Finding]:
     """Everything beyond its limit in the tensors that have a scale, and in those of the cache that have a `prospective`
-    one, the worst first.
+    one, the worst first. Raises InputError for a scale of a tensor that was not measured.
     """
     found = []
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
         wide = WIDE[name.rpartition(".")[2]]
+        if name not in statistics.tensors:
+            raise InputError(
+                f"{name}: has a scale, and the statistics have no such tensor; restore statistics.safetensors and "
+                "scales.json, or calibrate again"
+            )
         for what, check in CHECKS.items():
             value, limit, remedy = check(statistics.tensors[name], scale)
             if value > limit:

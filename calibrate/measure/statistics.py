@@ -16,7 +16,7 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from safetensors.numpy import load_file, save_file
 
 from ...errors import InputError
@@ -106,6 +106,13 @@ class Corpus(Strict):
         )
 
 
+def _named_by_a_member(groups: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Every group bears the name of one of its members."""
+    if foreign := next((first for first, members in groups.items() if first not in members), None):
+        raise ValueError(f"{foreign} is none of the modules that it stands for")
+    return groups
+
+
 class StatisticsRecord(Strict):
     """`statistics.json`."""
 
@@ -113,7 +120,7 @@ class StatisticsRecord(Strict):
     model: ModelIdentity
     corpus: Corpus
     tokens: int = Field(description="tokens measured so far")
-    groups: dict[str, list[str]] = Field(
+    groups: Annotated[dict[str, list[str]], AfterValidator(_named_by_a_member)] = Field(
         description="first module -> the modules that receive the same tensor, itself included"
     )
 

@@ -49,6 +49,7 @@ def test_the_reference_multiplies_codes() -> None:
     scales = {"q": 0.0078125, "k": 0.015625, "v": 0.00390625, "p": 0.00225830078125}
     module = torch.nn.Module()
     object.__setattr__(module, "fp8q_scales", {part: torch.tensor(scale) for part, scale in scales.items()})
+    object.__setattr__(module, "fp8q_two_terms", False)
     mask = np.triu(np.full((3, 3), np.finfo(np.float32).min), 1)[None, None]
     query, key, value, added = map(torch.from_numpy, (q, k, v, mask))
     found, _ = attention_on_codes(module, query, key, value, added)

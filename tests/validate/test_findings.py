@@ -4,9 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from fp8q.calibrate.measure.histogram import Histogram
-from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+from fp8q.calibrate.measure.statistics import (
+    Corpus,
+    ModelIdentity,
+    Statistics,
+    StatisticsRecord,
+    TensorStatistics,
+    replace_record,
+)
+from fp8q.errors import InputError
 from fp8q.options import Clipping
 from fp8q.quantize.scales import Scales, activation_scales, kv_cache_scales
 from fp8q.validate.findings import (
@@ -49,6 +58,21 @@ RARE = tensor([448, 0.0005, 0.0005, 0.0005], [1, 2, 2, 448], [1, 2, 448])
 def test_a_tensor_within_every_limit_is_not_mentioned() -> None:
     measured = statistics(calm=CALM)
     assert findings(measured, chosen(measured)) == []
+
+
+def test_a_scale_of_what_was_not_measured_is_refused_by_name() -> None:
+    measured = statistics(calm=CALM)
+    with pytest.raises(InputError) as refused:
+        findings(replace(measured, tensors={}), chosen(measured))
+    assert str(refused.value) == (
+        "calm.input: has a scale, and the statistics have no such tensor; restore statistics.safetensors and "
+        "scales.json, or calibrate again"
+    )
+
+
+def test_a_group_is_named_by_one_of_its_members() -> None:
+    with pytest.raises(ValidationError, match="ml.gate is none of the modules that it stands for"):
+        replace_record(statistics(calm=CALM).record, groups={"ml.gate": ["mlp.gate", "mlp.up"]})
 
 
 def test_findings_are_ranked_by_how_far_they_lie_beyond_their_limit() -> None:

@@ -72,7 +72,7 @@ def start(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
         port = free.getsockname()[1]
     shared = {
         **os.environ,
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -97,7 +97,7 @@ def test_two_ranks_of_torchrun_write_the_bytes_of_one_process_and_one_of_them_sp
     run = Run(tmp_path / "run")
     done = subprocess.run(
         [*torchrun, *command(run.root, demo_checkpoint, demo_texts), "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -107,8 +107,8 @@ def test_two_ranks_of_torchrun_write_the_bytes_of_one_process_and_one_of_them_sp
     assert [row["stage"] for row in json.loads(done.stdout)["stages"]] == ["corpus", "measure"]
     assert done.stderr.count("measuring on 2 ranks of") == done.stderr.count("`fp8q merge` adds them") == 1
     measured = run.record().stages["measure"]
-    assert measured.notes == [f"measuring on 2 ranks of {HOST} (CPU), 2 threads each (OMP_NUM_THREADS)"]
-    assert measured.machine == {"device": "CPU", "threads": 2, "ranks": 2, "hosts": [HOST]}
+    assert measured.notes == [f"measuring on 2 ranks of {HOST} (CPU), 1 thread each (OMP_NUM_THREADS)"]
+    assert measured.machine == {"device": "CPU", "threads": 1, "ranks": 2, "hosts": [HOST]}
     assert {path.name for path in run.root.iterdir()} == {path.name for path in alone.root.iterdir()}
 
 
