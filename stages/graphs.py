@@ -28,7 +28,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..calibrate.measure.statistics import load_record
     from ..export.forms import write_form
     from ..export.graph.trace import export_model
-    from ..export.lint.check import lint, promised_attention
+    from ..export.lint.check import lint, promised_attention, promised_terms
     from ..quantize.scales import load_scales
     from ..quantize.stored import stored_scales
 
@@ -58,9 +58,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         weight_scales = stored_scales(run.model, promised)
 
         def linted(graphs: list[Path]) -> "dict[Path, list[Finding]]":
-            return {
-                path: lint(path, promised, weight_scales, promised_attention(run), scales.two_terms) for path in graphs
-            }
+            of_attention, two_terms = promised_attention(run), promised_terms(run, scales)
+            return {path: lint(path, promised, weight_scales, of_attention, two_terms) for path in graphs}
 
         findings = linted([run.onnx, run.onnx_fp32]) if carried else {}
         if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on

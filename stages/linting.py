@@ -66,7 +66,7 @@ def promise(run: Run) -> "Promise":
 
     Raises InputError where it cannot be told what is promised.
     """
-    from ..export.lint.check import promised_attention
+    from ..export.lint.check import promised_attention, promised_terms
     from ..export.lint.rules import Promise
     from ..quantize.scales import Scales, load_scales
     from ..quantize.stored import stored_scales
@@ -81,7 +81,7 @@ def promise(run: Run) -> "Promise":
         {module: activation.scale for module, activation in scales.activations.items()},
         weight_scales,
         promised_attention(run),
-        scales.two_terms,
+        promised_terms(run, scales),
     )
 
 

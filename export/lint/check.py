@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import InputError
 from ...files import read_document
-from ...quantize.scales import AttentionScales
+from ...quantize.scales import AttentionScales, Scales
 from ...run import Run
 from .. import names
 from . import (  # noqa: F401  # enter their rules
@@ -32,7 +32,17 @@ from .tensors import Array
 FORM = "F314"
 #: The rules that a file keeps whose external data can be opened.
 PLACES = ("F401", "F402", "F403")
-__all__ = ["FORM", "RULES", "Finding", "Rule", "lint", "lint_graph", "promised_attention", "sound_graph"]
+__all__ = [
+    "FORM",
+    "RULES",
+    "Finding",
+    "Rule",
+    "lint",
+    "lint_graph",
+    "promised_attention",
+    "promised_terms",
+    "sound_graph",
+]
 
 
 def lint(
@@ -90,6 +100,17 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
             f"{run.attention}: has no scale of {error.args[0]}; run `fp8q export --attention fp8` again"
         ) from None
     return promised
+
+
+def promised_terms(run: Run, scales: Scales) -> list[str]:
+    """The modules, and the products of attention, whose input is promised in two terms: of a product of attention the
+    first.
+
+    Raises InputError for an `attention.json` that does not read.
+    """
+    if not run.attention.is_file() or read_document(run.attention, AttentionScales).terms == 1:
+        return scales.two_terms
+    return [*scales.two_terms, *promised_attention(run)]
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:

@@ -27,8 +27,8 @@ class Promise:
     """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output
     channels] of weights.
 
-    `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules
-    whose input is two codes a value; None where that is not known.
+    `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules,
+    and the products of attention by node, whose (first) input is two codes a value; None where that is not known.
     """
 
     input_scales: Mapping[str, float | None]

@@ -7,6 +7,7 @@ Both go through one product, one behind the other along the batch:
     └──────────────────────────────── Concat ── Q ── DQ ── MatMul ── Split ── first + second / 16
 
 Quantizing x anew within the Concat gives a again. In the form `mul` the Mul of the scales is between MatMul and Split.
+Of attention in FP8 the first inputs, queries and probabilities, are such, along their rows.
 """
 
 from onnx import NodeProto, TensorProto
@@ -29,14 +30,16 @@ def two_terms(graph: Indexed, promise: Promise) -> Broken:
     the second it is as rounded as one term's, and what is added to the wrong share is another value.
     """
     for product in graph.products if promise.two_terms is not None else ():
-        module, side = names.module_of(product.node.name) or "", activation_of(graph, product)
+        attends = product.node.name in promise.attention
+        name = product.node.name if attends else names.module_of(product.node.name) or ""
+        side = product.operands[0] if attends else activation_of(graph, product)
         quantize = quantize_of(graph, side) if side is not None else None
-        if promise.two_terms is None or module not in promise.input_scales or quantize is None:
+        if promise.two_terms is None or quantize is None or not (attends or name in promise.input_scales):
             continue
         joined = concat_of(graph, quantize)
-        if joined is None and module in promise.two_terms:
+        if joined is None and name in promise.two_terms:
             yield product.node.name, f"is promised in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
-        elif joined is not None and module not in promise.two_terms:
+        elif joined is not None and name not in promise.two_terms:
             yield product.node.name, f"takes two terms, and scales.json promises one; {_AGAIN}"
         elif joined is not None and (
             reason := second_fault(graph, joined, quantize) or halves_fault(graph, product, joined)

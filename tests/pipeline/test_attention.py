@@ -181,6 +181,46 @@ def test_the_lint_holds_the_scales_of_attention_to_attention_json(copied: Run) -
     )
 
 
+def test_in_two_terms_it_loses_what_keys_and_values_lose(
+    copied: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
+) -> None:
+    ids = load_tokens(copied, copied.evaluation)[:48].reshape(4, 12)
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(12), ids.shape))
+    api.scales(copied.root, api.RescaleOptions(activation_terms=2))
+    stored = read_document(copied.attention, AttentionScales)
+    assert (stored.terms, stored.probabilities) == (2, 2.0**-8)
+    assert {name[-1]: scale.terms for name, scale in stored.tensors.items()} == {"q": 2, "k": 1, "v": 1}
+    found, _ = OnnxRuntimeSession(copied.onnx_fp32).forward(ids, np.ones_like(ids), positions)
+    in_codes = exact_logits(copied, ids)
+    assert np.abs(found - in_codes).max() < 2e-2
+    assert np.abs(found - in_codes).mean() < 1e-3
+    api.export(copied.root)  # the same with attention as wide as the graph, over the same cache
+    wide = exact_logits(copied, ids)
+    assert np.abs(in_codes - wide).mean() < np.abs(wide).mean() * 2e-3
+
+
+def test_the_lint_and_the_engine_see_both_terms_of_attention(copied: Run) -> None:
+    api.scales(copied.root, api.RescaleOptions(activation_terms=2))
+    assert api.lint(copied.onnx).findings == []
+    api.build_engine(copied.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64))
+    (view,) = api.engine(copied.root)
+    products = {row.node: row.operands for row in view.products if "attention_" in row.node}
+    assert products
+    assert set(products.values()) == {("fp8", "fp8")}
+    model = onnx.load(copied.onnx, load_external_data=False)
+    nodes = {node.name: node for node in model.graph.node}
+    quantize = nodes[f"{ATTENTION}.q.attention_quantize"]
+    joined = next(node for node in model.graph.node if quantize.input[0] in node.output)
+    joined.input[1] = joined.input[0]
+    copied.onnx.write_bytes(model.SerializeToString())
+    assert [str(finding) for finding in api.lint(copied.onnx).findings if finding.severity == "error"] == [
+        (
+            f"F214 two-terms: {ATTENTION}.attention_scores: is promised in two terms: its second term is multiplied by "
+            "1 and not by 16; run `fp8q export` again"
+        )
+    ]
+
+
 def test_a_triton_repository_takes_the_scales_along(copied: Run) -> None:
     (written,) = [path for path in api.triton(copied.root) if path.name == "attention.safetensors"]
     assert written.read_bytes() == (copied.model / "attention.safetensors").read_bytes()
