@@ -11,10 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models import Given, cut_text, given, small_models
-from result import arguments, described, publish
+from models import Given, cut_text, main_of
 
-from fp8q.api import CalibrateOptions, ExportOptions, ScaleOptions, ValidateOptions, calibrate, export, validate
+from fp8q.api import CalibrateOptions, ExportOptions, ValidateOptions, calibrate, export, validate
 
 RUNTIMES = ("bf16", "reference", "onnxruntime")
 
@@ -37,20 +36,5 @@ def measure(model: Given, windows: int, context: int) -> dict[str, dict[str, Any
     return found
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    given_ = parser.parse_args()
-    head = described("attention", (ScaleOptions,))
-    results = {
-        model.name: measure(model, given_.windows, given_.context)
-        for model in given_.models or small_models("demo", "llama", "opt")
-    }
-    return publish(head, {"windows": given_.windows, "context": given_.context, "results": results}, given_.save)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of("attention", __doc__, measure, "demo", "llama", "opt"))

@@ -11,15 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from models import Given, cut_text, given, small_models
-from result import arguments, described, publish
+from models import Given, cut_text, main_of
 
 from fp8q.api import (
     CalibrateOptions,
     Clipping,
     ExportOptions,
     RescaleOptions,
-    ScaleOptions,
     ValidateOptions,
     calibrate,
     export,
@@ -54,20 +52,5 @@ def measure(model: Given, windows: int, context: int) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    given_ = parser.parse_args()
-    head = described("baselines", (ScaleOptions,))
-    results = {
-        model.name: measure(model, given_.windows, given_.context)
-        for model in given_.models or small_models("demo", "llama")
-    }
-    return publish(head, {"windows": given_.windows, "context": given_.context, "results": results}, given_.save)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of("baselines", __doc__, measure, "demo", "llama"))

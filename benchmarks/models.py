@@ -1,9 +1,13 @@
 """The models that benchmarks of accuracy look at, each with its texts: `MODEL=CALIBRATION,EVALUATION`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from result import ROOT
+from result import ROOT, arguments, described, publish
+
+from fp8q.options import ScaleOptions
 
 DEMO, SHARED = ROOT / "examples" / "demo", ROOT.parent / "shared"
 _PYTHON = ("python-calibration.txt", "python-evaluation.txt")
@@ -53,3 +57,17 @@ def cut_text(given: Given, tokens: int, folder: Path) -> Path:
     path = folder / Path(given.eval_data).name
     path.write_text(text[: ends[min(tokens, len(ends)) - 1][1]], encoding="utf-8")
     return path
+
+
+def main_of(benchmark: str, doc: str | None, measure: Callable[[Given, int, int], Any], *names: str) -> int:
+    """What a benchmark does that measures models alike: `measure(model, windows, context)` for each that was given, or
+    those of `names` that are here; its exit status.
+    """
+    parser = arguments(doc)
+    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--context", type=int, default=256)
+    asked = parser.parse_args()
+    head, models = described(benchmark, (ScaleOptions,)), asked.models or small_models(*names)
+    results = {model.name: measure(model, asked.windows, asked.context) for model in models}
+    return publish(head, {"windows": asked.windows, "context": asked.context, "results": results}, asked.save)
