@@ -107,6 +107,16 @@ def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tenso
     return dict(zip(BATCHES, found, strict=True))
 
 
+def test_what_two_terms_leave_of_an_input_is_all_of_it() -> None:
+    x = torch.tensor([3.140625, -0.0712890625, 27.5, 2.0**-10])  # of BF16's eight digits
+    scale = {"method": "amax", "amax": 27.5, "clip": 28.0, "scale": 2.0**-4, "saturation": 0, "underflow": 0}
+    two, one = (
+        product_input(x, TensorScale.model_validate(scale | {"terms": terms, "sqnr_db": None})) for terms in (2, 1)
+    )
+    assert two.tolist() == x.tolist()
+    assert one.tolist() == [3.25, -0.0703125, 28.0, 2.0**-10]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("seen", [exact_input, product_input])
 def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
