@@ -62,6 +62,7 @@ REFUSALS = {
     errno.ENAMETOOLONG: "the name is longer than the file system allows; name a shorter one",
     errno.ELOOP: "the links there lead in a circle; mend them, or name another",
     errno.ENOTDIR: "a part of the path is a file, not a directory; name another",
+    errno.EEXIST: "stands where a directory belongs; remove it, or name another",
     errno.EISDIR: "is a directory where a file belongs; remove it, or name another",
     errno.EMFILE: "too many files are open; raise the limit (`ulimit -n`)",
     errno.ENFILE: "too many files are open on this machine; end what holds them",

@@ -6,6 +6,8 @@ What was built is then read back (`plan`), and every promised product is looked 
 profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
 """
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,8 +123,10 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
 @contextmanager
 def together(directory: Path) -> Iterator[Path]:
     """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails
-    or is interrupted.
+    or is interrupted. Raises FileExistsError where `directory` is none, before it gives anything.
     """
+    if (directory.exists() or directory.is_symlink()) and not directory.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
     fresh = directory.with_name(f".{directory.name}{PARTIAL}")
     shutil.rmtree(fresh, ignore_errors=True)
     try:

@@ -17,7 +17,7 @@ from fp8q.export.engine import targets
 from fp8q.export.engine.build import Job, build, build_engines
 from fp8q.export.engine.info import EngineInfo, check_share, load_engines
 from fp8q.export.engine.profiles import profiles
-from fp8q.files import read_document
+from fp8q.files import disk_errors, read_document
 from fp8q.options import EngineOptions
 from fp8q.reporter import SILENT
 from fp8q.run import Run
@@ -363,3 +363,19 @@ def test_a_workspace_limit_reaches_the_builder() -> None:
     logger, _ = engine.collecting_logger(trt)
     config = engine.configure(trt, trt.Builder(logger), Job("tensorrt-rtx", "sm89", profiles(1, 16), workspace=512))
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 512 * 1024 * 1024
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_file_where_the_engines_belong_is_named_before_anything_is_built(
+    run: tuple[Run, Any], tmp_path: Path, link: bool
+) -> None:
+    place = tmp_path / "engines"
+    if link:
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        place.write_bytes(b"")
+    heard = Heard()
+    with pytest.raises(InputError) as refused, disk_errors(tmp_path):
+        build_engines(run[0], run[1].modules, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), heard)
+    assert str(refused.value) == f"{place}: stands where a directory belongs; remove it, or name another"
+    assert heard.tracks == []
