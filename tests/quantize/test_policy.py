@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.errors import InputError
-from fp8q.quantize.policy import Products, parted, select
+from fp8q.quantize.policy import Products, match_terms, parted, select, taken_along, whole_groups
 from fp8q.quantize.scales import Scales, Skipped, TensorScale
 
 NAMES = ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj", "l.0.mlp.conv", "lm_head")
@@ -48,6 +48,22 @@ def test_a_pattern_that_matches_nothing(option: str) -> None:
         f"--{option} *.qproj: matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, "
         "l.0.mlp.up_proj, l.0.mlp.conv"
     )
+
+
+def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
+    chosen = select(PRODUCTS, ("*.up_proj",))[0]
+    assert match_terms(("*.q_proj",), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
+    groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
+    assert whole_groups(["l.0.attn.k_proj"], groups) == ["l.0.attn.q_proj", "l.0.attn.k_proj"]
+    assert taken_along(("*.q_proj",), ["l.0.attn.q_proj", "l.0.attn.k_proj"]) == ["l.0.attn.k_proj"]
+    assert taken_along((), ["l.0.attn.q_proj"]) == []
+    for pattern, message in {
+        "*.qproj": "matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, l.0.mlp.up_proj, l.0.mlp.conv",
+        "*.up_proj": "all that it matches stays in BF16; name other modules",
+    }.items():
+        with pytest.raises(InputError) as refused:
+            match_terms((pattern,), PRODUCTS, chosen)
+        assert str(refused.value) == f"--two-terms {pattern}: {message}"
 
 
 @pytest.mark.parametrize("only", ["lm_head", "*.conv"])

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram
 from fp8q.errors import InputError
-from fp8q.options import Clipping, RescaleOptions, ScaleOptions
+from fp8q.options import Clipping, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.attention import attention_on_codes
 from fp8q.quantize.clip import LARGEST_POWER, entropy, saturation, scale_of, sqnr_db, squared_error, underflow
 from fp8q.quantize.formats import E4M3, TWO_TERMS
 from fp8q.quantize.linear import CODE, FP8Linear, code_tables, current_scale, encode_two
-from fp8q.quantize.scales import PROBABILITY_SCALES, TensorScale, tensor_scale
+from fp8q.quantize.scales import PROBABILITY_SCALES, Scales, TensorScale, tensor_scale
+from fp8q.stages.graphs import check_dtype
 
 #: Every finite BF16 number that is not negative, float32.
 NUMBERS = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
@@ -200,3 +201,32 @@ def test_the_options_say_all_or_some_and_never_both() -> None:
     assert RescaleOptions(activation_terms=2).over(some) == ScaleOptions(activation_terms=2)
     with pytest.raises(InputError, match="^--two-terms a: --activation-terms 2 takes two for every module"):
         RescaleOptions(two_terms=("a",)).over(ScaleOptions(activation_terms=2))
+
+
+def test_a_graph_in_fp16_refuses_a_scale_whose_codes_it_cannot_hold() -> None:
+    def scales(scale: float, terms: int) -> Scales:
+        chosen = {"method": "amax", "amax": 1, "clip": 448 * scale, "scale": scale, "saturation": 0, "underflow": 0}
+        return Scales(
+            weights={}, activations={"up": TensorScale.model_validate(chosen | {"terms": terms, "sqnr_db": None})},
+            skipped={},
+        )  # fmt: skip
+
+    in_fp16 = ExportOptions(dtype="fp16")
+    with pytest.raises(InputError) as refused:
+        check_dtype(scales(2.0**-16, 2), in_fp16)
+    assert str(refused.value) == (
+        "--dtype fp16: up takes two terms with the scale 1.53e-05, and below 3.05e-05 code × scale leaves FP16; export "
+        "in bf16, or choose one term with `fp8q scales`"
+    )
+    smallest = np.float16(2.0**-9 * 2.0**-15)
+    assert smallest == np.finfo(np.float16).smallest_subnormal
+    for fine, options in ((scales(2.0**-15, 2), in_fp16), (scales(2.0**-16, 1), in_fp16), (scales(2.0**-16, 2), None)):
+        assert check_dtype(fine, options or ExportOptions()) is None  # type: ignore[func-returns-value]
+
+
+@given(st.lists(st.floats(-400, 400, width=16), min_size=1, max_size=30), st.integers(-6, 0))
+def test_an_fp16_value_keeps_eight_of_its_eleven_digits(values: list[float], power: int) -> None:
+    scale = np.float32(2.0**power)
+    x = np.array(values, np.float16).astype(np.float32) * scale
+    kept = (np.abs(x) >= scale / 64) & (np.abs(x) <= 448 * scale)
+    assert (np.abs(by_ml_dtypes(x, scale) - x)[kept] <= np.abs(x)[kept] * 2.0**-9).all()
