@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import CRITICAL
 
+from ..undo import at_end
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -27,7 +29,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def muted() -> Iterator[None]:
     """Keep what is written past Python off standard error: Rust's libraries print a panic before they raise it, and all
-    of a vocabulary's holes.
+    of a vocabulary's holes. What a signal ends the program with is heard all the same.
     """
     try:
         kept = os.dup(2)
@@ -36,8 +38,9 @@ def muted() -> Iterator[None]:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
-        yield
+        with at_end(lambda: os.dup2(kept, 2)):
+            os.dup2(nowhere, 2)
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(nowhere)

@@ -59,6 +59,11 @@ def in_a_weak_reference():
     kept = weakref.ref(thing, lambda _: ready())
     del thing
 
+def where_standard_error_is_muted():
+    from fp8q.calibrate.silence import muted
+    with muted():
+        ready()
+
 def slow_to_undo():
     def undo():
         os.write(1, b"undoing\\n")
@@ -104,7 +109,10 @@ def child(run: Path, work: str, stderr: int = subprocess.PIPE) -> subprocess.Pop
     return process
 
 
-@pytest.mark.parametrize("work", ["swallowed", "wrapped", "in_a_callback_from_c", "in_a_weak_reference"])
+@pytest.mark.parametrize(
+    "work",
+    ["swallowed", "wrapped", "in_a_callback_from_c", "in_a_weak_reference", "where_standard_error_is_muted"],
+)
 def test_an_interrupt_is_heard_whatever_a_library_does_with_interrupts(work: str, tmp_path: Path) -> None:
     process = child(tmp_path / "run", work)
     process.send_signal(signal.SIGINT)

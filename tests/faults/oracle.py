@@ -108,7 +108,8 @@ def of_words(case: Case, end: Ended) -> list[Verdict]:
     control = {char for char in end.err + end.out if unicodedata.category(char) == "Cc"} - {"\n"}
     if control:
         faults.append(Verdict("control", f"{sorted(control)} in {(end.err + end.out)[-300:]!r}"))
-    if end.code == GOOD and "--json" in case.argv and not case.start and not is_object(end.out):
+    as_json = "--json" in case.argv and "--print-config" not in case.argv  # which shows the command, and does nothing
+    if end.code == GOOD and as_json and not case.start and not is_object(end.out):
         faults.append(Verdict("json", end.out[:300]))
     return faults
 
