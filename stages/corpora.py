@@ -261,11 +261,14 @@ def save_tokens(path: Path, tokens: Tokens) -> None:
 
 
 def load_tokens(run: Run, path: Path) -> Tokens:
-    """Read the `input_ids` of a file the stage `corpus` wrote."""
+    """Read the `input_ids` of a file the stage `corpus` wrote: windows [windows, seq_len], or tokens held out [tokens].
+
+    Raises InputError for a file that is missing, damaged, or holds something else.
+    """
     run.require(path, "corpus")
     with reading(path, "token ids"), open(path, "rb") as handle, np.load(handle, allow_pickle=False) as arrays:
         ids: Tokens = arrays["input_ids"]
-        if ids.dtype != np.int64 or ids.ndim not in (1, 2):
+        if ids.dtype != np.int64 or ids.ndim != (2 if path == run.calibration else 1):
             raise ValueError(f"they are {ids.dtype} in {ids.ndim} dimensions")
         if ids.size and not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
             raise ValueError(f"they lie between {ids.min()} and {ids.max()}")

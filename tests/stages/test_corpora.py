@@ -313,8 +313,9 @@ def test_a_configuration_that_does_not_parse_is_named(tmp_path: Path) -> None:
         (b"PK\x03\x04", "File is not a zip file"),
         (np.zeros(4, np.float32), "they are float32 in 1 dimensions"),
         (np.zeros((1, 1, 1), np.int64), "they are int64 in 3 dimensions"),
-        (np.array([7, -1]), "they lie between -1 and 7"),
-        (np.array([0, 2**40]), "they lie between 0 and 1099511627776"),
+        (np.zeros(12, np.int64), "they are int64 in 1 dimensions"),
+        (np.array([[7, -1]]), "they lie between -1 and 7"),
+        (np.array([[0, 2**40]]), "they lie between 0 and 1099511627776"),
     ],
 )
 def test_tokens_that_are_none_are_refused_though_the_record_knows_them(
