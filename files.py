@@ -171,13 +171,16 @@ def locked(file: Path) -> Iterator[None]:
     """Hold the lock on `file`, which is made, against other processes, for the block or as long as `keeping_locks`
     does; on a file system without locks, against none.
 
-    Raises BlockingIOError where another holds it.
+    Raises BlockingIOError where another holds it, InputError where it is a link: to open that would make, or empty,
+    what it leads to.
     """
+    if file.is_symlink():
+        raise InputError(f"{file}: is a link, and a lock is a file of its own; remove it")
     kept, key = _kept.get(), file.resolve()
     if kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink:  # else it went with its folder
         yield
         return
-    handle = open(file, "w")  # noqa: SIM115  # who keeps it closes it
+    handle = open(file, "w", opener=_not_followed)  # noqa: SIM115  # who keeps it closes it
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,6 +194,11 @@ def locked(file: Path) -> Iterator[None]:
         return
     with handle:
         yield
+
+
+def _not_followed(name: str, flags: int) -> int:
+    """Open a file itself, and nothing that a link leads to; a pipe is not waited for."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def regular_file(path: Path) -> int:

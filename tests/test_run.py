@@ -34,6 +34,19 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
+@pytest.mark.parametrize("leads", ["nowhere", "theirs"])
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_left_alone(tmp_path: Path, leads: str) -> None:
+    (tmp_path / "theirs").write_text("kept")
+    run = Run(tmp_path / "run")
+    run.root.mkdir()
+    (run.root / ".lock").symlink_to(tmp_path / leads)
+    with pytest.raises(InputError) as refused, run.lock():
+        pass
+    assert str(refused.value) == f"{run.root}/.lock: is a link, and a lock is a file of its own; remove it"
+    assert (tmp_path / "theirs").read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_a_finished_stage_is_current_until_inputs_or_options_change(run: Run) -> None:
     assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
     assert not run.is_current("quantize", {"a": "2"}, {"method": "amax"})

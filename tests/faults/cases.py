@@ -52,7 +52,8 @@ class Case:
     def out(self) -> str | None:
         """The run that the command writes, where its arguments tell."""
         if "--out" in self.argv[:-1]:
-            return self.argv[len(self.argv) - self.argv[::-1].index("--out")]  # given twice, the last one counts
+            last = len(self.argv) - self.argv[-2::-1].index("--out") - 1  # given twice, the last one counts
+            return self.argv[last]
         return self.base[1] if self.base[0] in IN_PLACE else None
 
     def __str__(self) -> str:
