@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -194,9 +194,13 @@ def test_in_two_terms_it_loses_what_keys_and_values_lose(
     in_codes = exact_logits(copied, ids)
     assert np.abs(found - in_codes).max() < 2e-2
     assert np.abs(found - in_codes).mean() < 1e-3
+    stored_scales = copied.model / "attention.safetensors"
+    save_file(load_file(stored_scales), stored_scales, metadata={"terms": "1"})
+    in_one = exact_logits(copied, ids)
     api.export(copied.root)  # the same with attention as wide as the graph, over the same cache
     wide = exact_logits(copied, ids)
     assert np.abs(in_codes - wide).mean() < np.abs(wide).mean() * 2e-3
+    assert np.abs(in_codes - wide).mean() < np.abs(in_one - wide).mean() / 4
 
 
 def test_the_lint_and_the_engine_see_both_terms_of_attention(copied: Run) -> None:
