@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accuracy_page import BF16, COMPRESSOR, MODELOPT, name_of
 from models import Given, given, small_models
 from result import arguments, described, publish
 from torch import nn
@@ -52,7 +53,6 @@ CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
 TERMS: tuple[Terms, ...] = (1, 2)
 PEER = Path(__file__).with_name("peer_checkpoint.py")
-FLOAT, BF16, MODELOPT, COMPRESSOR = "FP32", "BF16", "ModelOpt", "llm-compressor"
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,6 @@ LIMITS = {
     **dict.fromkeys(("llama", "qwen2", "gemma", "opt"), Limits(None, "gptq", 0.06, 0.20)),
     "demo": Limits(400.0, "sequential", 0.17, 0.40),
 }
-
-
-def name_of(terms: int, rounding: str, cache: KvCache) -> str:
-    """What a row of ours is called."""
-    return f"fp8q, {terms} term{'s' * (terms == 2)}, {rounding}, cache {cache}"
 
 
 def ours(run: Run) -> Iterator[tuple[str, Forward, Forward]]:

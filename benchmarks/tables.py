@@ -1,38 +1,27 @@
-"""The tables of measured figures in docs, made from `results/`.
+"""The tables of measured figures in docs, made from `results/`, and the pictures.
 
     python benchmarks/tables.py [--write]
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; `tests/benchmarks` holds each against what is made
-here, so no figure there is typed. With `--write` the pages are brought up to date; without it what differs is named.
+here, so no figure there is typed; a picture is a file of its own. With `--write` the pages are brought up to date;
+without it what differs is named.
 """
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from accuracy_page import accuracy, accuracy_as_served, accuracy_caches, accuracy_costs, accuracy_plot
+from markdown import Figures, load, table
+
+from fp8q.validate.plots import Plot
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TARGETS = ("sm89", "sm120")
 MEGABYTE, GIGABYTE = 1e6, 1e9
-Figures = Mapping[str, Any]
-
-
-def load(name: str) -> Any:
-    """The result `name`."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return (
-        "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("| --- ", "|---").replace("--- |\n", "---|\n")
-    )
 
 
 def architectures() -> str:
@@ -418,6 +407,7 @@ def _rescale(result: Figures) -> str:
 
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
+    "docs/accuracy.md": (accuracy, accuracy_caches, accuracy_as_served, accuracy_costs),
     "docs/architectures.md": (architectures,),
     "docs/attention.md": (attention,),
     "docs/baselines.md": (baselines, engine_products),
@@ -430,6 +420,10 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
 }
 
 
+#: Picture -> what draws it.
+PICTURES: Mapping[str, Callable[[], Plot]] = {"docs/accuracy.svg": accuracy_plot}
+
+
 def made(page: str, text: str) -> str:
     """`text` of a page with its tables made anew. Raises ValueError when they are not those of `PAGES`."""
     tables = {make.__name__: make for make in PAGES[page]}
@@ -439,20 +433,23 @@ def made(page: str, text: str) -> str:
     return BLOCK.sub(lambda block: f"{block[1]}{tables[block['name']]()}{block[3]}", text)
 
 
+def old(page: str) -> str:
+    """What a page or picture is now."""
+    path = ROOT / page
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def main() -> int:
     """Write the pages, or name those that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    stale = []
-    for page in PAGES:
-        path = ROOT / page
-        text = path.read_text(encoding="utf-8")
-        new = made(page, text)
-        if new != text:
-            stale.append(page)
-            if write:
-                path.write_text(new, encoding="utf-8")
+    wanted = {page: made(page, old(page)) for page in PAGES}
+    wanted |= {picture: draw().wide for picture, draw in PICTURES.items()}
+    stale = [page for page, text in wanted.items() if old(page) != text]
+    if write:
+        for page in stale:
+            (ROOT / page).write_text(wanted[page], encoding="utf-8")
     print("\n".join(f"{page}: {'written' if write else 'differs from its results'}" for page in stale) or "all as made")
     return 1 if stale and not write else 0
 

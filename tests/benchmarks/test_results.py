@@ -55,6 +55,11 @@ def test_the_tables_in_docs_are_those_of_the_results() -> None:
         assert text == tables.made(page, text), f"{page}: run `python benchmarks/tables.py --write`"
 
 
+def test_the_pictures_in_docs_are_those_of_the_results() -> None:
+    for picture, draw in tables.PICTURES.items():
+        assert draw().wide == (ROOT / picture).read_text(encoding="utf-8"), f"{picture}: run tables.py --write"
+
+
 def test_every_other_table_in_docs_states_nothing_that_was_measured() -> None:
     for path in sorted((ROOT / "docs").glob("*.md")):
         typed = tables.BLOCK.sub("", path.read_text(encoding="utf-8"))

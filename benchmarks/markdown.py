@@ -1,0 +1,22 @@
+"""What the tables in docs are made with: a result, and a table of Markdown."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from result import RESULTS
+
+Figures = Mapping[str, Any]
+
+
+def load(name: str) -> Any:
+    """The result `name`."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return (
+        "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("| --- ", "|---").replace("--- |\n", "---|\n")
+    )
