@@ -1,6 +1,9 @@
 """Rounding layer by layer: the target it rounds to, that both models are what they claim to be, and what it refuses."""
 
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,22 +23,19 @@ from fp8q.calibrate.ranks.world import World
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.residual import bases
+from fp8q.quantize.rounded import Rounded
 from fp8q.quantize.scales import Scales, TensorScale, load_scales
-from fp8q.quantize.sequential import (
-    Missing,
-    ProductInput,
-    Rounded,
-    Sequence,
-    check_sequential,
-    exact_input,
-    product_input,
-    target,
-)
+from fp8q.quantize.sequential import ProductInput, Sequence, check_sequential, exact_input, product_input
+from fp8q.quantize.target import Missing, target
 from fp8q.quantize.weight_rounding import DAMPING, compensation
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
 from fp8q.reporter import SILENT
-from fp8q.stages.choosing import rescaled
-from fp8q.stages.measuring import check_batches
+from fp8q.run import Run
+from fp8q.stages.choosing import quantize, rescaled
+from fp8q.stages.corpora import save_tokens
+from fp8q.stages.measuring import check_batches, measure
+from fp8q.stages.sources import products_of
+from fp8q.stages.steps import Notes
 
 SMALL = {
     "vocab_size": 512,
@@ -125,7 +125,7 @@ def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
     """The oracle runs whole models; the quantized one has the weights that were kept, and rounds its inputs."""
     model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", seen)
     for batch, hidden in leaving(model, sequence).items():
-        torch.testing.assert_close(sequence.float.read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sequence.float[0].read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
     products = observed_products(model)
     inside = [module for module in products if sequence.layers.index(module) is not None]
     for module in inside:
@@ -135,7 +135,7 @@ def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
         products[module].weight = torch.nn.Parameter(weight, requires_grad=False)
         products[module].register_forward_pre_hook(lambda m, inputs: (seen(inputs[0], SCALE), *inputs[1:]))
     for batch, hidden in leaving(model, sequence).items():
-        torch.testing.assert_close(sequence.quantized.read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sequence.quantized[0].read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
 
 
 def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_weight(
@@ -267,7 +267,7 @@ def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
     gptq = leaving(model, sequence)
     lost = [
         sum(float((states[batch] - exact[batch]).square().sum()) for batch in BATCHES)
-        for states in (gptq, {batch: sequence.quantized.read(batch, "cpu") for batch in BATCHES})
+        for states in (gptq, {batch: sequence.quantized[0].read(batch, "cpu") for batch in BATCHES})
     ]
     assert lost[1] < 0.95 * lost[0]
 
@@ -297,6 +297,137 @@ def test_the_checkpoint_has_it_and_scales_cannot_choose_again(
         "with the options of the run and those that are to change"
     )
     assert rescaled(run, RescaleOptions(weight_rounding="nearest")).weight_rounding == "nearest"
+
+
+@pytest.fixture(scope="module")
+def measured(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of the demo with nothing quantized yet, on two batches."""
+    run, source = Run(tmp_path_factory.mktemp("measured") / "run"), open_source(str(demo_checkpoint))
+    with run.stage("corpus", {}, {"data": "random tokens"}) as log:
+        save_tokens(run.calibration, np.random.default_rng(0).integers(3, 500, (3, 24)))
+        log.outputs.append(run.calibration)
+    measure(run, source, CalibrateOptions(batch_size=2), Notes(SILENT))
+    return run
+
+
+def quantized(run: Run, checkpoint: Path, **options: Any) -> dict[str, bytes]:
+    """What the stage `quantize` writes of `run`: the checkpoint's files, and the decisions."""
+    source = open_source(str(checkpoint))
+    chosen = ScaleOptions(only=("*.o_proj",), weight_rounding="sequential", **options)
+    quantize(run, source, products_of(source), chosen, Notes(SILENT))
+    assert not any(path.name.endswith(".work") for path in run.root.iterdir())
+    return {path.name: path.read_bytes() for path in [run.scales, *sorted(run.model.iterdir())]}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(measured: Run, demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    root = shutil.copytree(measured.root, tmp_path_factory.mktemp("whole") / "run")
+    return quantized(Run(root), demo_checkpoint)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL where the test must go on: like it, nothing of ours catches it."""
+
+
+@pytest.fixture
+def layers_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that are rounded, as they begin."""
+    begun: list[int] = []
+    layer = Sequence._layer
+
+    def counted(self: Sequence, index: int, calls: Any) -> None:
+        begun.append(index)
+        layer(self, index, calls)
+
+    monkeypatch.setattr(Sequence, "_layer", counted)
+    return begun
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
+    at: int, measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Step 1 is the embedding, 2 to 5 are the demo's layers: 3 stops when all of the second is written but not yet said
+    to be. 0 stops at the first layer's first product, 6 while the checkpoint is written.
+    """
+    run, end = Run(shutil.copytree(measured.root, tmp_path / "run")), Rounded.end
+
+    def stopped(*arguments: Any, **named: Any) -> None:
+        raise Killed
+
+    def stopping(self: Rounded, step: int) -> None:
+        if step == at:
+            raise Killed
+        end(self, step)
+
+    with monkeypatch.context() as once:
+        if at in (0, 6):
+            once.setattr("fp8q.quantize." + ("checkpoint.quantize_checkpoint" if at else "sequential.target"), stopped)
+        once.setattr(Rounded, "end", stopping)
+        with pytest.raises(Killed):
+            quantized(run, demo_checkpoint)
+    assert (run.root / ".quantize.work").is_dir()
+    assert not run.scales.exists()
+    layers_run.clear()
+    assert quantized(run, demo_checkpoint) == uninterrupted
+    assert layers_run == list(range(max(at - 2, 0), 4))
+    assert run.record().stages["quantize"].notes == (
+        [f"going on at decoder layer {at - 1} of 4, where an earlier call stopped"] if at == 3 else []
+    )
+
+
+def test_what_was_left_by_other_options_is_rounded_anew(
+    measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def stopped(*arguments: Any) -> None:
+        raise Killed
+
+    run = Run(shutil.copytree(measured.root, tmp_path / "run"))
+    with monkeypatch.context() as once:
+        once.setattr("fp8q.quantize.checkpoint.quantize_checkpoint", stopped)
+        with pytest.raises(Killed):
+            quantized(run, demo_checkpoint, weight_method="amax")
+    layers_run.clear()
+    assert quantized(run, demo_checkpoint) == uninterrupted
+    assert layers_run == [0, 1, 2, 3]
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from fp8q.calibrate.model.source import open_source
+from fp8q.options import ScaleOptions
+from fp8q.quantize.rounded import Rounded
+from fp8q.reporter import SILENT
+from fp8q.run import Run
+from fp8q.stages.choosing import quantize
+from fp8q.stages.sources import products_of
+from fp8q.stages.steps import Notes
+import torch
+torch.set_num_threads(int(sys.argv[3]))
+add = Rounded.add
+def adding(self, module, made):
+    add(self, module, made)
+    if module == "model.layers.1.self_attn.o_proj":
+        os.kill(os.getpid(), signal.SIGKILL)
+Rounded.add = adding
+source = open_source(sys.argv[2])
+options = ScaleOptions(only=("*.o_proj",), weight_rounding="sequential")
+quantize(Run(Path(sys.argv[1])), source, products_of(source), options, Notes(SILENT))
+"""
+
+
+def test_killed_in_the_second_layer_the_next_call_gives_the_same_bytes(
+    measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int], tmp_path: Path
+) -> None:
+    run = Run(shutil.copytree(measured.root, tmp_path / "run"))
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(run.root), str(demo_checkpoint)]
+    killed = subprocess.run([*command, str(torch.get_num_threads())], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert quantized(run, demo_checkpoint) == uninterrupted
+    assert layers_run == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("ranks", "batches", "how"), [(2, None, "2 ranks"), (1, (0, 2), "--batches")])
