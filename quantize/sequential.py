@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..calibrate.measure.moments import add_product
 from ..calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
 from ..calibrate.model.decoder import Call, NoChainError, equal_calls, record_calls, refusal
 from ..calibrate.model.products import output_axis
@@ -227,12 +228,12 @@ class Sequence(Chain):
                 same = False
                 continue
             tokens = self.seen(got[0], self.activations[at.member])
-            moments += (tokens.T @ tokens).cpu()
+            add_product(moments, tokens, tokens)
             same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
             if same and exact is not None:
-                drift += (tokens.T @ (exact[0] - tokens)).cpu()
+                add_product(drift, tokens, exact[0] - tokens)
                 if residue is not None:
-                    residue += (tokens.T @ (exact[1] - got[1])).cpu()
+                    add_product(residue, tokens, exact[1] - got[1])
         return compensation_of(at.first, moments), Missing(drift, residue) if same else None
 
     def _seen(
