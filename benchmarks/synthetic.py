@@ -34,7 +34,7 @@ def shape(width: int = WIDTH, layers: int = 1) -> LlamaConfig:
         intermediate_size=width * 7 // 2,
         num_hidden_layers=layers,
         num_attention_heads=width // HEAD_SIZE,
-        num_key_value_heads=width // HEAD_SIZE // 4,
+        num_key_value_heads=width // 4 // HEAD_SIZE,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
         dtype="bfloat16",
@@ -43,7 +43,8 @@ def shape(width: int = WIDTH, layers: int = 1) -> LlamaConfig:
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name within a layer -> shape."""
-    width, inner, cache = config.hidden_size, config.intermediate_size, config.num_key_value_heads * HEAD_SIZE
+    width, inner = config.hidden_size, config.intermediate_size
+    cache = width // 4
     products = {"q": (width, width), "k": (cache, width), "v": (cache, width), "o": (width, width)}
     return {
         **{f"self_attn.{name}_proj.weight": shape for name, shape in products.items()},

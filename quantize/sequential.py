@@ -34,7 +34,7 @@ from .linear import encode, encode_two
 from .residual import bases
 from .rounded import Rounded
 from .scales import Scales, TensorScale
-from .target import Missing, target
+from .target import Sums, target
 from .weight_rounding import Compensation, compensation_of
 from .weights import QuantizedWeight, WeightMethod, quantize_weight
 
@@ -186,20 +186,22 @@ class Sequence(Chain):
             chosen = [name for name in members if name in self.activations and name in inside]
             if chosen:
                 at = Place(first, chosen[0], added.get(first) if members == [first] else None)
-                found, missing = self._moments(at, entering, through, weights)
+                found, halves = self._moments(at, entering, through, weights)
                 for name in chosen:
-                    self._round(name, found, missing, weights)
+                    self._round(name, found, halves, weights)
         for batch in self.batches:
             leaving[0].write(batch, through(entering[0], batch))
             with self._quantized(weights):
                 leaving[1].write(batch, through(entering[1], batch))
 
-    def _round(self, name: str, found: Compensation, missing: Missing | None, weights: dict[str, torch.Tensor]) -> None:
+    def _round(
+        self, name: str, found: Compensation, halves: tuple[Sums, Sums] | None, weights: dict[str, torch.Tensor]
+    ) -> None:
         """Round one module and add it to `weights`, the numbers its codes stand for, shaped as the module has them."""
         module = self.products[name]
         axis = output_axis(module)
         rows = _weight(module).movedim(axis, 0).cpu().to(torch.bfloat16).contiguous()
-        wanted = None if missing is None else target(rows, missing, found)
+        wanted = None if halves is None else target(rows, *halves)
         made = quantize_weight(rows, self.method, found, wanted=wanted)
         if isinstance(made, QuantizedWeight):
             self.rounded.add(name, made)
@@ -212,15 +214,14 @@ class Sequence(Chain):
         entering: tuple[HiddenStates, HiddenStates],
         through: Callable[[HiddenStates, int], torch.Tensor],
         weights: Mapping[str, torch.Tensor],
-    ) -> tuple[Compensation, Missing | None]:
-        """What the input at a place is like: its compensation in the quantized model, and what that has lost, None
-        where the two models give it other tokens.
+    ) -> tuple[Compensation, tuple[Sums, Sums] | None]:
+        """What the input at a place is like: its compensation in the quantized model, and the sums of every other batch
+        and of those between, None where the two models give it other tokens.
         """
-        module = self.products[at.first]
+        module, same = self.products[at.first], True
         out, width = (_weight(module).shape[axis] for axis in (output_axis(module), 1 - output_axis(module)))
-        moments, drift, same = torch.zeros(width, width), torch.zeros(width, width), True
-        residue = torch.zeros(width, out) if at.base is not None else None
-        for batch, ids in self.batches.items():
+        halves = tuple(Sums(width, out if at.base is not None else None) for _ in range(2))
+        for number, (batch, ids) in enumerate(self.batches.items()):
             exact = self._seen(at, entering[0], batch, through)
             with self._quantized(weights):
                 got = self._seen(at, entering[1], batch, through)
@@ -228,13 +229,13 @@ class Sequence(Chain):
                 same = False
                 continue
             tokens = self.seen(got[0], self.activations[at.member])
-            add_product(moments, tokens, tokens)
             same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
             if same and exact is not None:
-                add_product(drift, tokens, exact[0] - tokens)
-                if residue is not None:
-                    add_product(residue, tokens, exact[1] - got[1])
-        return compensation_of(at.first, moments), Missing(drift, residue) if same else None
+                halves[number % 2].add(tokens, exact[0] - tokens, exact[1] - got[1])
+            else:
+                add_product(halves[0].moments, tokens, tokens)
+        found = compensation_of(at.first, halves[0].moments + halves[1].moments)
+        return found, (halves[0], halves[1]) if same else None
 
     def _seen(
         self,
