@@ -22,23 +22,29 @@ from transformers import LlamaConfig
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo"
 SAMPLING_SECONDS = 0.02
-WIDTH, INNER, KV_HEADS, HEAD_SIZE = 4096, 14_336, 8, 128
-SHAPE = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=128_256,
-    hidden_size=WIDTH,
-    intermediate_size=INNER,
-    num_attention_heads=32,
-    num_key_value_heads=KV_HEADS,
-    max_position_embeddings=8192,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+WIDTH, HEAD_SIZE = 4096, 128
 
 
-def layer_shapes() -> dict[str, tuple[int, ...]]:
+def shape(width: int = WIDTH, layers: int = 1) -> LlamaConfig:
+    """A Llama of that width, of the 8 B one's proportions."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128_256,
+        hidden_size=width,
+        intermediate_size=width * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD_SIZE,
+        num_key_value_heads=width // 4 // HEAD_SIZE,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name within a layer -> shape."""
-    width, inner, cache = WIDTH, INNER, KV_HEADS * HEAD_SIZE
+    width, inner = config.hidden_size, config.intermediate_size
+    cache = width // 4
     products = {"q": (width, width), "k": (cache, width), "v": (cache, width), "o": (width, width)}
     return {
         **{f"self_attn.{name}_proj.weight": shape for name, shape in products.items()},
@@ -61,14 +67,14 @@ def random_weight(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(std=shape[1] ** -0.5)
 
 
-def write_checkpoint(path: Path, layers: int) -> int:
+def write_checkpoint(path: Path, layers: int, width: int = WIDTH) -> int:
     """Write a random checkpoint of `layers` layers shard by shard; returns the bytes of its weights."""
     path.mkdir()
-    shards: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
-    shards += [
-        {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes().items()} for layer in range(layers)
-    ]
-    shards += [{"model.norm.weight": (SHAPE.hidden_size,)}, {"lm_head.weight": (SHAPE.vocab_size, SHAPE.hidden_size)}]
+    config = shape(width, layers)
+    table, inside = (config.vocab_size, width), layer_shapes(config)
+    shards: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": table}]
+    shards += [{f"model.layers.{layer}.{name}": size for name, size in inside.items()} for layer in range(layers)]
+    shards += [{"model.norm.weight": (width,)}, {"lm_head.weight": table}]
     names: dict[str, str] = {}
     for number, shapes in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
@@ -79,8 +85,7 @@ def write_checkpoint(path: Path, layers: int) -> int:
             metadata={"format": "pt"},
         )
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    SHAPE.num_hidden_layers = layers
-    SHAPE.save_pretrained(path)
+    config.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copyfile(DEMO / "checkpoint" / name, path / name)
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -271,61 +271,81 @@ def two_terms() -> str:
 
 
 def weight_rounding() -> str:
-    """KL relative to one amax scale for the whole weight."""
+    """KL with activations of one term, relative to one amax scale for the whole weight."""
     models = load("weight_rounding")["results"]
-    titles = {
-        "amax, nearest": "`amax`, `nearest`",
-        "mse, nearest": "`mse`, `nearest`",
-        "amax, gptq": "`amax`, `gptq`",
-        "mse, gptq": "`mse`, `gptq`",
-        "lossless weights": "not rounded at all: the floor",
-    }
+    names = ("amax, nearest", "mse, nearest", "amax, gptq", "mse, gptq", "mse, sequential", "lossless weights")
     rows = [
-        [title, *(f"{found['kl_over_whole_weight'][name]:.2f}" for found in models.values())]
-        for name, title in titles.items()
+        [_step(name), *(f"{found['one_term_over_whole_weight'][name]:.2f}" for found in models.values())]
+        for name in names
+    ]
+    return table(["weights", *(_sized(name, found) for name, found in models.items())], rows)
+
+
+def weights_alone() -> str:
+    """KL of each step of rounding where nothing but weights is quantized."""
+    models = load("weight_rounding")["results"]
+    steps = ("nearest", "one after the other", "in falling order", "gptq", "sequential")
+    rows = [
+        [_step(name), *(_short(found["kl_mean_micronats"][name]) for found in models.values())]
+        for name in ("amax, nearest", "amax, gptq", *(f"mse, {step}" for step in steps))
     ]
     return table(["weights", *(_sized(name, found) for name, found in models.items())], rows)
 
 
 def weight_seconds() -> str:
-    """What rounding costs."""
+    """What rounding takes."""
     models = load("weight_rounding")["results"]
     measuring = [
-        [f"measuring, `{rounding}`", *(f"{found['measure_s'][rounding]:.1f}" for found in models.values())]
+        [f"measuring for `{rounding}`", *(_short(found["measure_s"][rounding]) for found in models.values())]
         for rounding in ("nearest", "gptq")
     ]
-    writing = [
-        [
-            "writing the checkpoint, " + ", ".join(f"`{word}`" for word in choice.split(", ")),
-            *(f"{found['quantize_s'][choice]:.2g}" for found in models.values()),
-        ]
-        for choice in ("amax, nearest", "mse, nearest", "amax, gptq")
+    rounding = [
+        [f"rounding, {_step(name)}", *(_short(found["seconds"][name]) for found in models.values())]
+        for name in ("mse, nearest", "mse, gptq", "mse, sequential")
     ]
-    return table(["seconds", *(_sized(name, found) for name, found in models.items())], [*measuring, *writing])
+    return table(["seconds", *(_sized(name, found) for name, found in models.items())], [*measuring, *rounding])
 
 
-STEPS = ("nearest", "one after the other", "in falling order", "gptq", "sequential")
-
-
-def weights_alone() -> str:
-    """KL of each step of rounding where nothing but weights is quantized, and what it takes."""
-    models = load("weights_alone")["results"]
+def weight_shapes() -> str:
+    """What one matrix takes by `gptq`."""
     rows = [
         [
-            f"`{method}`, {_step(step)}",
-            *(f"{found['kl_mean_micronats'][f'{method}, {step}']:.0f}" for found in models.values()),
-            *(f"{found['seconds'][f'{method}, {step}']:.2g}" for found in models.values()),
+            "[{}, {}]".format(*shape.split("x")),
+            f"{found['factor_s']:.0f} s",
+            f"{found['round_s']:.0f} s",
+            _gigabytes(found["moments_bytes"]),
+            _gigabytes(found["peak_bytes_more"]),
         ]
-        for method in ("amax", "mse")
-        for step in STEPS
-        if all(f"{method}, {step}" in found["kl_mean_micronats"] for found in models.values())
+        for shape, found in load("weight_rounding")["shapes"].items()
     ]
-    head = ["weights", *(_sized(name, found) for name, found in models.items())]
-    return table([*head, *(f"{name}, seconds" for name in models)], rows)
+    return table(["weight [out, in]", "factoring H", "rounding", "H", "memory besides weight and H"], rows)
 
 
-def _step(step: str) -> str:
-    return step if " " in step else f"`{step}`"
+def sequential_memory() -> str:
+    """What `--stream --weight-rounding sequential` takes, by the number of layers."""
+    result = load("memory_sequential")
+    rows = [
+        [
+            str(found["layers"]),
+            _gigabytes(found["checkpoint_bytes"]),
+            *(_gigabytes(found["stages"][stage]["peak_anonymous_bytes"]) for stage in ("start", "measure", "quantize")),
+            f"{found['stages']['quantize']['seconds'] / found['layers']:.0f}",
+        ]
+        for found in result["checkpoints"]
+    ]
+    head = ["layers", "checkpoint", "peak: start", "measuring", "rounding and writing", "seconds a layer"]
+    return table(head, rows)
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _step(name: str) -> str:
+    method, comma, step = name.partition(", ")
+    if not comma:
+        return "not rounded at all: the floor"
+    return f"`{method}`, {step if ' ' in step else f'`{step}`'}"
 
 
 def _sized(name: str, found: Figures) -> str:
@@ -349,7 +369,7 @@ def limits() -> str:
     rows = [
         ["which architectures, and with what perplexities?", "architectures, unseen_architectures", "architectures.md"],
         ["which clip method, which margin, which format?", "choosing_scales", "choosing-scales.md"],
-        ["what do weight scales and rounding give?", "weight_rounding, weights_alone, weight_mse", "weights.md"],
+        ["what do weight scales and rounding give?", "weight_rounding, weight_mse", "weights.md"],
         ["what does an FP8 cache cost? FP8 attention?", "kv_cache, attention", "kv-cache.md, attention.md"],
         ["what do engines run with weights' scales in one place or the other?", "forms", "engines.md"],
         ["what do INT8 and BF16 cost beside FP8? What does an engine take?", "baselines, engine_size", "baselines.md"],
@@ -416,7 +436,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/kv-cache.md": (kv_cache,),
     "docs/two-terms.md": (two_terms,),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
-    "docs/weights.md": (weight_mse, weight_rounding, weight_seconds, weights_alone),
+    "docs/weights.md": (weight_mse, weight_rounding, weights_alone, weight_seconds, weight_shapes, sequential_memory),
 }
 
 

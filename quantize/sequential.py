@@ -1,24 +1,13 @@
 """Round layer by layer: each on what the layers before it, already rounded, feed it, toward the float model's outputs.
 
-With x what a product gets in the float model and x~ in the quantized one, the channel w is to become ŵ of least
-
-    Σ_tokens (r + w · x - r~ - ŵ · x~)² + λ |ŵ - w|² = (ŵ - w*) H (ŵ - w*)ᵀ + what does not depend on ŵ,
-
-    H = Σ x~ x~ᵀ + λ,    w* = w + M H^-1,    M = Σ (w · (x - x~) + r - r~) x~ᵀ,
-
-so `weight_rounding` does the rest, given the weights w* to round to and H of the inputs as they are. Lybrand and Saab
-stated the objective, without r; GPTAQ (Li et al. 2025, arXiv 2504.02692) and Qronos (Zhang et al. 2025, arXiv
-2505.11695) minimize it one weight at a time, each with an approximation of its own; solved for w* at once it needs
-none. Written with differences: where the layers before lose nothing M is 0, and w* is w to the last bit.
-
-r is what the product is added to, the residual stream of most decoders: what it has lost the product can make up for.
-No list of architectures says where: `residual.bases` finds tensors of the layer that are the sum to the last bit.
+`target` says which weight a product is rounded to then, and `residual` finds what it is added to.
 
 The model goes through memory one decoder layer at a time, as `calibrate.measure.stream` has it, twice: the float one
-and the quantized one, in FP32, their hidden states in a file each, 4 · tokens · width bytes. The groups of a layer are
-rounded in the order they are called in, each after a pass of all batches up to its input through both. Where the two
-have not the same tokens (experts) there is no M: H is of the quantized model, and w* = w. What is outside the layers is
-rounded to nearest.
+and the quantized one, in FP32, their hidden states in two files each, 4 · tokens · width bytes, of which a layer reads
+one and writes the other: a killed run goes on at the layer it was in. The groups of a layer are rounded in the order
+they are called in, each after a pass of all batches up to its input through both. Where the two have not the same
+tokens (experts) there is no M: H is of the quantized model, and w* = w. What is outside the layers is rounded to
+nearest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache
 
-from ..calibrate.measure.stream import Chain, HiddenStates, check_space
+from ..calibrate.measure.moments import add_product
+from ..calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
 from ..calibrate.model.decoder import Call, NoChainError, equal_calls, record_calls, refusal
 from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
@@ -43,7 +32,9 @@ from ..reporter import Reporter
 from .formats import TWO_TERMS
 from .linear import encode, encode_two
 from .residual import bases
+from .rounded import Rounded
 from .scales import Scales, TensorScale
+from .target import Sums, target
 from .weight_rounding import Compensation, compensation_of
 from .weights import QuantizedWeight, WeightMethod, quantize_weight
 
@@ -78,47 +69,6 @@ def _no_layers(error: NoChainError) -> InputError:
     return InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq")
 
 
-class Rounded:
-    """The codes and scales of the modules that were rounded, in a folder."""
-
-    def __init__(self, folder: Path):
-        """In `folder`, which is there."""
-        self.folder = folder
-
-    def add(self, module: str, made: QuantizedWeight) -> None:
-        """Keep codes and scale of `module`."""
-        save_file({"codes": made.codes, "scale": made.scale}, self.folder / f"{module}.safetensors")
-
-    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None for one that was not rounded."""
-        path = self.folder / f"{module}.safetensors"
-        if not path.is_file():
-            return None
-        held = load_file(path)
-        return held["codes"], held["scale"]
-
-
-@dataclass(frozen=True)
-class Missing:
-    """What the quantized model has lost before a product.
-
-    `drift` float32 [in, in]: Σ x~ (x - x~)ᵀ; `residue` float32 [in, out]: Σ x~ (r - r~)ᵀ, None for a product that is
-    added to nothing.
-    """
-
-    drift: torch.Tensor
-    residue: torch.Tensor | None = None
-
-
-def target(weight: torch.Tensor, missing: Missing, found: Compensation) -> torch.Tensor:
-    """w* float32 [out, in] of `weight` [out, in], with H of `found`."""
-    lost = missing.drift @ weight.float().T
-    lost = lost if missing.residue is None else lost + missing.residue
-    wanted = weight.float().clone()
-    wanted[:, found.order] += (found.factor.T @ (found.factor @ lost[found.order])).T
-    return wanted
-
-
 @dataclass(frozen=True)
 class Place:
     """An input: of the group of `first`, decided as that of `member`; its product is added to what `base` gets (empty:
@@ -137,7 +87,8 @@ class Reached(Exception):  # noqa: N818  # it stops a forward pass and is no err
 class Sequence(Chain):
     """Both models, as far as they have come.
 
-    Invariant: `float` and `quantized` hold what enters the same layer, all batches of it.
+    Invariant: `float[n % 2]` and `quantized[n % 2]` hold what enters layer n, all batches of it, when n + 1 steps of
+    `rounded` have ended.
     """
 
     def __init__(
@@ -151,52 +102,75 @@ class Sequence(Chain):
         seen: ProductInput = product_input,
     ):
         """Round the modules of `scales.activations`, with scales by `method`, on `batches` (index -> token ids int64
-        [windows, seq_len]); hidden states and `Rounded` lie in `folder`, which is there.
+        [windows, seq_len]); hidden states and `Rounded` lie in `folder`, which is there. What a killed call left there
+        is gone on from, so it must have been of the same arguments.
 
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
         super().__init__(source, device, torch.float32)
         self.activations, self.method, self.batches, self.seen = scales.activations, method, batches, seen
-        files = [folder / "float", folder / "quantized"]
+        files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
         size = sum(ids.size for ids in batches.values()) * self.answer.width * self.answer.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
-        self.float, self.quantized = (HiddenStates(file, batches, self.answer) for file in files)
+        hidden = [HiddenStates(file, batches, self.answer) for file in files]
+        self.float, self.quantized = hidden[:2], hidden[2:]
         self.rounded = Rounded(folder)
 
     def run(self, report: Reporter) -> Rounded:
-        """Round all layers, one after the other."""
-        calls = self._enter()
+        """Round the layers that are not yet rounded, one after the other."""
+        done = self.rounded.steps
+        remaining = range(max(done - 1, 0), self.layers.count)
+        if not remaining:
+            return self.rounded
+        if done > 1:
+            going_on(report, done, self.layers.count)
+        calls = self._enter(done > 0)
         tokens = sum(ids.size for ids in self.batches.values())
         with report.track(
-            f"Rounding {self.layers.count} layers, one by one", self.layers.count * tokens, "tokens"
+            f"Rounding {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens"
         ) as advance:
-            for index in range(self.layers.count):
+            for index in remaining:
                 inside = [name for name, _ in self.model.named_modules() if self.layers.index(name) == index]
                 with self.weights.filled(inside), torch.inference_mode():
                     self._layer(index, calls)
+                self._end(index + 2)
                 advance(tokens)
         return self.rounded
 
-    def _enter(self) -> dict[tuple[int, ...], list[Call]]:
-        """From tokens to the hidden states that the first layer gets, the same in both models; returns the layers'
-        calls for each shape of batch.
+    def _end(self, step: int) -> None:
+        """End a step: what enters the next layer is on the disk before it is said to be."""
+        for states in (self.float, self.quantized):
+            states[(step - 1) % 2].flush()
+        self.rounded.end(step)
+
+    def _enter(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
+        """Step 1: from tokens to the hidden states that the first layer gets, the same in both models; returns the
+        layers' calls for each shape of batch.
+
+        `done`: a batch of each shape is enough.
         """
         calls: dict[tuple[int, ...], list[Call]] = {}
         with self.weights.filled(self.outside, resident=False):
             for batch, ids in self.batches.items():
+                if done and ids.shape in calls:
+                    continue
                 tokens = torch.from_numpy(ids).to(self.device)
                 made, hidden = record_calls(self.model, self.layers, self.answer, tokens, DynamicCache())
                 if not equal_calls(calls.setdefault(ids.shape, made), made):
                     raise _no_layers(
                         refusal(self.source, "gives its decoder layers more of the text than hidden states")
                     )
-                self.float.write(batch, hidden)
-                self.quantized.write(batch, hidden)
+                if not done:
+                    self.float[0].write(batch, hidden)
+                    self.quantized[0].write(batch, hidden)
+        if not done:
+            self._end(1)
         return calls
 
     def _layer(self, index: int, calls: Mapping[tuple[int, ...], list[Call]]) -> None:
         """Round the groups of a layer whose weights are there, and take both models past it."""
         layer = self.layers.of(self.model)[index]
+        entering, leaving = ((self.float[n % 2], self.quantized[n % 2]) for n in (index, index + 1))
 
         def through(states: HiddenStates, batch: int) -> torch.Tensor:
             call = calls[self.batches[batch].shape][index]
@@ -206,26 +180,28 @@ class Sequence(Chain):
         batch = next(iter(self.batches))
         inside = {name: module for name, module in self.products.items() if self.layers.index(name) == index}
         added = bases(
-            self.model, layer, inside, self.float.read(batch, self.device), partial(through, self.float, batch)
+            self.model, layer, inside, entering[0].read(batch, self.device), partial(through, entering[0], batch)
         )
         for first, members in self.groups.items():
             chosen = [name for name in members if name in self.activations and name in inside]
             if chosen:
                 at = Place(first, chosen[0], added.get(first) if members == [first] else None)
-                found, missing = self._moments(at, through, weights)
+                found, halves = self._moments(at, entering, through, weights)
                 for name in chosen:
-                    self._round(name, found, missing, weights)
+                    self._round(name, found, halves, weights)
         for batch in self.batches:
-            self.float.write(batch, through(self.float, batch))
+            leaving[0].write(batch, through(entering[0], batch))
             with self._quantized(weights):
-                self.quantized.write(batch, through(self.quantized, batch))
+                leaving[1].write(batch, through(entering[1], batch))
 
-    def _round(self, name: str, found: Compensation, missing: Missing | None, weights: dict[str, torch.Tensor]) -> None:
+    def _round(
+        self, name: str, found: Compensation, halves: tuple[Sums, Sums] | None, weights: dict[str, torch.Tensor]
+    ) -> None:
         """Round one module and add it to `weights`, the numbers its codes stand for, shaped as the module has them."""
         module = self.products[name]
         axis = output_axis(module)
         rows = _weight(module).movedim(axis, 0).cpu().to(torch.bfloat16).contiguous()
-        wanted = None if missing is None else target(rows, missing, found)
+        wanted = None if halves is None else target(rows, *halves)
         made = quantize_weight(rows, self.method, found, wanted=wanted)
         if isinstance(made, QuantizedWeight):
             self.rounded.add(name, made)
@@ -233,30 +209,33 @@ class Sequence(Chain):
             weights[name] = numbers.movedim(0, axis).contiguous().to(self.device)
 
     def _moments(
-        self, at: "Place", through: Callable[[HiddenStates, int], torch.Tensor], weights: Mapping[str, torch.Tensor]
-    ) -> tuple[Compensation, Missing | None]:
-        """What the input at a place is like: its compensation in the quantized model, and what that has lost, None
-        where the two models give it other tokens.
+        self,
+        at: "Place",
+        entering: tuple[HiddenStates, HiddenStates],
+        through: Callable[[HiddenStates, int], torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+    ) -> tuple[Compensation, tuple[Sums, Sums] | None]:
+        """What the input at a place is like: its compensation in the quantized model, and the sums of every other batch
+        and of those between, None where the two models give it other tokens.
         """
-        module = self.products[at.first]
+        module, same = self.products[at.first], True
         out, width = (_weight(module).shape[axis] for axis in (output_axis(module), 1 - output_axis(module)))
-        moments, drift, same = torch.zeros(width, width), torch.zeros(width, width), True
-        residue = torch.zeros(width, out) if at.base is not None else None
-        for batch, ids in self.batches.items():
-            exact = self._seen(at, self.float, batch, through)
+        halves = tuple(Sums(width, out if at.base is not None else None) for _ in range(2))
+        for number, (batch, ids) in enumerate(self.batches.items()):
+            exact = self._seen(at, entering[0], batch, through)
             with self._quantized(weights):
-                got = self._seen(at, self.quantized, batch, through)
+                got = self._seen(at, entering[1], batch, through)
             if got is None:
                 same = False
                 continue
             tokens = self.seen(got[0], self.activations[at.member])
-            moments += (tokens.T @ tokens).cpu()
             same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
             if same and exact is not None:
-                drift += (tokens.T @ (exact[0] - tokens)).cpu()
-                if residue is not None:
-                    residue += (tokens.T @ (exact[1] - got[1])).cpu()
-        return compensation_of(at.first, moments), Missing(drift, residue) if same else None
+                halves[number % 2].add(tokens, exact[0] - tokens, exact[1] - got[1])
+            else:
+                add_product(halves[0].moments, tokens, tokens)
+        found = compensation_of(at.first, halves[0].moments + halves[1].moments)
+        return found, (halves[0], halves[1]) if same else None
 
     def _seen(
         self,

@@ -59,13 +59,24 @@ def compensation(moments: torch.Tensor) -> Compensation:
     """The compensation that follows from `moments` float32 [in, in], sums or means alike."""
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
     reverse = order.flip(0)
-    damped = moments[reverse][:, reverse].double()
+    damped = moments[reverse[:, None], reverse].double()
     mean = float(damped.diagonal().mean())
     damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
-    lower = torch.linalg.cholesky(damped)
-    identity = torch.eye(len(lower), dtype=lower.dtype)
-    inverse: torch.Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return Compensation(order, damped.float().flip(0, 1).contiguous(), inverse.float().flip(0, 1).contiguous())
+    ordered = damped.float().flip(0, 1)
+    torch.linalg.cholesky(damped, out=damped)
+    invert(damped)
+    return Compensation(order, ordered, damped.float().flip(0, 1))
+
+
+def invert(lower: torch.Tensor) -> None:
+    """Invert a lower triangular matrix in place, block row by block row: a wide one's inverse takes as much memory as
+    the matrix itself.
+    """
+    for start in range(0, len(lower), BLOCK):
+        rows = lower[start : start + BLOCK]
+        own = rows[:, start : start + BLOCK]
+        own.copy_(torch.linalg.solve_triangular(own, torch.eye(len(own), dtype=lower.dtype), upper=False))
+        rows[:, :start] = -(own @ (rows[:, :start] @ lower[:start, :start]))
 
 
 def compensation_of(group: str, moments: torch.Tensor) -> Compensation:

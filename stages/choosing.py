@@ -11,7 +11,7 @@ from ..options import RescaleOptions, ScaleOptions
 from ..run import Run
 from .corpora import load_tokens
 from .graphs import has_graphs
-from .steps import Notes, device, stage
+from .steps import Notes, arithmetic, device, stage
 
 if TYPE_CHECKING:
     from ..calibrate.measure.statistics import Statistics
@@ -95,7 +95,7 @@ def _rounding(
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
-        with run.work("quantize", key) as folder:
+        with run.work("quantize", {**key, **arithmetic()}) as folder:
             yield Rounding(method, made=Sequence(source, scales, method, batches, folder, device()).run(notes))
     else:
         gptq = options.weight_rounding == "gptq"

@@ -7,18 +7,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import __version__
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
 from ..errors import InputError
 from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
-from ..record import library_versions
 from ..run import Run
 from ..undo import scratch
 from .corpora import Tokens, digest, load_tokens
 from .other_text import read_other
 from .sources import source_of
-from .steps import Notes, device, stage
+from .steps import Notes, arithmetic, device, stage
 
 if TYPE_CHECKING:
     from ..calibrate.measure.measurement import Measurement
@@ -172,17 +170,12 @@ def announce(task: Task, windows: Tokens, world: "World") -> None:
 
 def work_key(task: Task, world: "World") -> dict[str, object]:
     """What a rank's share, and each of its last bits, depends on."""
-    import torch
-
     return {
         **task.key,
         "batch_size": task.corpus.batch_size,
         "batches": world.share(task.batches),
         "rank": world.rank,
-        "fp8q": __version__,
-        "libraries": library_versions(),
-        "threads": torch.get_num_threads(),
-        "device": device(),
+        **arithmetic(),
     }
 
 

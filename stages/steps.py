@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from .. import __version__
 from ..calibrate.ranks.place import place
 from ..errors import BackendError, InputError
 from ..files import keeping_locks
-from ..record import StageLog
+from ..record import StageLog, library_versions
 from ..reporter import Reporter
 from ..run import Run
 
@@ -60,6 +61,18 @@ def device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def arithmetic() -> dict[str, object]:
+    """What the last bits of a model's sums depend on, besides the model and its inputs."""
+    import torch
+
+    return {
+        "fp8q": __version__,
+        "libraries": library_versions(),
+        "threads": torch.get_num_threads(),
+        "device": device(),
+    }
 
 
 @contextmanager

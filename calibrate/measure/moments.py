@@ -57,11 +57,7 @@ class SecondMoments:
         tokens = x.detach().flatten(0, -2).float()
         if name not in self._files:
             self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
-        total = torch.from_numpy(self._files[name])
-        if tokens.device.type == "cpu":
-            total.addmm_(tokens.T, tokens)
-        else:
-            total.add_((tokens.T @ tokens).cpu())
+        add_product(torch.from_numpy(self._files[name]), tokens, tokens)
 
     def close(self) -> list[str]:
         """Bring what was added up to the disk and let go of it; returns the names."""
@@ -70,6 +66,16 @@ class SecondMoments:
             file.flush()
         self._files.clear()
         return names
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add Σ left rightᵀ over all tokens, of `left` [tokens, in] and `right` [tokens, out], to `total` float32 [in, out]
+    in memory; tokens on the CPU take no further matrix.
+    """
+    if left.device.type == "cpu":
+        total.addmm_(left.T, right)
+    else:
+        total.add_((left.T @ right).cpu())
 
 
 def moments_file(folder: Path, name: str) -> Path:

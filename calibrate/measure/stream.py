@@ -11,7 +11,7 @@ other, and ends with its own statistics in a file of its own; a killed run goes 
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -156,10 +156,7 @@ class Stream(Chain):
             step for step in range(self.layers.count + 2) if not self._file(step).is_file() or step > self.layers.count
         )
         if done > 1:
-            report.note(
-                f"going on at decoder layer {min(done, self.layers.count)} of {self.layers.count}, where an earlier "
-                "call stopped"
-            )
+            going_on(report, min(done, self.layers.count), self.layers.count)
         calls = self._before(done > 0)
         remaining = range(max(done, 1), self.layers.count + 1)
         with report.track(
@@ -252,12 +249,17 @@ class Stream(Chain):
         save_arrays(self._file(step), watch.statistics(), amax)
 
 
-def check_space(folder: Path, files: Iterable[Path], size: int, option: str) -> None:
+def going_on(report: Reporter, layer: int, count: int) -> None:
+    """Say which of `count` layers is the first that an earlier call did not finish."""
+    report.note(f"going on at decoder layer {layer} of {count}, where an earlier call stopped")
+
+
+def check_space(folder: Path, files: Sequence[Path], size: int, option: str) -> None:
     """Raise InputError when the disk has no room for `files` of `size` bytes each, which `option` needs."""
     needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file in files)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"{option}: the hidden states take {2 * size / 1e9:,.3g} GB on the disk of {folder.parent}, which has "
-            f"{free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
+            f"{option}: the hidden states take {len(files) * size / 1e9:,.3g} GB on the disk of {folder.parent}, which "
+            f"has {free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
         )

@@ -74,8 +74,9 @@ def test_uncorrelated_inputs_give_the_codes_of_nearest_rounding(width: int) -> N
         )
 
 
-def test_the_factor_is_the_upper_cholesky_factor_of_the_inverse_in_falling_order() -> None:
-    _, _, moments = problem(48, 4)
+@pytest.mark.parametrize("width", [48, 2 * BLOCK + 9])
+def test_the_factor_is_the_upper_cholesky_factor_of_the_inverse_in_falling_order(width: int) -> None:
+    _, _, moments = problem(width, 4)
     found = compensation(moments)
     assert moments.diagonal()[found.order].tolist() == sorted(moments.diagonal().tolist(), reverse=True)
     ordered = damped(moments)[found.order][:, found.order]
