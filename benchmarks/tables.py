@@ -79,6 +79,17 @@ def _micro(nats: float) -> str:
     return f"{1e6 * nats:.1f}"
 
 
+def half_precision() -> str:
+    """KL against FP32 of one term, of two and of activations as they are, by the type of what is wide."""
+    columns = ("BF16", "FP16", "FP32")
+    rows = [
+        [f"{name}: {row}", *(f"{kl[column]:.1f}" if column in kl else "" for column in columns)]
+        for name, found in load("fp16")["results"].items()
+        for row, kl in found.items()
+    ]
+    return table(["KL from FP32 × 10⁶", *columns], rows)
+
+
 def probabilities() -> str:
     """Which probabilities are below 2^-14, and what rounding them costs."""
     kinds = ("one term", "two terms", "two terms, only below")
@@ -451,7 +462,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (forms, form_programs, engine_sizes),
     "docs/kv-cache.md": (kv_cache,),
-    "docs/two-terms.md": (two_terms, probabilities),
+    "docs/two-terms.md": (two_terms, half_precision, probabilities),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weight_seconds, weights_alone),
 }
