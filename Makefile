@@ -54,8 +54,9 @@ format: install
 	$(BIN)/ruff format
 
 # What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
-PARTS := kv_cache accumulator attention baselines engine_size two_terms forms choosing_scales weight_mse weight_rounding \
-  rescale lint_time calibration memory export_memory export_time two_implementations architectures unseen_architectures
+PARTS := kv_cache accumulator attention baselines engine_size two_terms fp16 probabilities forms choosing_scales \
+  weight_mse weight_rounding rescale lint_time calibration memory export_memory export_time two_implementations \
+  architectures unseen_architectures
 benchmarks: install
 	@missed=; for part in $(PARTS); do \
 	  echo "== $$part"; $(BIN)/python benchmarks/$$part.py --save $$part >/dev/null || missed+=" $$part"; \

@@ -1,12 +1,13 @@
 """What adding codes with 14 bits costs: models, and single products of the shapes of large ones.
 
-    python benchmarks/accumulator.py [MODEL=CALIBRATION,EVALUATION …] [--windows 12] [--context 256]
+    python benchmarks/accumulator.py [MODEL=CALIBRATION,EVALUATION …] [--windows 6] [--context 256]
     python benchmarks/accumulator.py --mmaemu
 
-Models: calibrated on 64 windows of 256 tokens; the reference, its sums made in FP32, as Hopper's adder makes them, and
-promoted to FP32 every 128 products (`fp8q.quantize.adder`); beside them the sum in FP32 rounded once to BF16, which
-says how far two models walk apart that differ by no more than that. KL of each against sums in FP32 and against the
-BF16 model. Products: rows of activations (normal, Student's t with 3 degrees of freedom, and normal magnitudes against
+Models: calibrated on 64 windows of 256 tokens, with one term an activation and with two; the reference, its wide parts
+in FP32 so that nothing but quantization is seen, its sums made in FP32, as Hopper's adder makes them, and promoted to
+FP32 every 128 products (`fp8q.quantize.adder`); beside them each product rounded once to BF16, which is as near as two
+correct programs come. KL of each against the FP32 model and against sums in FP32, and the BF16 model's own.
+Products: rows of activations (normal, Student's t with 3 degrees of freedom, and normal magnitudes against
 weights of one sign, where nothing cancels) through normal weights in per-channel scales; root mean square of the error
 over that of the sums, beside what rounding the operands to E4M3 makes, both of them or the weights alone, and what
 rounding the sum to BF16 makes. `ada` is the adder of 16 products at a time. Prints one JSON line.
@@ -25,47 +26,62 @@ import torch
 from models import Given, cut_text, given, small_models
 from result import arguments, described, publish
 
-from fp8q.api import CalibrateOptions, calibrate
+from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import open_source
-from fp8q.options import Accumulator, ScaleOptions
+from fp8q.options import Accumulator, ScaleOptions, Terms
 from fp8q.quantize.adder import ADDERS, Adder, add_in
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import CODE, encode
+from fp8q.quantize.linear import CODE, FP8Linear, encode
+from fp8q.quantize.reference import load_reference
 from fp8q.reporter import SILENT
+from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.compare import Forward, compare
+from fp8q.validate.compare import BASELINE, Forward, compare
 from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import float_model, open_reference, reference, vocabulary
+from fp8q.validate.runtimes import float_model, vocabulary
 from fp8q.validate.sums import adding
 
 #: The longest sums of Llama 3.1 8B (4,096 and 14,336) and 70B (8,192 and 28,672), and shorter ones.
 LENGTHS = (512, 1024, 4096, 8192, 14_336, 28_672)
 ROWS, OUTPUTS = 32, 128
-ROUNDED = "fp32, rounded to bf16"
+ROUNDED, OWN = "fp32, rounded to bf16", "the BF16 model"
 
 
 def model(texts: Given, windows: int, context: int) -> dict[str, Any]:
-    """Sums -> perplexity, KL against sums in FP32 and against BF16, in nats."""
+    """The BF16 model's own KL, and terms -> sums -> KL against the FP32 model and against sums in FP32, in nats."""
     with tempfile.TemporaryDirectory() as directory:
         evaluation = cut_text(texts, windows * context, Path(directory))
         options = CalibrateOptions(samples=64, seq_len=256)
         run = calibrate(texts.directory, texts.data, Path(directory) / "run", str(evaluation), options)
         source = open_source(texts.directory)
         tokens = cut(load_tokens(run, run.evaluation), evaluation.name, context, context)
-        exact = open_reference(run, "exact", "cpu")
-        runtimes: dict[str, Forward] = {"bf16": float_model(source, torch.bfloat16, "cpu")}
-        runtimes |= {f"reference-{name}": adding(exact, name) for name in get_args(Accumulator)}
-        runtimes |= {f"reference-{ROUNDED}": reference(run, "cpu")}
-        found, _ = compare(tokens, runtimes, vocabulary(run.model), SILENT)
-    return {
-        name.removeprefix("reference-"): {
-            "perplexity": each.perplexity,
-            "kl_sums_nats": each.kl_sums_nats,
-            "kl_bf16_nats": each.kl_mean_nats,
-        }
-        for name, each in found.runtimes.items()
-    }
+        wide = {dtype: float_model(source, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)}
+        own, _ = compare(
+            tokens, {BASELINE: wide[torch.float32], OWN: wide[torch.bfloat16]}, vocabulary(run.model), SILENT
+        )
+        found: dict[str, Any] = {OWN: own.runtimes[OWN].kl_mean_nats}
+        for terms in get_args(Terms):
+            scales(run.root, RescaleOptions(activation_terms=terms))
+            runtimes = {BASELINE: wide[torch.float32], **sums(run)}
+            accuracy, _ = compare(tokens, runtimes, vocabulary(run.model), SILENT)
+            found[str(terms)] = {
+                name.removeprefix("reference-"): {"kl_nats": each.kl_mean_nats, "kl_sums_nats": each.kl_sums_nats}
+                for name, each in accuracy.runtimes.items()
+                if name != BASELINE
+            }
+            print(f"{texts.name}: {terms}: {found[str(terms)]}", file=sys.stderr, flush=True)
+    return found
+
+
+def sums(run: Run) -> dict[str, Forward]:
+    """The exact reference in FP32, its codes added in each way."""
+    exact, rounded = (load_reference(run.model, "exact", torch.float32) for _ in range(2))
+    for layer in rounded.model.modules():
+        if isinstance(layer, FP8Linear):
+            layer.register_forward_hook(lambda _, given, made: made.bfloat16().float())
+    runtimes = {f"reference-{name}": adding(exact, name) for name in get_args(Accumulator)}
+    return {**runtimes, f"reference-{ROUNDED}": adding(rounded, "fp32")}
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -97,10 +113,10 @@ def products(length: int, kind: str) -> dict[str, float]:
     draw_x, draw_weight = KINDS[kind]
     x, weight = draw_x(ROWS, length).bfloat16().double(), draw_weight(OUTPUTS, length).bfloat16().double()
     scale = torch.from_numpy(scale_of([float(x.abs().amax())], E4M3))
-    scales = torch.from_numpy(scale_of(weight.abs().amax(1).numpy(), E4M3))[:, None]
-    codes_x, codes = encode(x, scale), encode(weight, scales)
+    channel_scales = torch.from_numpy(scale_of(weight.abs().amax(1).numpy(), E4M3))[:, None]
+    codes_x, codes = encode(x, scale), encode(weight, channel_scales)
     float_sum, exact = x @ weight.T, codes_x.double() @ codes.double().T
-    rounded = codes.double() * scales
+    rounded = codes.double() * channel_scales
     found = {
         "operands": relative(codes_x.double() * scale @ rounded.T, float_sum),
         "weights": relative(x @ rounded.T, float_sum),
@@ -151,7 +167,7 @@ def main() -> int:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--mmaemu", action="store_true")
     options = parser.parse_args()

@@ -59,14 +59,21 @@ def cut_text(given: Given, tokens: int, folder: Path) -> Path:
     return path
 
 
-def main_of(benchmark: str, doc: str | None, measure: Callable[[Given, int, int], Any], *names: str) -> int:
+def main_of(
+    benchmark: str,
+    doc: str | None,
+    measure: Callable[[Given, int, int], Any],
+    *names: str,
+    windows: int = 40,
+    context: int = 256,
+) -> int:
     """What a benchmark does that measures models alike: `measure(model, windows, context)` for each that was given, or
-    those of `names` that are here; its exit status.
+    those of `names` that are here, by default on so many windows of so many tokens; its exit status.
     """
     parser = arguments(doc)
     parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=windows)
+    parser.add_argument("--context", type=int, default=context)
     asked = parser.parse_args()
     head, models = described(benchmark, (ScaleOptions,)), asked.models or small_models(*names)
     results = {model.name: measure(model, asked.windows, asked.context) for model in models}

@@ -40,23 +40,61 @@ def architecture(name: str, result: Figures) -> list[str]:
     return [name, f"{bf16:.3f}", *(f"{run:.3f} ({run / bf16 - 1:+.2%})" for run in runs), *map(str, products)]
 
 
+#: How sums are made -> the head of its column.
+SUMS = {"fp32": "in FP32", "fp22": "`fp22`", "two-level": "`two-level`", "fp32, rounded to bf16": "rounded to BF16"}
+
+
 def accumulator_models() -> str:
-    """KL of other sums of the codes against sums in FP32, and what FP8 costs with each."""
+    """KL against the FP32 model and against sums in FP32, by how the sums are made, with one term and with two."""
     rows = []
     for name, found in load("accumulator")["results"].items():
-        exact = found["fp32"]["perplexity"]
-        sums = {title: found[title] for title in ("fp22", "two-level", "fp32, rounded to bf16")}
-        rows += [[f"{name}: KL against sums in FP32", "", *(f"{each['kl_sums_nats']:.6f}" for each in sums.values())]]
-        rows += [
-            [
-                f"{name}: perplexity",
-                f"{exact:.3f}",
-                *(f"{each['perplexity'] / exact - 1:+.2%}" for each in sums.values()),
-            ]
+        for terms, sums in ((terms, found[terms]) for terms in ("1", "2")):
+            against = [_micro(sums[how]["kl_nats"]) for how in SUMS]
+            apart = [_micro(sums[how]["kl_sums_nats"]) for how in SUMS if how != "fp32"]
+            rows.append([name, terms, _micro(found["the BF16 model"]), *against, *apart])
+    first, *others = SUMS.values()
+    head = [
+        "KL × 10⁶",
+        "terms",
+        "the BF16 model",
+        f"from FP32: sums {first}",
+        *others,
+        f"from sums in FP32: {others[0]}",
+    ]
+    return table([*head, *others[1:]], rows)
+
+
+def _micro(nats: float) -> str:
+    return f"{1e6 * nats:.1f}"
+
+
+def half_precision() -> str:
+    """KL against FP32 of one term, of two and of activations as they are, by the type of what is wide."""
+    columns = ("BF16", "FP16", "FP32")
+    rows = [
+        [f"{name}: {row}", *(f"{kl[column]:.1f}" if column in kl else "" for column in columns)]
+        for name, found in load("fp16")["results"].items()
+        for row, kl in found.items()
+    ]
+    return table(["KL from FP32 × 10⁶", *columns], rows)
+
+
+def probabilities() -> str:
+    """Which probabilities are below 2^-14, and what rounding them costs."""
+    kinds = ("one term", "two terms", "two terms, only below")
+    rows = [
+        [
+            name,
+            f"{found['context']}",
+            f"{found['share_below']:.1%}",
+            f"{found['mass_below']:.3%}",
+            *(f"{found['output_error'][kind]:.2g}" for kind in kinds),
+            *(f"{found['kl_mean_nats_times_1e6'][kind]:.3g}" for kind in kinds),
         ]
-        against = [found["fp32"], *sums.values()]
-        rows += [[f"{name}: KL against BF16", *(f"{each['kl_bf16_nats']:.6f}" for each in against)]]
-    return table(["", "sums in FP32", "`fp22`", "`two-level`", "in FP32, rounded once to BF16"], rows)
+        for name, found in load("probabilities")["results"].items()
+    ]
+    head = ["model", "context", "below 2^-14", "of their sum", "error of the output: one term", "two terms"]
+    return table([*head, "of it below 2^-14", "KL × 10⁶: one term", "two terms", "of it below 2^-14"], rows)
 
 
 def accumulator_products() -> str:
@@ -434,7 +472,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/choosing-scales.md": (choosing_scales,),
     "docs/engines.md": (forms, form_programs, engine_sizes),
     "docs/kv-cache.md": (kv_cache,),
-    "docs/two-terms.md": (two_terms,),
+    "docs/two-terms.md": (two_terms, half_precision, probabilities),
     "docs/numbers.md": (two_implementations, accumulator_products, accumulator_models, calibration, limits),
     "docs/weights.md": (weight_mse, weight_rounding, weights_alone, weight_seconds, weight_shapes, sequential_memory),
 }

@@ -63,7 +63,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     """
     from ..export.engine.info import load_engines
     from ..export.engine.proof import Pledge
-    from ..export.lint.check import promised_attention, sound_graph
+    from ..export.lint.check import promised_attention, promised_terms, sound_graph
     from ..quantize.scales import load_scales
 
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -78,7 +78,8 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
     scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
-    pledge = Pledge(scales.promised, graph, tuple(scales.kv_cache), promised_attention(run), scales.two_terms)
+    cache, terms = tuple(scales.kv_cache), promised_terms(run, scales)
+    pledge = Pledge(scales.promised, graph, cache, promised_attention(run), terms)
     return [view(info, engine_file(run, info, plan), pledge, scales) for info in chosen]
 
 

@@ -1,6 +1,6 @@
 """The stage `export`: both ONNX graphs beside the checkpoint; and the files that every FP8 runtime reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from .steps import Notes, stage
 
 if TYPE_CHECKING:
     from ..export.lint.rules import Finding
-    from ..quantize.scales import Scales
 
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
 SMALLEST_FP16_SCALE = 2.0**-15
@@ -37,7 +36,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {
         "scales.json": written["scales.json"]
     }
-    check_dtype(scales, asked)
+    check_dtype({module: scales.activations[module].scale for module in scales.two_terms}, asked)
     traced = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
     options = traced | ({"weight_scale": asked.weight_scale} if asked.weight_scale != "dq" else {})
     if asked.attention == "fp8":
@@ -73,16 +72,18 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             say(path, found, notes)
 
 
-def check_dtype(scales: "Scales", asked: ExportOptions) -> None:
+def check_dtype(two_terms: Mapping[str, float], asked: ExportOptions) -> None:
     """Raise InputError where a graph in FP16 cannot hold the second of two terms: a code times its scale has to be a
     number of that type, whose smallest is 2^-24, and the smallest code is 2^-9.
+
+    `two_terms`: the scale of each module's input, or each attention's queries, that are of two.
     """
     if asked.dtype != "fp16":
         return
-    for module in scales.two_terms:
-        if (scale := scales.activations[module].scale) < SMALLEST_FP16_SCALE:
+    for name, scale in two_terms.items():
+        if scale < SMALLEST_FP16_SCALE:
             raise InputError(
-                f"--dtype fp16: {module} takes two terms with the scale {scale:.3g}, and below "
+                f"--dtype fp16: {name} takes two terms with the scale {scale:.3g}, and below "
                 f"{SMALLEST_FP16_SCALE:.3g} code × scale leaves FP16; export in bf16, or choose one term with `fp8q "
                 "scales`"
             )
@@ -103,6 +104,7 @@ def write_attention(run: Run, asked: ExportOptions) -> int:
     queries, _ = load_arrays(run.require(run.queries, "queries"))
     terms: Terms = 2 if run.record().stages["quantize"].options["activation_terms"] == 2 else 1
     scales = attention_scales({**load_statistics(run).tensors, **queries}, clipping_of(run), terms)
+    check_dtype({name: each.scale for name, each in scales.tensors.items() if each.terms == 2}, asked)
     with replacing(stored) as partial:
         save_scales(partial, scales)
     write_document(run.attention, scales)

@@ -33,6 +33,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from .sizes import Sizes, read_sizes
+
 Buffer = bytes | bytearray | memoryview
 #: What the plan and the inspector call an element type -> the name used here.
 TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8", "float8": "fp8", "float16": "fp16"}
@@ -100,7 +102,8 @@ class Statement:
 class Program:
     """The program of one optimization profile, or of a single kernel: `bound` are its inputs and outputs.
 
-    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, each with that number.
+    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, each with that number; `sizes`: how
+    those that are known at run time only are computed.
     """
 
     profile: int
@@ -109,6 +112,7 @@ class Program:
     targets: frozenset[str] = frozenset()
     bound: tuple[str, ...] = ()
     scalings: tuple[tuple[str, np.float32], ...] = ()
+    sizes: Sizes = field(default_factory=dict)
 
     def width(self, name: str) -> int:
         """The numbers of one row of a tensor: its rows are what is known at run time only."""
@@ -178,6 +182,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
             frozenset(name for listed in _TARGET.findall(text) for name in listed.decode().split()),
             tuple(name for listed in _BOUND.findall(text) for name in _quoted(listed)),
             tuple((node, np.uint32(int(bits, 16)).view(np.float32)) for node, bits in scalings),
+            read_sizes(text),
         )
 
 

@@ -4,7 +4,8 @@
 them: the codes as the product reads them [in, out], and one factor `s_x · s_w[channel]` for each of its columns.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +47,35 @@ class Promise:
     def node(self) -> str:
         """The product's ONNX node."""
         return names.matmul(self.module)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a product of attention is promised to take in two terms: the QuantizeLinear of it, its `scale`, and how many
+    `rows` both have for each token (None: the graph does not say).
+    """
+
+    node: str
+    quantizer: str
+    scale: float
+    rows: int | None
+
+
+def attended(graph: Indexed, promised: Mapping[str, tuple[float, float]]) -> Iterator[Attended]:
+    """What the graph has of the first inputs of `promised` products of attention, node -> the scales of both sides."""
+    values = {value.name: value for value in graph.model.graph.value_info}
+    made = {node.name: node.output[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
+    for node, (scale, _) in promised.items():
+        quantizer = names.attention_quantize(names.module_of(node) or "", "q" if node.endswith("scores") else "p")
+        value = values.get(made.get(quantizer, ""))
+        dims = [dim.dim_param for dim in value.type.tensor_type.shape.dim] if value is not None else []
+        rows = _ROWS.fullmatch(dims[_ROW_AXIS]) if len(dims) == _RANK else None
+        yield Attended(node, quantizer, scale, int(rows[1] or 1) if rows else None)
+
+
+#: Rows [batch, heads, rows, …] of queries and probabilities: a number of times the tokens.
+_RANK, _ROW_AXIS = 4, 2
+_ROWS = re.compile(r"(?:(\d+)\*)?seq")
 
 
 def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[Promise]:

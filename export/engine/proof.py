@@ -17,8 +17,8 @@ from ..lint.indexed import Indexed
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
 from .plan import Evidence, Kernel, Plan, evidence
 from .program import Buffer, Pool, read_pool
-from .promise import Promise, promises
-from .two_terms import TERMS, compare_terms
+from .promise import Promise, attended, promises
+from .two_terms import TERMS, compare_attention, compare_terms
 
 _CACHE = re.compile(r"(?P<name>(?:past|new)_key_values\.\d+\.(?:key|value))(?: \[profile \d+\])?(?:\.\d+)?")
 _FP8 = TensorProto.FLOAT8E4M3FN
@@ -37,7 +37,7 @@ INSIDE = "types inside a kernel"
 class Pledge:
     """What a run promises of its engines: `modules` on FP8 with the numbers of `graph`, the parts of the `cache`
     (`<attention>.k`, `<attention>.v`) on codes, `attention` as `lint.check.promised_attention` gives it, and
-    `two_terms`: those of `modules` whose input is two codes a value.
+    `two_terms`: those of `modules`, and of the products of `attention`, whose (first) input is two codes a value.
     """
 
     modules: Sequence[str]
@@ -108,11 +108,14 @@ def _terms(
 ) -> Iterator[Difference]:
     """Inputs that are promised in two terms, and whose products are not of both."""
     both = [each for each in promised if each.module in pledge.two_terms]
+    attention = {node: scales for node, scales in (pledge.attention or {}).items() if node in pledge.two_terms}
     if pool is not None:
         yield from compare_terms(plan, pool, both, profiles)
+        yield from compare_attention(plan, pool, list(attended(pledge.graph, attention)), profiles)
     else:
         reason = "its constants do not read"
-        yield from (Difference(each.module, profiles[0], TERMS, reason, "", told=False) for each in both)
+        named = [*(each.module for each in both), *attention]
+        yield from (Difference(name, profiles[0], TERMS, reason, "", told=False) for name in named)
 
 
 def _attention(

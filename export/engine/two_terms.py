@@ -10,19 +10,27 @@ some arithmetic in the kernels around the product. So it is read from the progra
 - each kernel that reads the product takes a 1/16 for each part that it reads, which the second half is multiplied by.
 
 Scales are powers of two and may be 16 and 1/16 too; kernels get them as literals, under names of their own.
+
+Of attention in FP8 queries and probabilities are such, one term below the other among the rows of each head. How many
+rows that is for each token the program computes before its kernels (`sizes`), and the graph says how many it has to be.
+The kernel that reads the scores also divides them by the head size's root, which makes 1/16 too for heads of 256: so
+the number next to the product, on either side of it, is held to be the share of its second half.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product as pairs
 
 from ...quantize.formats import TWO_TERMS
 from .numbers import MOVES, OPERANDS, Difference, moved, quantizer_of
 from .plan import Plan
 from .program import Pool, Program, Statement, Tensor
-from .promise import Promise
+from .promise import Attended, Promise
+from .sizes import multiple
 
 #: What of a module is compared.
 TERMS = "two terms"
-_LITERAL, _TOKENS, _RANK = "const-lit", "input_ids", 3
+_LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
 
 
 def compare_terms(plan: Plan, pool: Pool, promised: Sequence[Promise], profiles: Sequence[str]) -> Iterator[Difference]:
@@ -41,6 +49,22 @@ def compare_terms(plan: Plan, pool: Pool, promised: Sequence[Promise], profiles:
             elif statements:
                 for what, expected, told in _faults(_Read(program, pool), promise, statements[0], roots):
                     yield Difference(promise.module, profile, TERMS, what, expected, told)
+
+
+def compare_attention(
+    plan: Plan, pool: Pool, promised: Sequence[Attended], profiles: Sequence[str]
+) -> Iterator[Difference]:
+    """Where products of attention that are `promised` in two terms are not of both, or that cannot be told; one inside
+    a kernel that attends as a whole is left out.
+    """
+    for program, promise in pairs(plan.programs, promised):
+        profile = profiles[program.profile]
+        found = [each for each in program.statements if promise.node in each.nodes]
+        if len(found) > 1:
+            yield Difference(promise.node, profile, TERMS, f"it is {len(found)} products", "one of two terms")
+        for product in found[:1]:
+            for what, expected, told in _faults_of_attention(_Read(program, pool), promise, product):
+                yield Difference(promise.node, profile, TERMS, what, expected, told)
 
 
 class _Read:
@@ -75,18 +99,51 @@ def _faults(read: _Read, promise: Promise, product: Statement, roots: Collection
     elif whole.symbols[0] in single:
         yield "its codes have the rows of one term", "both of them", True
         return
-    maker, second = quantizer_of(program, codes, promise.quantizer), f"{divisor} times what the first term leaves"
-    if maker is None:
-        yield "no kernel with its QuantizeLinear makes its codes", "", False
-    elif divisor not in read.singles(read.before(maker)):
-        yield f"{maker.name} makes its codes without a {divisor}", second, True
-    elif promise.scale != 1 and float(promise.scale) not in read.singles(read.before(maker), literals=True):
-        yield f"{maker.name} makes its codes without the scale of the first", second, True
-    for reader in _readers(program, program.root(product.outputs[0])[0]):
+    yield from _faults_of_codes(read, codes, promise.quantizer, float(promise.scale))
+    for reader, _ in _readers(program, program.root(product.outputs[0])[0]):
         parts = sum(program.root(name)[0] in roots for name in reader.inputs)
         if (taken := read.singles([reader]).count(1 / divisor)) < parts:
             what = f"{reader.name} reads {parts} products of two terms and takes {taken} times 1/{divisor}"
             yield what, "the second half a sixteenth of each", True
+
+
+def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> Iterator[Fault]:
+    """What the kernel that makes the codes, or one before it, does not take for the second term."""
+    divisor, expected = TWO_TERMS.divisor, f"{TWO_TERMS.divisor} times what the first term leaves"
+    if (maker := quantizer_of(read.program, codes, quantizer)) is None:
+        yield "no kernel with its QuantizeLinear makes its codes", "", False
+    elif divisor not in read.singles(read.before(maker)):
+        yield f"{maker.name} makes its codes without a {divisor}", expected, True
+    elif scale not in (1, *read.singles(read.before(maker), literals=True)):
+        yield f"{maker.name} makes its codes without the scale of the first", expected, True
+
+
+def _faults_of_attention(read: _Read, promise: Attended, product: Statement) -> Iterator[Fault]:
+    program, codes, share = read.program, product.inputs[0], 1 / TWO_TERMS.divisor
+    if promise.rows is None or (rows := _rows_a_token(program, codes)) is None:
+        yield "the rows of its codes do not read", "", False
+    elif rows != promise.rows:
+        yield f"its codes have {rows} rows a token", f"{promise.rows}, those of both terms", True
+        return
+    yield from _faults_of_codes(read, codes, promise.quantizer, promise.scale)
+    root = program.root(product.outputs[0])[0]
+    if not (readers := _readers(program, root)):
+        yield "no kernel reads its product", "", False
+    for reader, at in readers:
+        beside = read.singles([replace(reader, inputs=(*reader.inputs[at + 1 : at + 2], *reader.inputs[:at][-1:]))])
+        if share not in beside:
+            number = f"{beside[0]:g}" if beside else "no number"
+            yield f"{reader.name} takes {number} beside its product", f"{share:g}, for the second half", True
+
+
+def _rows_a_token(program: Program, codes: str) -> int | None:
+    """How many rows codes [..., rows, width] have for each token; None where that does not read."""
+    tokens = next((program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)), None)
+    tensor = program.tensors.get(codes)
+    if tensor is None or tokens is None or len(tensor.symbols) < _MATRIX or len(tokens.symbols) < _MATRIX:
+        return None
+    (rows, of), (each, token) = (multiple(program.sizes, size) for size in (tensor.symbols[-2], tokens.symbols[-1]))
+    return rows // each if of == token and each and rows % each == 0 else None
 
 
 def _rows_of_one_term(program: Program, codes: Tensor | None, roots: Collection[str]) -> set[str]:
@@ -103,15 +160,17 @@ def _rows_of_one_term(program: Program, codes: Tensor | None, roots: Collection[
     return {each.symbols[0] for each in given if each is not None and each.symbols and not each.dims[0]}
 
 
-def _readers(program: Program, root: str) -> list[Statement]:
-    """The kernels that read a product, each once; those that only move it are looked through."""
-    waiting, found = [(root, MOVES)], dict[int, Statement]()
+def _readers(program: Program, root: str) -> list[tuple[Statement, int]]:
+    """The kernels that read a product, each once and with the first of its inputs that is of it; those that only move
+    it are looked through.
+    """
+    waiting, found = [(root, MOVES)], dict[int, tuple[Statement, int]]()
     while waiting:
         made, moves = waiting.pop()
         for reader, index in program.readers.get(made, ()):
             onward = moved(program, reader, reader.inputs[index]) if moves else None
             if onward is None:
-                found[id(reader)] = reader
+                found.setdefault(id(reader), (reader, index))
             else:
                 waiting.append((program.root(onward)[0], moves - 1))
     return [*found.values()]

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,13 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from fp8q import api
+from fp8q.export.engine.plan import read_plan
+from fp8q.export.engine.proof import Pledge, broken, prove
+from fp8q.export.engine.two_terms import TERMS
 from fp8q.export.forms import in_form
-from fp8q.export.lint.check import lint_graph
+from fp8q.export.lint.check import lint_graph, promised_attention
 from fp8q.export.lint.indexed import Indexed
+from fp8q.export.lint.loading import load_graph
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
 from fp8q.stages.linting import promise
@@ -25,6 +29,8 @@ from .test_engine_proof import behind, named, shown
 TARGETS = ("sm89", "sm120")
 LAYER = "model.layers.0"
 Q, GATE, DOWN = (f"{LAYER}.{name}" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))
+ATTENTION = f"{LAYER}.self_attn"
+SCORES, VALUES = (f"{ATTENTION}.attention_{product}" for product in ("scores", "values"))
 Change = Callable[[ModelProto, Path], None]
 Built = Callable[[Change, str], Path]
 Fp8q = Callable[..., Any]
@@ -33,18 +39,49 @@ AGAIN = "run `fp8q export` again"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
-    """A Llama of one layer whose every input is promised in two terms, and its engines."""
+    """A Llama of one layer whose every input is promised in two terms, those of attention too, and its engines."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
     folder = tmp_path_factory.mktemp("terms")
     model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
     text = folder / "calibration.txt"
     text.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
-    options = api.CalibrateOptions(samples=16, seq_len=64, activation_terms=2)
-    made = api.calibrate(str(model), str(text), folder / "run", None, options)
+    options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8", activation_terms=2)
+    in_codes = api.ExportOptions(attention="fp8")
+    made = api.calibrate(str(model), str(text), folder / "run", None, options, in_codes)
     engines = api.EngineOptions(runtime="tensorrt-rtx", targets=TARGETS, max_batch=2, max_seq_len=64)
     assert [engine.fp8_products for engine in api.build_engine(made.root, engines)] == [7, 7]
     return made
 
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a product of two terms is made of: the `product`, what its second term (`input`…) and its halves are."""
+
+    product: str
+    quantize: str
+    dequantize: str
+    first: str
+    input: str
+    halves: str
+    share: str
+    add: str
+
+
+def of_module(name: str) -> Nodes:
+    """Those of a module's product."""
+    ends = ("matmul", "input.quantize", "input.dequantize", "input.first", "input.first")
+    return Nodes(*(f"{name}.{end}" for end in (*ends, "halves", "halves.Mul_1", "terms_add")))
+
+
+def of_attention(product: str, part: str) -> Nodes:
+    """Those of a product of attention, whose first input is called `part`."""
+    ends = (f"attention_{product}", f"{part}.attention_quantize", f"{part}.attention_dequantize")
+    first = (f"{part}.attention_first", f"fp8q_attention.{part}.first")
+    halves = (f"attention_{product}_halves", f"fp8q_attention.{product}_halves.Mul_1", f"attention_{product}_terms_add")
+    return Nodes(*(f"{ATTENTION}.{end}" for end in (*ends, *first, *halves)))
+
+
+OF_DOWN, OF_SCORES, OF_VALUES = of_module(DOWN), of_attention("scores", "q"), of_attention("values", "p")
 
 # Graphs that deceive.
 
@@ -62,60 +99,67 @@ def constant(model: ModelProto, reader: str, number: float) -> None:
     node.input[list(node.input).index(old.name)] = made.name
 
 
-def half_as_much(model: ModelProto, directory: Path) -> None:
+def half_as_much(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
     """The second term is of eight times what the first leaves."""
-    constant(model, f"{DOWN}.input.first.Mul_1", 8)
+    constant(model, f"{at.input}.Mul_1", 8)
 
 
-def an_eighth(model: ModelProto, directory: Path) -> None:
+def an_eighth(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
     """The second half counts twice."""
-    constant(model, f"{DOWN}.halves.Mul_1", 1 / 8)
+    constant(model, at.share, 1 / 8)
 
 
-def of_all(model: ModelProto, directory: Path) -> None:
+def first_of(nodes: dict[str, NodeProto], at: Nodes, operator: str) -> NodeProto:
+    """The node that quantizes, or dequantizes, the first term alone."""
+    return nodes[f"{at.first}.{operator}" if at is OF_DOWN else f"{at.first}_{operator}"]
+
+
+def of_all(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
     """The second term is of all of x, not of what the first leaves."""
     nodes = named(model)
-    nodes[f"{DOWN}.input.first.Mul_1"].input[0] = nodes[f"{DOWN}.input.first.quantize"].input[0]
-    for name in ("quantize", "dequantize", "Sub_1"):
-        model.graph.node.remove(named(model)[f"{DOWN}.input.first.{name}"])
+    alone = [first_of(nodes, at, operator) for operator in ("quantize", "dequantize")]
+    nodes[f"{at.input}.Mul_1"].input[0] = alone[0].input[0]
+    for node in (*alone, nodes[f"{at.input}.Sub_1"]):
+        model.graph.node.remove(node)
 
 
-def second_dropped(model: ModelProto, directory: Path) -> None:
-    """DOWN takes one term."""
+def second_dropped(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
+    """The product takes one term."""
     nodes = named(model)
-    nodes[f"{DOWN}.input.quantize"].input[0] = nodes[f"{DOWN}.input.first.quantize"].input[0]
-    result, made = nodes[f"{DOWN}.terms_add"].output[0], nodes[f"{DOWN}.halves"].input[0]
+    alone = [first_of(nodes, at, operator) for operator in ("quantize", "dequantize")]
+    nodes[at.quantize].input[0] = alone[0].input[0]
+    result, made = nodes[at.add].output[0], nodes[at.halves].input[0]
     for node in model.graph.node:
         node.input[:] = [made if name == result else name for name in node.input]
-    gone = [f"{DOWN}.{name}" for name in ("halves", "halves.Mul_1", "terms_add")]
-    gone += [f"{DOWN}.input.first.{name}" for name in ("quantize", "dequantize", "Sub_1", "Mul_1", "Concat_1")]
-    for name in gone:
-        model.graph.node.remove(nodes[name])
+    gone = [nodes[name] for name in (at.halves, at.share, at.add)]
+    gone += [*alone, *(nodes[f"{at.input}.{name}"] for name in ("Sub_1", "Mul_1", "Concat_1"))]
+    for node in gone:
+        model.graph.node.remove(node)
     del model.graph.value_info[:]
 
 
-def two_products(model: ModelProto, directory: Path, wide: bool = False) -> None:
+def two_products(model: ModelProto, directory: Path, at: Nodes = OF_DOWN, wide: bool = False) -> None:
     """Each term has a product of its own, of one weight; the second `wide`, without Q/DQ."""
-    second_of = named(model)[f"{DOWN}.input.first.Mul_1"].output[0]
+    second_of = named(model)[f"{at.input}.Mul_1"].output[0]
     nodes, copies = named(model), []
-    product, add = nodes[f"{DOWN}.matmul"], nodes[f"{DOWN}.terms_add"]
-    share = nodes[f"{DOWN}.halves.Mul_1"]
-    nodes[f"{DOWN}.input.quantize"].input[0] = nodes[f"{DOWN}.input.first.quantize"].input[0]
-    value = second_of
+    product, add = nodes[at.product], nodes[at.add]
+    share = nodes[at.share]
+    nodes[at.quantize].input[0] = first_of(nodes, at, "quantize").input[0]
+    value, beside = second_of, at.product.removesuffix(".matmul")
     for name in ("quantize", "dequantize"):
-        node = NodeProto.FromString(nodes[f"{DOWN}.input.{name}"].SerializeToString())
-        node.name, node.input[0], node.output[0] = f"{DOWN}.second.{name}", value, f"{DOWN}.second.{name}.output"
+        node = NodeProto.FromString(nodes[getattr(at, name)].SerializeToString())
+        node.name, node.input[0], node.output[0] = f"{beside}.second.{name}", value, f"{beside}.second.{name}.output"
         value = node.output[0]
         copies.append(node)
     if wide:
-        value = f"{DOWN}.second.cast"
+        value = f"{beside}.second.cast"
         copies = [helper.make_node("Cast", [second_of], [value], value, to=TensorProto.FLOAT)]
-    second = helper.make_node("MatMul", [value, product.input[1]], [f"{DOWN}.second"], f"{DOWN}.second.matmul")
-    share.input[list(share.input).index(nodes[f"{DOWN}.halves"].output[1])] = second.output[0]
-    add.input[list(add.input).index(nodes[f"{DOWN}.halves"].output[0])] = product.output[0]
+    second = helper.make_node("MatMul", [value, product.input[1]], [f"{beside}.second"], f"{beside}.second.matmul")
+    share.input[list(share.input).index(nodes[at.halves].output[1])] = second.output[0]
+    add.input[list(add.input).index(nodes[at.halves].output[0])] = product.output[0]
     kept = []
     for node in model.graph.node:
-        if node.name in (f"{DOWN}.halves", f"{DOWN}.input.first.Concat_1"):
+        if node.name in (at.halves, f"{at.input}.Concat_1"):
             continue
         kept += [node, *([*copies, second] if node.name == product.name else [])]
     written = [NodeProto.FromString(node.SerializeToString()) for node in kept]
@@ -124,8 +168,8 @@ def two_products(model: ModelProto, directory: Path, wide: bool = False) -> None
     model.graph.node.extend(written)
 
 
-def second_wide(model: ModelProto, directory: Path) -> None:
-    two_products(model, directory, wide=True)
+def second_wide(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
+    two_products(model, directory, at, wide=True)
 
 
 def linted(run: Run, change: Change, **promised: Any) -> list[str]:
@@ -162,8 +206,18 @@ def test_the_lint_names_a_product_without_both_terms(run: Run, form: Any, change
 def test_the_lint_is_content_with_both_terms_and_names_those_that_nobody_promised(run: Run) -> None:
     for change in (unchanged, behind(unchanged)):
         assert linted(run, change) == []
-        kept = [module for module in load_scales(run).promised if module != DOWN]
+        kept = [name for name in promise(run).two_terms or () if name != DOWN]
         assert linted(run, change, two_terms=kept) == [f"takes two terms, and scales.json promises one; {AGAIN}"]
+
+
+def test_products_of_one_tensor_share_both_terms_and_each_is_one(run: Run) -> None:
+    made = [node.name for node in onnx.load_model(run.onnx, load_external_data=False).graph.node]
+    second = sorted(name.removesuffix(".first.Concat_1") for name in made if name.endswith(".first.Concat_1"))
+    shared = [f"{name}.input" for name in (DOWN, GATE, f"{ATTENTION}.o_proj", Q)]
+    assert second == [*shared[:2], *(f"{ATTENTION}.fp8q_attention.{part}" for part in "pq"), *shared[2:]]
+    products = [name.removesuffix(".matmul") for name in made if name.endswith("_proj.matmul")]
+    assert sorted(products) == sorted(name.removesuffix(".halves") for name in made if name.endswith("_proj.halves"))
+    assert len(products) == 7
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -172,6 +226,8 @@ def test_an_engine_of_both_terms_passes(fp8q: Fp8q, run: Run, built: Built, targ
         code, view, error = shown(fp8q, run, target, plan)
         assert (code, error, view["differences"], view["narrow"]) == (0, "", [], [])
         assert [view[f"{what}_found"] for what in ("codes", "factors", "inputs", "terms")] == [7, 7, 7, 7]
+        types = {tuple(row["operands"]) for row in view["products"] if row["node"] in (SCORES, VALUES)}
+        assert types == {("fp8", "fp8")}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -196,3 +252,58 @@ def test_an_engine_without_both_terms_of_one_product_is_named(
     told = Counter(each["module"] for each in view["differences"] if each["what"] == "two terms" and each["told"])
     assert (code, view["fp8_products"], view["terms_found"], set(told)) == (3, 7, 6, {DOWN}), error
     assert re.match(rf"{re.escape(DOWN)}: {found}", error), error
+
+
+TWO_ROWS = "its codes have 2 rows a token, and the run has 4, those of both terms"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("of_queries", "of_probabilities", "found"),
+    [
+        (
+            an_eighth,
+            half_as_much,
+            (
+                r"__myl_\w+ takes 0.125 beside its product, and the run has 0.0625, for the second half",
+                r"__myl_\w+ makes its codes without a 16, and the run has 16 times what the first term leaves",
+            ),
+        ),
+        (of_all, second_dropped, (r"__myl_\w+ makes its codes without the scale of the first, and the .*", TWO_ROWS)),
+        (two_products, second_wide, (TWO_ROWS, TWO_ROWS)),
+    ],
+)
+def test_an_engine_whose_attention_is_not_of_both_terms_is_named(
+    fp8q: Fp8q, run: Run, built: Built, target: str, of_queries: Any, of_probabilities: Any, found: tuple[str, str]
+) -> None:
+    """The scores are multiplied by 1/16 besides, as those of heads of 256 are."""
+
+    def changed(model: ModelProto, directory: Path) -> None:
+        constant(model, f"{ATTENTION}.fp8q_attention.Mul_2", 1 / 16)
+        of_queries(model, directory, OF_SCORES)
+        of_probabilities(model, directory, OF_VALUES)
+
+    code, view, error = shown(fp8q, run, target, built(changed, target))
+    told = {(each["module"], each["profile"]) for each in view["differences"] if each["what"] == "two terms"}
+    assert (code, view["fp8_products"], view["terms_found"]) == (3, 7, 7), error
+    assert told == {(product, profile) for product in (SCORES, VALUES) for profile in ("prefill", "decode")}
+    for product, expected in zip((SCORES, VALUES), found, strict=True):
+        shows = [
+            f"{each['found']}, and the run has {each['expected']}"
+            for each in view["differences"]
+            if each["module"] == product
+        ]
+        assert all(re.fullmatch(expected, each) for each in shows), shows
+    assert re.fullmatch(rf"{re.escape(SCORES)}: {found[0]} \(1 more, --json has all\)", error), error
+
+
+def test_rows_that_the_graph_does_not_say_cannot_be_told(run: Run) -> None:
+    graph, data = load_graph(run.onnx), (run.engines / "sm89.plan").read_bytes()
+    del graph.model.graph.value_info[:]
+    attention = promised_attention(run)
+    pledge = Pledge(load_scales(run).promised, graph, attention=attention, two_terms=attention)
+    found = [
+        each for each in prove(data, read_plan(data), pledge, ("prefill", "decode")).differences if each.what == TERMS
+    ]
+    assert {each.module for each in broken(found)} == {SCORES, VALUES}
+    assert str(broken(found)[0]) == f"{SCORES}: its two terms cannot be told, the rows of its codes do not read"

@@ -14,7 +14,7 @@ from fp8q.quantize.attention import attention_on_codes
 from fp8q.quantize.clip import LARGEST_POWER, entropy, saturation, scale_of, sqnr_db, squared_error, underflow
 from fp8q.quantize.formats import E4M3, TWO_TERMS
 from fp8q.quantize.linear import CODE, FP8Linear, code_tables, current_scale, encode_two
-from fp8q.quantize.scales import PROBABILITY_SCALES, Scales, TensorScale, tensor_scale
+from fp8q.quantize.scales import PROBABILITY_SCALES, TensorScale, tensor_scale
 from fp8q.stages.graphs import check_dtype
 
 #: Every finite BF16 number that is not negative, float32.
@@ -186,6 +186,15 @@ def test_attention_in_two_terms_loses_what_keys_and_values_lose() -> None:
     assert (attention_on_codes(module, query, key, value, mask)[0] - expected).abs().max() > 0.01
 
 
+def test_a_probability_is_exact_down_to_2_to_the_minus_14_and_off_by_2_to_the_minus_22_below() -> None:
+    p = NUMBERS[NUMBERS <= 1]
+    error = np.abs(by_ml_dtypes(p, np.float32(PROBABILITY_SCALES[2])) - p)
+    assert not error[p >= 2.0**-14].any()
+    assert error.max() == 2.0**-22
+    one = E4M3.decode(E4M3.encode(p / np.float32(PROBABILITY_SCALES[1]))) * np.float64(PROBABILITY_SCALES[1])
+    assert np.abs(one - p).max() > 2.0**-6
+
+
 def test_the_options_say_all_or_some_and_never_both() -> None:
     with pytest.raises(InputError) as refused:
         ScaleOptions(activation_terms=2, two_terms=("*.q_proj",))
@@ -204,24 +213,17 @@ def test_the_options_say_all_or_some_and_never_both() -> None:
 
 
 def test_a_graph_in_fp16_refuses_a_scale_whose_codes_it_cannot_hold() -> None:
-    def scales(scale: float, terms: int) -> Scales:
-        chosen = {"method": "amax", "amax": 1, "clip": 448 * scale, "scale": scale, "saturation": 0, "underflow": 0}
-        return Scales(
-            weights={}, activations={"up": TensorScale.model_validate(chosen | {"terms": terms, "sqnr_db": None})},
-            skipped={},
-        )  # fmt: skip
-
     in_fp16 = ExportOptions(dtype="fp16")
     with pytest.raises(InputError) as refused:
-        check_dtype(scales(2.0**-16, 2), in_fp16)
+        check_dtype({"gate": 2.0**-15, "self_attn.q": 2.0**-16}, in_fp16)
     assert str(refused.value) == (
-        "--dtype fp16: up takes two terms with the scale 1.53e-05, and below 3.05e-05 code × scale leaves FP16; export "
-        "in bf16, or choose one term with `fp8q scales`"
+        "--dtype fp16: self_attn.q takes two terms with the scale 1.53e-05, and below 3.05e-05 code × scale leaves "
+        "FP16; export in bf16, or choose one term with `fp8q scales`"
     )
     smallest = np.float16(2.0**-9 * 2.0**-15)
     assert smallest == np.finfo(np.float16).smallest_subnormal
-    for fine, options in ((scales(2.0**-15, 2), in_fp16), (scales(2.0**-16, 1), in_fp16), (scales(2.0**-16, 2), None)):
-        assert check_dtype(fine, options or ExportOptions()) is None  # type: ignore[func-returns-value]
+    for fine, options in (({"up": 2.0**-15}, in_fp16), ({}, in_fp16), ({"up": 2.0**-16}, ExportOptions())):
+        assert check_dtype(fine, options) is None  # type: ignore[func-returns-value]
 
 
 @given(st.lists(st.floats(-400, 400, width=16), min_size=1, max_size=30), st.integers(-6, 0))

@@ -11,6 +11,7 @@ import pytest
 from fp8q.export import names
 from fp8q.export.engine.program import Pool, Program, Statement, Tensor, node_of, read_pool, read_programs
 from fp8q.export.engine.promise import promises
+from fp8q.export.engine.sizes import multiple, read_sizes
 from fp8q.export.lint.loading import load_graph
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -140,3 +141,20 @@ def test_a_kernel_finished_at_run_time_states_its_number_in_hexadecimal() -> Non
     text = b"\n".join(lines) + b"\n}\n\0"
     (program,) = read_programs(text)
     assert (program.profile, program.scalings) == (1, (("a.o.input.quantize", np.float32(295.20721435546875)),))
+
+
+def test_a_size_is_a_number_of_times_another() -> None:
+    text = b"""
+  copy={ name="c" output={"rows_proxy" } input={"rows" }  stream=0  speculate={ }}
+  mul={ name="m" output={"rows" } input={"{Node[a...b]}_half" "__s^4i64" } stream=0  layers="" }
+  add={ name="a" output={"{Node[a...b]}_half" } input={"seq" "seq" } stream=0  layers="" }
+  add={ name="s" output={"total" } input={"capacity" "seq" } stream=0  layers="" }
+  mul={ name="r" output={"minus" } input={"seq" "__s^M1i64" } stream=0  layers="" }
+"""
+    sizes = read_sizes(text)
+    assert multiple(sizes, "rows_proxy") == (8, "seq")
+    assert multiple(sizes, "{Node[a...b]}_half") == (2, "seq")
+    assert multiple(sizes, "4") == (4, "")
+    for name in ("total", "minus", "unknown"):
+        assert multiple(sizes, name) == (1, name)
+    assert multiple({"a": ("copy", ("b",)), "b": ("copy", ("a",))}, "a")[0] == 1

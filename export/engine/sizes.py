@@ -1,0 +1,49 @@
+"""Sizes that are known at run time only, as a program computes them before its kernels: rows = 4 · seq.
+
+copy={ name="…" output={"__mye6487_proxy.1" } input={"__mye6485_shape" } … }
+mul={ name="…" output={"__mye6485_shape" } input={"__mye4877_shape_seq" "__s^4i64" } … }
+add={ name="…" output={"__mye5741_shape" } input={"__mye4873_shape_batch" "__mye4873_shape_batch" } … }
+"""
+
+import re
+from collections.abc import Mapping
+from math import prod
+
+#: A size -> what makes it (`copy`, `mul`, `add`), and of which sizes and numbers.
+Sizes = Mapping[str, tuple[str, tuple[str, ...]]]
+_MADE = re.compile(
+    rb'^  (?P<how>copy|mul|add)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} input=\{(?P<of>(?:"[^"\n]*" )*)\} ',
+    re.MULTILINE,
+)
+_QUOTED = re.compile(r'"([^"]*)"')
+_NUMBER = re.compile(r"(?:__s\^(\d+)i64|(\d+))")
+#: From a size to what it is a multiple of: copies between host and device, and a product or two.
+_STEPS = 8
+
+
+def read_sizes(text: bytes) -> Sizes:
+    """What the text of a program says of its sizes."""
+    return {
+        found["made"].decode(errors="replace"): (
+            found["how"].decode(),
+            tuple(_QUOTED.findall(found["of"].decode(errors="replace"))),
+        )
+        for found in _MADE.finditer(text)
+    }
+
+
+def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
+    """What a size, or a number, is a multiple of, and how often: `(4, "seq")`; a number is one of ""."""
+    factor = 1
+    for _ in range(_STEPS):
+        how, of = sizes.get(name, ("", ()))
+        numbers = [int(found[1] or found[2]) for found in map(_NUMBER.fullmatch, of) if found]
+        others = [each for each in of if not _NUMBER.fullmatch(each)]
+        if how == "mul" and len(others) == 1:
+            factor *= prod(numbers)
+        elif how == "add" and len(set(others)) == 1 and not numbers:
+            factor *= len(others)
+        elif how != "copy" or len(others) != 1:
+            break
+        name = others[0]
+    return (factor * int(name), "") if name.isdigit() else (factor, name)
