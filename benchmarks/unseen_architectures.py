@@ -2,15 +2,16 @@
 
     python benchmarks/unseen_architectures.py [--names Olmo2Config,BloomConfig] [--graph]
 
-Takes configurations from transformers' own list, two layers of width 128 each with random weights. First attention,
-positions and cache, with nothing quantized: what the graph is traced from is run in FP32 and held against transformers'
-eager attention at every position, for a prompt of 32 tokens at once, and for one of 12 with 20 tokens decoded from a
-buffer (limit: 1e-4 of the largest logit; windows are 12); `--graph` ends there. Then all of it with an FP8 KV cache,
-calibrated once, activations in one term and again in two: exported, ONNX Runtime's logits held against the exact
-reference, built by TensorRT-RTX for sm89, loaded by transformers. One term is compared at the first position of a row
-(limit 1e-4; later a code may differ); of two some code differs there already, so that the mean KL is (limit 2e-5 nats:
-docs/two-terms.md). Nothing is said of accuracy: the weights are random. Prints a line for each, and last one line of
-JSON; exit status 1 when one neither works nor is refused.
+Takes configurations from transformers' own list, two layers of width 128 each with random weights, and the random ones
+of tests/pipeline, each of which is there in one number of terms only. First attention, positions and cache, with
+nothing quantized: what the graph is traced from is run in FP32 and held against transformers' eager attention at every
+position, for a prompt of 32 tokens at once, and for one of 12 with 20 tokens decoded from a buffer (limit: 1e-4 of the
+largest logit; windows are 12); `--graph` ends there. Then all of it with an FP8 KV cache, calibrated once, activations
+in one term and again in two: exported, ONNX Runtime's logits held against the exact reference, built by TensorRT-RTX
+for sm89, loaded by transformers. One term is compared at the first position of a row (limit 1e-4; later a code may
+differ); of two some code differs there already, so that the mean KL is (limit 2e-5 nats: docs/two-terms.md). Nothing is
+said of accuracy: the weights are random. Prints a line for each, and last one line of JSON; exit status 1 when one
+neither works nor is refused.
 """
 
 import shutil
@@ -61,6 +62,7 @@ SMALL = {
 }  # fmt: skip
 GROUPED = SMALL | {"num_key_value_heads": 2}
 HEADS = GROUPED | {"head_dim": 32}
+WINDOWED = GROUPED | {"sliding_window": 12}
 GPT = {"vocab_size": 2048, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -89,8 +91,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         ),
         HEADS,
     ),
-    **dict.fromkeys(("Olmo3Config", "Cohere2Config", "Starcoder2Config"), GROUPED | {"sliding_window": 12}),
-    **dict.fromkeys(("PhiConfig", "PersimmonConfig", "FalconConfig", "GPTNeoXJapaneseConfig"), SMALL),
+    **dict.fromkeys(("Olmo3Config", "Cohere2Config", "Starcoder2Config", "MistralConfig"), WINDOWED),
+    **dict.fromkeys(("PhiConfig", "PersimmonConfig", "FalconConfig", "GPTNeoXConfig", "GPTNeoXJapaneseConfig"), SMALL),
+    "Qwen3Config": GROUPED | {"head_dim": 48},
+    "Phi3Config": GROUPED,
     **dict.fromkeys(("GPTJConfig", "CodeGenConfig"), GPT | {"rotary_dim": 8}),
     "GPTBigCodeConfig": GPT | {"n_inner": 192},
     "BloomConfig": {"vocab_size": 2048, "hidden_size": 128, "n_layer": 2, "n_head": 4},
