@@ -448,7 +448,7 @@ def _rescale(result: Figures) -> str:
 
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
-    "docs/architectures.md": (architectures,),
+    "docs/architectures.md": (architectures, unseen_architectures, refused_architectures),
     "docs/attention.md": (attention,),
     "docs/baselines.md": (baselines, engine_products),
     "docs/choosing-scales.md": (choosing_scales,),
