@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from ..options import Clipping, Method, ScaleGrid
-from .formats import E4M3, Grid, TwoTerms
+from .formats import E4M3, Grid
 
 METHODS: tuple[str, ...] = get_args(Method)
 #: No optimum lies lower than this below the amax's scale, for any distribution worth quantizing.
@@ -30,8 +30,8 @@ Float64s = npt.NDArray[np.float64]
 
 def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
     """Sum of (value - dequantized)² over all finite values, float64 [candidates], for float32 `scales` [candidates]."""
-    if isinstance(format, TwoTerms):
-        return _error_of_two(histogram, format, np.asarray(scales, np.float32).ravel())
+    if format.by_value:
+        return _error_by_value(histogram, format, np.asarray(scales, np.float32).ravel())
     counts = _finite_counts(histogram)
     x = _MAGNITUDES.astype(np.float64)
     s = np.asarray(scales, np.float32).reshape(-1, 1)
@@ -41,15 +41,10 @@ def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> 
     return error
 
 
-def _error_of_two(histogram: Histogram, format: TwoTerms, scales: npt.NDArray[np.float32]) -> Float64s:
-    """The same for two terms, value by value: their error is so small that differences of prefix sums would not hold
-    it.
-    """
+def _error_by_value(histogram: Histogram, format: Grid, scales: npt.NDArray[np.float32]) -> Float64s:
     values, counts = histogram.finite
     x, n = values.astype(np.float64), counts.astype(np.float64)
-    return np.array(
-        [(((x - format.decode(*format.encode(values / s)) * np.float64(s)) ** 2) * n).sum() for s in scales]
-    )
+    return np.array([(((x - format.round(values / s) * np.float64(s)) ** 2) * n).sum() for s in scales])
 
 
 def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
@@ -194,10 +189,10 @@ def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
 
     None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen
     to lie nearer to the grid; an octave on, the grid is the same but for one octave less of subnormals, so no squared
-    error is less after that. Of the scales of two terms, which are powers of two, none is better above the amax's.
+    error is less after that. Of scales that are powers of two alone none is better above the amax's.
     """
     top = int(scale_of(amax, format).view(np.uint32) >> 16)
-    if isinstance(format, TwoTerms):
+    if format.power_of_two:
         top = min(top, int(LARGEST_POWER.view(np.uint32) >> 16))
         return magnitudes(np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -128))
     below, above = (
@@ -238,8 +233,12 @@ def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt
     to an octave of range. Two terms have no other, whatever `grid` says: they are exact under powers of two alone.
     """
     quotient = np.asarray(clip, np.float32) / np.float32(format.clip)
-    whole = grid == "power-of-two" or isinstance(format, TwoTerms)
-    return power_of_two_ceil(quotient) if whole else bf16_ceil(quotient)
+    return power_of_two_ceil(quotient) if powers_alone(format, grid) else bf16_ceil(quotient)
+
+
+def powers_alone(format: Grid, grid: ScaleGrid) -> bool:
+    """Whether scales are powers of two: where `grid` asks for them, and where the format has no others."""
+    return format.power_of_two or grid == "power-of-two"
 
 
 #: The largest power of two of which every code is a BF16 number.

@@ -11,7 +11,7 @@ code, ties to the even one; NaN stays NaN. Infinity is clipped as every large va
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,23 @@ class Grid(Protocol):
     def midpoints(self) -> Float32s:
         """Between neighbours, float32 [len(grid) - 1]: where rounding changes, ties to the even index."""
 
+    @property
+    def terms(self) -> Literal[1, 2]:
+        """How many codes stand for one value."""
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether its scales are powers of two, whatever grid of scales is asked for."""
+
+    @property
+    def by_value(self) -> bool:
+        """Whether its squared error is summed value by value: so small that differences of prefix sums over its cells
+        would not hold it.
+        """
+
+    def round(self, magnitudes: Float32s) -> Float32s:
+        """The grid value each non-negative, finite magnitude (divided by its scale) is rounded to; saturating."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -55,6 +72,9 @@ class Format:
     bias: int
     ieee: bool = False
     unsigned_zero: bool = False
+    terms: ClassVar[Literal[1]] = 1
+    power_of_two: ClassVar[bool] = False
+    by_value: ClassVar[bool] = False
 
     @cached_property
     def values(self) -> Float32s:
@@ -137,6 +157,9 @@ class Integers:
 
     name: str
     bits: int
+    terms: ClassVar[Literal[1]] = 1
+    power_of_two: ClassVar[bool] = False
+    by_value: ClassVar[bool] = False
 
     @cached_property
     def grid(self) -> Float32s:
@@ -158,6 +181,10 @@ class Integers:
         """The halves between them, float32."""
         return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
 
+    def round(self, magnitudes: Float32s) -> Float32s:
+        """The nearest integer of each non-negative magnitude (divided by its scale), ties to even; saturating."""
+        return np.minimum(np.rint(magnitudes), np.float32(self.max))
+
 
 @dataclass(frozen=True)
 class TwoTerms:
@@ -170,6 +197,9 @@ class TwoTerms:
     """
 
     format: Format
+    terms: ClassVar[Literal[2]] = 2
+    power_of_two: ClassVar[bool] = True
+    by_value: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -219,6 +249,10 @@ class TwoTerms:
     def decode(self, first: npt.NDArray[np.uint8], second: npt.NDArray[np.uint8]) -> Float32s:
         """The float32 values of both codes together."""
         return self.format.decode(first) + self.format.decode(second) / np.float32(self.divisor)
+
+    def round(self, magnitudes: Float32s) -> Float32s:
+        """What both codes of each non-negative, finite magnitude (divided by its scale) make together; saturating."""
+        return self.decode(*self.encode(magnitudes))
 
 
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7)

@@ -17,9 +17,9 @@ from ..errors import InputError
 from ..files import Strict, read_document
 from ..options import Clipping, KvCache
 from ..run import Run
-from .clip import CLIPPERS, LARGEST_POWER, clip_mse, saturation, scale_of, sqnr_db, underflow
+from .clip import CLIPPERS, LARGEST_POWER, clip_mse, powers_alone, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
-from .formats import E4M3, TWO_TERMS, Grid, TwoTerms
+from .formats import E4M3, TWO_TERMS, Grid
 
 #: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
 CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
@@ -171,7 +171,7 @@ def tensor_scale(
         amax=histogram.amax,
         clip=clip,
         scale=scale,
-        terms=2 if isinstance(format, TwoTerms) else 1,
+        terms=format.terms,
         saturation=saturation(histogram, format, scale),
         underflow=underflow(histogram, format, scale),
         sqnr_db=achieved,
@@ -199,7 +199,7 @@ def _clip_and_scale(
         clip = CLIPPERS[clipping.method](histogram, format, clipping)
     if scale_of(clip, format) < SMALLEST_SCALE:
         method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
-    powers = clipping.scale_grid == "power-of-two" or isinstance(format, TwoTerms)
+    powers = powers_alone(format, clipping.scale_grid)
     scale = np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin)
     scale = float(np.clip(scale, SMALLEST_SCALE, LARGEST_POWER if powers else LARGEST_SCALE))
     return method, scale * format.clip if powers else float(np.ldexp(clip, clipping.margin)), scale

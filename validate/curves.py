@@ -45,9 +45,8 @@ def errors(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[n
     values, counts = histogram.finite
     quotients = values / np.float32(scale)
     codes = coded(grid).encode(quotients)
-    two = isinstance(grid, TwoTerms)
-    rounded = grid.decode(*grid.encode(quotients)) if two else grid.grid[codes]
-    return codes, (values.astype(np.float64) - rounded.astype(np.float64) * scale) ** 2 * counts
+    rounded = grid.round(quotients).astype(np.float64)
+    return codes, (values.astype(np.float64) - rounded * scale) ** 2 * counts
 
 
 def coded(grid: CodeGrid) -> Format:

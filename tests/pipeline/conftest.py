@@ -38,7 +38,8 @@ TINY = {
 @dataclass(frozen=True)
 class Architecture:
     """One case: a trained checkpoint beside the repository, or where `fields` are given a tiny random one of
-    transformers' class `config`. Half of them take their activations in two `terms`.
+    transformers' class `config`. Seven take their activations in two `terms`; what each makes of the other number is in
+    `benchmarks/architectures.py`, and of the random ones in `benchmarks/unseen_architectures.py`.
     """
 
     name: str
@@ -75,6 +76,7 @@ ARCHITECTURES = [
         "qwen3",
         "q/k norms, heads wider than the model",
         "off",
+        terms=2,
         config="Qwen3Config",
         fields={"num_key_value_heads": 2, "head_dim": 48},
     ),
@@ -89,6 +91,7 @@ ARCHITECTURES = [
         "phi3",
         "fused q/k/v and gate/up",
         "fp8",
+        terms=2,
         config="Phi3Config",
         fields={"num_key_value_heads": 2, "pad_token_id": 0},
     ),

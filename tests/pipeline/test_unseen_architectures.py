@@ -50,3 +50,35 @@ def test_a_wrong_attention_is_seen(
 
     monkeypatch.setattr(graph, "attention", wrong)
     assert unseen.graph_difference(windowed, IDS) > 0.1
+
+
+ONE: dict[str, Any] = {
+    "first_position_difference": 1e-6,
+    "kl_nats": 1e-4,
+    "promised_products": 7,
+    "fp8_products": 7,
+    "two_terms": 0,
+    "two_terms_found": 0,
+    "keys_that_do_not_fit": 0,
+}
+TWO: dict[str, Any] = ONE | {"first_position_difference": 1e-3, "kl_nats": 1e-6, "two_terms": 7, "two_terms_found": 7}
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"first_position_difference": 1e-3}, {}),
+        ({"fp8_products": 6}, {}),
+        ({"keys_that_do_not_fit": 1}, {}),
+        ({}, {"kl_nats": 1e-4}),
+        ({}, {"fp8_products": 6}),
+        ({}, {"two_terms": 6, "two_terms_found": 6}),
+        ({}, {"two_terms_found": 6}),
+    ],
+)
+def test_what_differs_in_one_term_or_in_two_does_not_work(
+    unseen: ModuleType, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    assert unseen.works({"graph_difference": 1e-6, "one_term": ONE, "two_terms": TWO})
+    assert not unseen.works({"graph_difference": 1e-6, "one_term": ONE | one, "two_terms": TWO | two})
+    assert not unseen.works({"graph_difference": 1e-3, "one_term": ONE, "two_terms": TWO})

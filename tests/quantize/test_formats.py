@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.quantize.formats import E4M3, E4M3FNUZ, E5M2, FORMATS, Format
+from fp8q.quantize.formats import E4M3, E4M3FNUZ, E5M2, FORMATS, INT8, TWO_TERMS, Format, Grid
 from fp8q.quantize.linear import encode
 
 ORACLES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz}
@@ -62,6 +62,17 @@ def test_any_float_goes_to_the_nearest_grid_value(format: Format, values: list[f
     clipped = np.clip(x.astype(np.float64), -format.max, format.max)
     best = np.abs(clipped[:, None] - format.values[np.isfinite(format.values)].astype(np.float64)).min(axis=1)
     np.testing.assert_array_equal(np.abs(clipped - chosen), best)
+
+
+@pytest.mark.parametrize("format", [*FORMATS.values(), INT8, TWO_TERMS], ids=lambda kind: kind.name)
+def test_rounding_is_to_the_nearest_of_the_grid_of_two_to_the_even_index(format: Grid) -> None:
+    midpoints = format.midpoints
+    lower, upper = format.grid[:-1], format.grid[1:]
+    even = np.where(np.arange(len(lower)) % 2 == 0, lower, upper)
+    below, above = (np.nextafter(midpoints, np.float32(end)) for end in (0, np.inf))
+    for x, expected in ((midpoints, even), (below, lower), (above, upper), (format.grid, format.grid)):
+        np.testing.assert_array_equal(format.round(x), expected)
+    assert format.round(np.array([2 * format.max], np.float32)) == [format.max]
 
 
 @pytest.mark.parametrize("format", ALL)
