@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: Tokens of a prompt that the first characters of the answer are decoded with.
+NEIGHBOURS = 32
 #: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
 #: called it.
 POSITIONS = "max_position_embeddings"
@@ -66,8 +68,12 @@ class Vocabulary:
         A prompt that begins with the beginning-of-text token itself, as chat templates write it, is not given a second
         one.
         """
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        ids: list[int] = self.tokenizer.encode(prompt).ids  # other threads go on meanwhile
         return ids[1:] if self.begin is not None and ids[:2] == [self.begin] * 2 else ids
+
+    def token_text(self, token: int) -> str:
+        """The text of one token by itself, as lists of log-probabilities show it; bytes that are no text as U+FFFD."""
+        return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -115,7 +121,7 @@ class TextStream:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop_words = stop_words
-        self._window = list(prompt)
+        self._window = neighbours(tokenizer, prompt)
         self._given = len(self._decode())
         self._fresh: list[int] = []
         self._pending = ""
@@ -153,6 +159,18 @@ class TextStream:
         held = max((beginning(text, word) for word in self._stop_words), default=0)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def neighbours(tokenizer: "Tokenizer", prompt: Sequence[int]) -> list[int]:
+    """The last tokens of `prompt`, as many as the text of what follows can depend on.
+
+    Not all of them, for they are decoded again with every token until there is text. A run of byte tokens is not cut:
+    it is text as a whole or not at all.
+    """
+    first = max(0, len(prompt) - NEIGHBOURS)
+    while first and (tokenizer.id_to_token(prompt[first]) or "").startswith("<0x"):
+        first -= 1
+    return list(prompt[first:])
 
 
 def beginning(text: str, word: str) -> int:
