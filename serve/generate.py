@@ -31,9 +31,6 @@ __all__ = [
     "complete", "completion",
 ]  # fmt: skip
 
-#: Requests that may wait for a row, where nothing else bounds them.
-MAX_WAITING = 1024
-
 
 class GenerationError(RuntimeError):
     """The model's answer to a request broke off."""
@@ -51,12 +48,12 @@ class Generator:
         session: Session,
         vocabulary: Vocabulary,
         max_batch: int = 8,
-        max_waiting: int = MAX_WAITING,
+        max_waiting: int | None = None,
         pace: Pace | None = None,
     ):
         """Serve with `session`; prompts and answers are bounded by the model's positions, or the session's.
 
-        `pace`: another than the session's own.
+        `max_waiting`: how many requests may wait for a row (None: any number); `pace`: another than the session's own.
         """
         self.vocabulary = vocabulary
         self.positions = min(vocabulary.positions, session.most_positions or vocabulary.positions)
@@ -68,6 +65,7 @@ class Generator:
         self._tickets = self._steps = self._credit = 0
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
+        self._lengths: dict[int, int] = {}
 
     @property
     def busy(self) -> bool:
@@ -88,12 +86,12 @@ class Generator:
 
         Raises what `prepare` raises, and BusyError when as many are waiting as may.
         """
-        if len(self._waiting) >= self._max_waiting:
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
             raise BusyError(f"{len(self._waiting)} requests are waiting already; try again later")
         ready = request if isinstance(request, Prepared) else self.prepare(request)
         asked = ready.request
         self._tickets += 1
-        text = TextStream(self.vocabulary.tokenizer, ready.prompt, asked.stop_words)
+        text = TextStream(self.vocabulary.tokenizer, ready.prompt, asked.stop_words, self._lengths)
         limit = min(asked.max_tokens, self.positions - len(ready.prompt))
         end = frozenset[int]() if asked.ignore_end else self.vocabulary.end
         self._waiting.append(Row(self._tickets, asked, ready.prompt, limit, text, end))

@@ -7,17 +7,14 @@ buffers that the next one reads. Prompts come in ever new shapes, so their chunk
 Copied as it is into Triton repositories: imports only NumPy and the cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import HostCache, KeyValues
-
-if TYPE_CHECKING:
-    from .sessions import OnnxRuntimeSession
+from .cache import CacheLayout, HostCache, KeyValues
 
 #: Capacities are multiples of this, so that runtimes meet few shapes.
 CAPACITY_STEP = 64
@@ -30,6 +27,28 @@ def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bo
     `real` [batch, seq].
     """
     return np.concatenate([np.arange(capacity) < filled[:, None], real], axis=1).astype(np.int64)
+
+
+class HostGraph(Protocol):
+    """What runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
+
+    layout: CacheLayout
+    vocabulary: int
+
+    def new_cache(self, rows: int, capacity: int) -> HostCache:
+        """Make an empty cache."""
+
+    def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        """A step that reads and writes arrays where they lie."""
+
+    def forward(
+        self,
+        input_ids: NDArray[np.int64],
+        attention_mask: NDArray[np.int64],
+        position_ids: NDArray[np.int64],
+        past: KeyValues | None = None,
+    ) -> tuple[NDArray[np.float32], KeyValues]:
+        """Run the graph once."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +67,9 @@ class _Step:
 
 
 class HostBatch:
-    """A `Batch` over ONNX Runtime; see there for what each method does."""
+    """A `sessions.Batch`; see there for what each method does."""
 
-    def __init__(self, session: "OnnxRuntimeSession", rows: int, positions: int):
+    def __init__(self, session: HostGraph, rows: int, positions: int):
         """Room for `rows` sequences of at most `positions`; memory is taken as it is needed."""
         self._session, self._rows, self._positions = session, rows, positions
         self._cache: HostCache | None = None
@@ -96,7 +115,7 @@ class HostBatch:
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
         """Take in a token of each row; the logits lie where the next call of as many rows writes its own."""
         count = len(tokens)
-        step = self._steps.get(count) or self._bound(count)
+        step = self._steps.get(count) or self.bound(count)
         step.tokens[:, 0], step.positions[:, 0] = tokens, filled
         for row, (before, now) in enumerate(zip(step.shown.tolist(), filled.tolist(), strict=True)):
             step.mask[row, min(before, now) : max(before, now)] = now > before
@@ -105,7 +124,7 @@ class HostBatch:
         self._held().write(0, step.positions, step.new)
         return step.logits
 
-    def _bound(self, count: int) -> _Step:
+    def bound(self, count: int) -> _Step:
         """The step of `count` rows, made once for each capacity."""
         cache, layout = self._held(), self._session.layout
         tokens, positions = np.zeros((count, 1), np.int64), np.zeros((count, 1), np.int64)

@@ -58,8 +58,8 @@ class Service:
     """One `Generator`, shared by threads: `submit` and `stream` hand requests in."""
 
     def __init__(self, generator: Generator, max_waiting: int = MAX_WAITING):
-        """Step `generator`, which is nobody else's from now on. At most `max_waiting` requests are here beside as many
-        as its batch holds.
+        """Step `generator`, which is nobody else's from now on, and whose own queue has no bound. At most `max_waiting`
+        requests are here beside as many as its batch holds.
         """
         self._generator = generator
         self._most = generator.max_batch + max_waiting
@@ -173,7 +173,9 @@ class Service:
             self._ask(ongoing)
         try:
             pieces = self._generator.step()
-        except Exception as error:  # whatever a runtime raises, its class is its own
+        except (
+            BaseException
+        ) as error:  # a panic in Rust is no Exception, and without this thread all would wait for ever
             LOG.exception("generation failed")
             told = Failed(f"generation failed: {type(error).__name__}: {error}", "failed")
             for ticket in self._generator.drop():

@@ -2,7 +2,7 @@
 
 The loop of `generate.py` talks to a `Batch` alone: prompts go in by chunks, then one token a sequence and step, and out
 come logits. The keys and values stay inside it, so that a runtime on a GPU keeps them on the device and may replay one
-captured step for each number of rows. `Session.forward` is the graph itself, with a past that the caller holds: for
+captured step for each number of rows. `Graph.forward` is the graph itself, with a past that the caller holds: for
 whole windows, and for whoever looks at keys and values.
 
 All that is known of the cache (layers, heads, head size, FP8 or not) is read from the graph, so that a session needs no
@@ -91,13 +91,12 @@ class Batch(Protocol):
 
 
 class Session(Protocol):
-    """A graph with the interface of DESIGN section 7, ready to run.
+    """A model ready to run: all that the loop knows of a runtime.
 
     `vocabulary`: how many logits a token has. `most_rows` and `most_positions` are the bounds of a runtime that has
     some, as an engine's profiles are.
     """
 
-    layout: CacheLayout
     vocabulary: int
     pace: Pace
     most_rows: int | None
@@ -105,6 +104,12 @@ class Session(Protocol):
 
     def open_batch(self, rows: int, positions: int) -> Batch:
         """Make room for up to `rows` sequences of up to `positions` positions, where this runtime reads it fastest."""
+
+
+class Graph(Session, Protocol):
+    """A graph with the interface of DESIGN section 7, which can also be run as it is."""
+
+    layout: CacheLayout
 
     def forward(
         self,
@@ -216,7 +221,7 @@ class OnnxRuntimeSession:
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
-        """Run the graph once: `Session.forward`.
+        """Run the graph once: `Graph.forward`.
 
         The arrays are read where they lie, and the results are ONNX Runtime's own memory.
         """
@@ -241,7 +246,7 @@ def _import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(directory: Path, runtime: str = "onnxruntime") -> Session:
+def open_session(directory: Path, runtime: str = "onnxruntime") -> Graph:
     """Open the graph in `directory` (a run's `model/`, or `weights/` in a Triton repository) on the runtime of that
     name.
 

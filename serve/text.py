@@ -116,18 +116,38 @@ class TextStream:
     `stopped` becomes true with the token that completes a stop word; neither it nor what follows is part of the text.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int], stop_words: Sequence[str] = ()):
-        """Begin after `prompt`, whose text is the neighbour of the first token."""
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        prompt: Sequence[int],
+        stop_words: Sequence[str] = (),
+        lengths: dict[int, int] | None = None,
+    ):
+        """Begin after `prompt`, whose text is the neighbour of the first token.
+
+        `lengths`: how many characters single tokens are, as far as that is known; the streams of one tokenizer share
+        it, since half of all that is decoded is the last token by itself.
+        """
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop_words = stop_words
         self._window = neighbours(tokenizer, prompt)
         self._given = len(self._decode())
+        self._lengths = {} if lengths is None else lengths
         self._fresh: list[int] = []
         self._pending = ""
 
     def _decode(self) -> str:
         return str(self._tokenizer.decode(self._window))
+
+    def _length(self) -> int:
+        """How many characters the window is."""
+        if len(self._window) > 1:
+            return len(self._decode())
+        (token,) = self._window
+        if token not in self._lengths:
+            self._lengths[token] = len(self._decode())
+        return self._lengths[token]
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that is certain by now, which may be empty."""
@@ -138,7 +158,7 @@ class TextStream:
             return ""
         piece = text[self._given :]
         self._window, self._fresh = self._fresh, []  # the tokens of this piece are the neighbours of the next
-        self._given = len(self._decode())
+        self._given = self._length()
         return self._until_stop(piece)
 
     def flush(self) -> str:
