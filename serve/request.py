@@ -9,7 +9,7 @@ Copied as it is into Triton repositories: imports only NumPy and its neighbours 
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +88,7 @@ def _check(name: str, value: object, good: bool, rule: str) -> None:
         raise RequestError(f"{name} is {value}; it must be {rule}")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one step added to one request.
 
     `ticket` is what `submit` returned; `token` the id that was chosen. `text` may be empty while characters or stop
@@ -176,6 +175,10 @@ class Row:
     turn: int = 0
     random: np.random.Generator | None = None
 
+    def __post_init__(self) -> None:
+        """Take out of the request what every token needs."""
+        self.sampling = self.request.sampling
+
     @property
     def answering(self) -> bool:
         """Whether the whole prompt is taken in."""
@@ -197,7 +200,7 @@ class Row:
         request = self.request
         if self.random is None and request.temperature:
             self.random = np.random.default_rng(request.seed)
-        token = choose(logits, request.sampling, self.counts, self.random)
+        token = choose(logits, self.sampling, self.counts, self.random)
         logprob, best = (None, ()) if request.logprobs is None else log_probabilities(logits, token, request.logprobs)
         self.last = token
         self.produced += 1

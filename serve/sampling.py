@@ -12,6 +12,7 @@ Copied as it is into Triton repositories: imports only NumPy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ def choose(
     """
     logits = penalized(logits, sampling, counts)
     best = int(logits.argmax())  # argmax returns the first NaN where there is one
-    if not np.isfinite(logits[best]):
+    if not isfinite(logits[best]):
         raise FloatingPointError(
             f"the model's logit of token {best} is {logits[best]}; `fp8q inspect` shows its scales, `fp8q validate` "
             "where it goes wrong"

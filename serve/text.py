@@ -171,6 +171,8 @@ class TextStream:
 
     def _until_stop(self, piece: str) -> str:
         """Of the text held back and `piece`, what comes before a stop word and cannot be the beginning of one."""
+        if not self._stop_words:
+            return piece
         text = self._pending + piece
         found = [at for at in (text.find(word) for word in self._stop_words) if at >= 0]
         if found:
