@@ -5,12 +5,15 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import InputError
 from ..options import GenerateOptions
+from ..record import FP8_STAGES
 from ..run import Run
 from ..serve.chat import ChatTemplate, Message
 from ..serve.generate import Generator
 from ..serve.local import answer, open_generator, open_run_session
+from ..serve.repository import weight_files
 from ..serve.request import Completion, Request, RequestError
 from ..serve.sessions import Session
+from .graphs import fp8_files
 from .sources import source_of
 from .steps import CALIBRATE_MODULES, device, needs
 
@@ -21,15 +24,28 @@ TORCH_RUNTIMES = ("reference", "bf16")
 def open_model(run: Run, options: GenerateOptions) -> Generator:
     """The model in `run`, or the one it was made of, on the runtime that `options` name.
 
-    Raises InputError for a run that has none, BackendError for a runtime that is not here.
+    Raises InputError for a run that has none, or whose files are not what its stages wrote; BackendError for a runtime
+    that is not here.
     """
+    run.refuse_stale(*FP8_STAGES)
     return open_generator(run, _session(run, options.runtime), max_batch=1)
 
 
 def _session(run: Run, runtime: str) -> Session:
     if runtime in TORCH_RUNTIMES:
+        _check(run, "config.json", "tokenizer.json", "generation_config.json")
         return _torch_session(run, runtime)
-    return open_run_session(run, "onnxruntime" if runtime == "auto" else runtime)
+    session = open_run_session(run, "onnxruntime" if runtime == "auto" else runtime)
+    weight_files(run)
+    return session
+
+
+def _check(run: Run, *names: str) -> None:
+    """Raise InputError for a file of the model that is not what its stage wrote; one that no stage wrote may be any."""
+    written = run.record().stages["quantize"].outputs if "quantize" in run.record().stages else {}
+    for path in (run.model / name for name in names):
+        if str(path.relative_to(run.root)) in written:
+            run.require(path, "quantize")
 
 
 def _torch_session(run: Run, runtime: str) -> Session:
@@ -42,7 +58,7 @@ def _torch_session(run: Run, runtime: str) -> Session:
 
     if runtime == "bf16":
         return TorchSession(load_model(source_of(run), torch.bfloat16, device()))
-    run.require(run.model / "config.json", "quantize")
+    fp8_files(run)
     reference = open_reference(run, "fast", device())
     return TorchSession(reference.model, reference.new_cache)
 
@@ -77,6 +93,7 @@ class Chat:
 
 def open_chat(run: Run, options: GenerateOptions) -> Chat:
     """A conversation with the model in `run`; raises InputError where it has no template for one."""
+    _check(run, "chat_template.jinja", "tokenizer_config.json")
     template = ChatTemplate(run.model)
     return Chat(open_model(run, options), template, options)
 

@@ -128,6 +128,15 @@ def test_a_model_without_a_template_holds_no_chat(fp8q: Fp8q, counting_run: Run)
     )
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "model-00001-of-00001.safetensors", "model.fp32.onnx"])
+def test_files_that_are_not_what_their_stage_wrote_are_refused(fp8q: Fp8q, counting_run: Run, name: str) -> None:
+    path = counting_run.model / name
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+    line = fp8q("generate", counting_run.root, "--prompt", "t1").complaint()
+    assert line.startswith(f"{path}: is not the file that `")
+    assert "(its SHA-256 differs from run.json)" in line
+
+
 def test_a_terminal_is_sent_nothing_that_moves_its_cursor() -> None:
     assert shown("a\n\tb\x1b[2J\u202e é") == "a\n\tb\\x1b[2J\\u202e é"
 
