@@ -1,6 +1,6 @@
 """What generating costs in this process: one request, eight at once, and one under a flood of new prompts.
 
-    python benchmarks/generate.py RUN [--tokens 128] [--rounds 7] [--threads 0] [--clock wall] [--peers]
+    python benchmarks/generate.py [RUN] [--tokens 128] [--rounds 7] [--threads 0] [--clock wall] [--peers]
 
 The ceiling is the session's bare decode step: inputs and outputs bound, nothing written to the cache, no token chosen,
 no text. Every figure of a round is held against the same round's ceiling or lone request, and medians over rounds are
@@ -8,18 +8,22 @@ given, for the machine's own pace changes: the milliseconds are of this machine,
 together, requests end after the same number of tokens, the end of text ignored. The flood: a running request, and
 always sixteen prompts of 64 tokens that wait, each for one token; its latency is from token to token, prompts between
 them included. `--clock processor` counts this process's processor time, for a busy machine: with `--threads 1` alone.
-`--peers`: transformers' generate on the BF16 source, one request and eight. Prints one JSON line; exit status 1 when a
+`--peers`: transformers' generate on the BF16 source, one request and eight. Without RUN one is made of the demo, and
+thrown away. Prints one JSON line; exit status 1 when a
 limit is not met.
 """
 
+import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from models import small_models
 from result import arguments, described, publish
 
 from fp8q.run import GRAPH_FP32, Run
@@ -76,6 +80,16 @@ def flooded(generator: Generator, tokens: int, vocabulary: int, clock: Clock) ->
     return np.diff(times).tolist()
 
 
+def demo(folder: Path) -> Run:
+    """A run of the demo, its cache in BF16."""
+    from fp8q import api
+
+    given = small_models("demo")[0]
+    return api.calibrate(
+        given.directory, given.data, folder / "run", given.eval_data, api.CalibrateOptions(samples=24, seq_len=256)
+    )
+
+
 def one_round(session: OnnxRuntimeSession, vocabulary: Vocabulary, tokens: int, clock: Clock) -> dict[str, float]:
     """All figures, measured one after another."""
     generator, size = Generator(session, vocabulary, ROWS), session.vocabulary
@@ -123,7 +137,7 @@ def transformers(run: Run, tokens: int, clock: Clock) -> dict[str, float]:
 def main() -> int:
     """Measure, print, and say whether the limits are met."""
     parser = arguments(__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0, help="of ONNX Runtime; 0: its own choice")
@@ -132,8 +146,14 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.clock == "processor" and asked.threads != 1:
         parser.error("processor time is one thread's: add --threads 1")
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(Run(asked.run) if asked.run else demo(Path(folder)), asked)
+
+
+def measure(run: Run, asked: argparse.Namespace) -> int:
+    """Measure a run, as the options have it."""
     head = described("generate")
-    run, clock = Run(asked.run), time.process_time if asked.clock == "processor" else time.perf_counter
+    clock = time.process_time if asked.clock == "processor" else time.perf_counter
     session = OnnxRuntimeSession(run.model / GRAPH_FP32, asked.threads)
     vocabulary = Vocabulary.read(run.model)
     one_round(session, vocabulary, asked.tokens, clock)

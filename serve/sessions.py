@@ -56,7 +56,8 @@ class Pace:
 class Batch(Protocol):
     """Sequences in flight in rows 0, 1, 2 …: slot j of a row holds the keys and values of position j.
 
-    Not for several threads at once. The logits of a call may lie in memory that the next call writes over.
+    Not for several threads at once. All arrays are the host's; the logits of a call may lie in memory that the next
+    call writes over. `reserve` comes before every step, with room for all that it writes.
     """
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
@@ -71,13 +72,16 @@ class Batch(Protocol):
     ) -> NDArray[np.float32]:
         """Take in a chunk of the prompts of the rows from `first`, behind their `filled` [count] first positions.
 
-        `tokens` [count, seq], of which the first `lengths` [count] are each row's; the rest is padding. Returns the
-        logits of each row's last one [count, vocabulary].
+        `tokens` [count, seq], of which the first `lengths` [count] are each row's, one or more; the rest is padding,
+        and is written nowhere. Returns the logits of each row's last one [count, vocabulary].
         """
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
         """Take in one token `tokens` [count] of each of the first `count` rows, behind its `filled` [count] first
         positions; returns their logits [count, vocabulary].
+
+        Among them may be rows whose prompts are still taken in: what these write lies in the slot that their next chunk
+        fills, and their logits are not read.
         """
 
     def move(self, source: int, target: int, filled: int) -> None:

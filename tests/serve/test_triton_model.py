@@ -263,6 +263,13 @@ def test_a_malformed_tensor_harms_its_own_request_alone(
     assert answer(good.sender)[0]["text_output"].startswith(b" t1 t2")
 
 
+def test_more_than_may_wait_are_told_that_it_is_busy(served: Served) -> None:
+    served.model._service._most = 0
+    assert served.ask(text_input="t1") == [
+        {"error": ("0 requests are here already; try again later", served.utilities.TritonError.UNAVAILABLE)}
+    ]
+
+
 def test_a_client_of_which_cannot_be_told_whether_it_is_gone_harms_nobody(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
