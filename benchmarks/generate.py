@@ -3,14 +3,14 @@
     python benchmarks/generate.py [RUN] [--tokens 128] [--rounds 7] [--threads 0] [--clock wall] [--peers]
 
 The ceiling is the session's bare decode step: inputs and outputs bound, nothing written to the cache, no token chosen,
-no text. Every figure of a round is held against the same round's ceiling or lone request, and medians over rounds are
-given, for the machine's own pace changes: the milliseconds are of this machine, the ratios carry over. Lone and
-together, requests end after the same number of tokens, the end of text ignored. The flood: a running request, and
-always sixteen prompts of 64 tokens that wait, each for one token; its latency is from token to token, prompts between
-them included. `--clock processor` counts this process's processor time, for a busy machine: with `--threads 1` alone.
-`--peers`: transformers' generate on the BF16 source, one request and eight. Without RUN one is made of the demo, and
-thrown away. Prints one JSON line; exit status 1 when a
-limit is not met.
+no text; the loop is all the rest, measured with a session that does nothing. Every figure of a round is held against
+the same round's ceiling or lone request, and medians over rounds are given, for the machine's own pace changes: the
+milliseconds are of this machine, the ratios carry over. Lone and together, requests end after the same number of
+tokens, the end of text ignored. The flood: a running request, and always sixteen prompts of 64 tokens that wait, each
+for one token; its latency is from token to token, prompts between them included. `--clock processor` counts this
+process's processor time, for a busy machine: with `--threads 1` alone. `--peers`: transformers' generate on the BF16
+source, one request and eight. Without RUN one is made of the demo, and thrown away. Prints one JSON line; exit status 1
+when a limit is not met.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from models import small_models
@@ -33,6 +34,7 @@ from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.serve.text import Vocabulary
 
 ROWS, PROMPT, FLOOD_PROMPT, WAITING = 8, 16, 64, 16
+LOOP_STEPS = 100
 LIMITS = {"alone_over_bare": 1.15, "together_over_alone": 4.0, "overhead_ms": 1.0, "flood_over_alone": 3.0}
 Clock = Callable[[], float]
 
@@ -80,6 +82,22 @@ def flooded(generator: Generator, tokens: int, vocabulary: int, clock: Clock) ->
     return np.diff(times).tolist()
 
 
+def loop(session: OnnxRuntimeSession, vocabulary: Vocabulary, rows: int, clock: Clock) -> float:
+    """Seconds of a step of so many requests in which the session does nothing: what is Python's and NumPy's."""
+    with patch.object(session, "bind", lambda inputs, outputs: lambda: None):
+        generator = Generator(session, vocabulary, rows)
+        for number in range(rows):
+            generator.submit(Request(prompt(number, PROMPT, session.vocabulary), LOOP_STEPS + 100, ignore_end=True))
+        for _ in range(100):
+            generator.step()
+        spent = []
+        for _ in range(LOOP_STEPS):
+            begun = clock()
+            generator.step()
+            spent.append(clock() - begun)
+    return statistics.median(spent)
+
+
 def demo(folder: Path) -> Run:
     """A run of the demo, its cache in BF16."""
     from fp8q import api
@@ -100,6 +118,8 @@ def one_round(session: OnnxRuntimeSession, vocabulary: Vocabulary, tokens: int, 
     return {
         "bare_ms": step * 1e3,
         "bare_eight_ms": steps * 1e3,
+        "loop_ms": loop(session, vocabulary, 1, clock) * 1e3,
+        "loop_eight_ms": loop(session, vocabulary, ROWS, clock) * 1e3,
         "alone_ms": between * 1e3,
         "overhead_ms": (between - step) * 1e3,
         "alone_over_bare": between / step,

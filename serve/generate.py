@@ -62,7 +62,8 @@ class Generator:
         self._max_waiting = max_waiting
         self._pace = pace or session.pace
         self._batch = session.open_batch(self.max_batch, self.positions)
-        self._tickets = self._steps = self._credit = 0
+        self._tickets = self._steps = 0
+        self._credit = self._pace.saved
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
         self._lengths: dict[int, int] = {}
@@ -134,7 +135,7 @@ class Generator:
             len(self._rows),
         )
         pieces = self._decode()
-        pieces += self._prefill(bool(pieces))
+        pieces += self._prefill(len(pieces))
         self._leave()
         return pieces
 
@@ -159,16 +160,19 @@ class Generator:
                 pieces.append(row.advance(values))
         return pieces
 
-    def _prefill(self, others: bool) -> list[Piece]:
-        """Take in a chunk of prompts, when its turn has come among the tokens of `others`; the first tokens of those
-        whose prompts are complete.
+    def _prefill(self, others: int) -> list[Piece]:
+        """Take in a chunk of prompts, when its turn has come among the tokens of so many `others`; the first tokens of
+        those whose prompts are complete.
         """
         first, lengths = self._chunk()
-        positions = max(lengths, default=0) * len(lengths)
-        self._credit = min(self._credit + self._pace.share, self._pace.chunk)
-        if not lengths or (others and self._credit < positions):
+        if others:
+            positions, pace = max(lengths, default=0) * len(lengths), self._pace
+            self._credit = min(self._credit + pace.share + others - 1, max(pace.chunk, pace.saved))
+            if self._credit < positions:
+                return []
+            self._credit -= positions
+        if not lengths:
             return []
-        self._credit = max(self._credit - positions, 0)
         rows = self._rows[first : first + len(lengths)]
         tokens = np.zeros((len(rows), max(lengths)), np.int64)
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):

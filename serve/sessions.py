@@ -46,11 +46,14 @@ class Pace:
 
     `chunk`: positions of prompts that one call takes in, padding included. A prompt is always cut at its multiples, so
     that what it is answered does not depend on who else is there: another cut may round a sum differently. `share`: how
-    many of them go in between two tokens of those who are being answered, on average.
+    many of them go in between two tokens of one who is being answered, on average; one more for each further one, for
+    then a token takes longer. `saved`: how many go in ahead of that, once, where for a while there were none, so that
+    those who come together are soon answered together.
     """
 
     chunk: int
     share: int
+    saved: int = 0
 
 
 class Batch(Protocol):
@@ -136,7 +139,7 @@ class OnnxRuntimeSession:
     more of them at once no less apiece.
     """
 
-    pace = Pace(chunk=8, share=4)
+    pace = Pace(chunk=8, share=4, saved=64)
     most_rows: int | None = None
     most_positions: int | None = None
 

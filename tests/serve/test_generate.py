@@ -146,6 +146,19 @@ def test_between_two_tokens_go_no_more_positions_of_prompts_than_their_share(cou
     assert {after - before for before, after in pairwise(decoded)} == {1, 2}, "a chunk at a time"
 
 
+def test_more_of_a_prompt_goes_in_beside_more_answers_and_after_a_time_without_any(counting: CountingModel) -> None:
+    generator, calls = recorded(counting, pace=Pace(chunk=8, share=2, saved=24))
+    for _ in range(3):
+        generator.submit(Request("t0", max_tokens=100))
+    generator.step()
+    generator.submit(Request(" ".join(["t0"] * 100), max_tokens=1))
+    del calls[:]
+    for _ in range(10):
+        generator.step()
+    # 24 and 2 + 2 each step: a chunk in each of the first five, then in every second one
+    assert [call[2] for call in calls] == [1, 8] * 5 + [1, 1, 8] * 2 + [1]
+
+
 def test_a_long_prompt_holds_nobody(counting: CountingModel) -> None:
     """Those who come after it are answered while it is taken in, which goes on all the while."""
     generator, _ = recorded(counting, max_batch=3)
