@@ -359,7 +359,9 @@ class GenerateOptions(Options):
 
     max_tokens: Annotated[int, option(GENERATION, "Most tokens of an answer.", "N"), between(1)] = 256
     temperature: Annotated[
-        float, option(GENERATION, "0 takes the best token; higher draws more freely.", "T"), temperature_of
+        float,
+        option(GENERATION, "0 takes the best token; higher draws more freely.", "T", default="0"),
+        temperature_of,
     ] = 0.0
     top_p: Annotated[
         float, option(GENERATION, "Draw from the fewest tokens that hold this much probability.", "P"), nucleus_of
