@@ -6,7 +6,7 @@ by default), and does nothing that a finished stage of the same inputs, options 
     from fp8q.api import calibrate, build_engine, validate
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from .options import (
     Clipping,
     EngineOptions,
     ExportOptions,
+    GenerateOptions,
     RescaleOptions,
     ScaleOptions,
     ValidateOptions,
@@ -29,7 +30,9 @@ from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
 from .reporter import SILENT, Reporter
 from .run import Run
+from .serve.local import answer
 from .serve.repository import TritonOptions
+from .serve.request import Completion
 from .stages import (
     ahead,
     baselines,
@@ -37,6 +40,7 @@ from .stages import (
     choosing,
     corpora,
     engines,
+    generating,
     graphs,
     inspecting,
     linting,
@@ -70,6 +74,7 @@ __all__ = [
     "Format",
     "Fp8qError",
     "GateError",
+    "GenerateOptions",
     "Histogram",
     "InputError",
     "Inspection",
@@ -80,8 +85,11 @@ __all__ = [
     "ValidateOptions",
     "build_engine",
     "calibrate",
+    "chat",
+    "compare",
     "engine",
     "export",
+    "generate",
     "inspect",
     "lint",
     "load_scales",
@@ -323,6 +331,29 @@ def validate(
 
     found, notes = open_run(path), Notes(progress)
     return validating.validate(found, data, options, notes)
+
+
+def generate(
+    path: Path,
+    prompt: str,
+    options: GenerateOptions = GenerateOptions(),
+    told: Callable[[str], None] = lambda _: None,
+) -> Completion:
+    """Go on from `prompt` with the FP8 model of the run at `path`, or another that `options.runtime` names; `told` is
+    called with each piece of the text as it comes.
+    """
+    request = generating.asked(prompt, options)
+    return answer(generating.open_model(open_run(path), options), request, told)
+
+
+def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generating.Chat:
+    """A conversation with the model of the run at `path`, by the chat template of its tokenizer."""
+    return generating.open_chat(open_run(path), options)
+
+
+def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generating.Comparison:
+    """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
+    return generating.compare(open_run(path), prompt, options)
 
 
 @alone("path")

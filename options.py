@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from .declare import (
     ENGINE,
     EVALUATION,
+    GENERATION,
     MODEL,
     SCALES,
     TEXT,
@@ -334,6 +335,47 @@ class ValidateOptions(Options):
     def baselines(self) -> "tuple[Baseline, ...]":
         """The precisions beside FP8 that the runtimes need the graphs of."""
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
+
+
+def temperature_of(option: str, value: float) -> float:
+    """The rule of a temperature."""
+    if not 0 <= value < float("inf"):
+        raise InputError(f"{option} {value}: must be 0 or more, and finite")
+    return value
+
+
+def nucleus_of(option: str, value: float) -> float:
+    """The rule of the share of probability that is drawn from."""
+    if not 0 <= value <= 1:
+        raise InputError(f"{option} {value}: must lie in [0, 1]")
+    return value
+
+
+@dataclass(frozen=True)
+class GenerateOptions(Options):
+    """Options of `fp8q generate`: how an answer is drawn, and what runs the model (`auto`: the fastest of what is
+    here).
+    """
+
+    max_tokens: Annotated[int, option(GENERATION, "Most tokens of an answer.", "N"), between(1)] = 256
+    temperature: Annotated[
+        float,
+        option(GENERATION, "0 takes the best token; higher draws more freely.", "T", default="0"),
+        temperature_of,
+    ] = 0.0
+    top_p: Annotated[
+        float, option(GENERATION, "Draw from the fewest tokens that hold this much probability.", "P"), nucleus_of
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        option(GENERATION, "Draw the same tokens again.", "N", "other ones each time"),
+        between(0, 2**64 - 1),
+    ] = None
+    stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
+    runtime: Annotated[
+        Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
+        option(GENERATION, "What runs the model; bf16: the source model."),
+    ] = "auto"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..declare import EVALUATION, MODEL, OPTIONS, TEXT, Options, option
+from ..declare import EVALUATION, GENERATION, MODEL, OPTIONS, TEXT, Options, option
 
 #: Marks what may be a path or a name on the hub: in a file of options a path is relative to that file.
 PATH_OR_NAME = "a path, or a name on the hub"
@@ -64,6 +64,15 @@ Against = Annotated[
     str | None,
     option(OPTIONS, "Also measure this text, and show which tensors would saturate on it.", "TEXT"),
     PATH_OR_NAME,
+]
+Prompt = Annotated[
+    str | None, option(GENERATION, "What to go on from, or what is said first.", "TEXT", "standard input")
+]
+Chat = Annotated[
+    bool, option(GENERATION, "Hold a conversation, by the tokenizer's own template: a line, an answer, and so on.")
+]
+Compare = Annotated[
+    bool, option(GENERATION, "Let the BF16 source answer too, and show both, with the token where they part.")
 ]
 Json = Annotated[
     bool,

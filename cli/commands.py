@@ -23,6 +23,7 @@ from ..options import (
     CalibrateOptions,
     EngineOptions,
     ExportOptions,
+    GenerateOptions,
     History,
     RescaleOptions,
     ScaleOptions,
@@ -32,7 +33,9 @@ from . import config
 from .arguments import (
     Against,
     BuiltTargets,
+    Chat,
     Common,
+    Compare,
     Data,
     Delayed,
     EvalData,
@@ -43,6 +46,7 @@ from .arguments import (
     OtherData,
     Out,
     PlanFile,
+    Prompt,
     RunPath,
     RunPaths,
     SourceModel,
@@ -276,6 +280,23 @@ def validate(
     speak = terminal()
     with showing(speak, run, common):
         api.validate(run, data, options, speak)
+
+
+@app.command
+def generate(
+    run: RunPath,
+    /,
+    *,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    compare: Compare = False,
+    options: GenerateOptions = GenerateOptions(),
+    common: Common = Common(),
+) -> None:
+    """Generate text with the FP8 model, as it comes: an answer to one prompt, a conversation, or FP8 beside BF16."""
+    from . import generating
+
+    generating.show(terminal(), run, prompt, options, (chat, compare), common.as_json)
 
 
 @app.command

@@ -12,7 +12,7 @@ Copied as it is into Triton repositories: imports only NumPy.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,26 +35,8 @@ class CacheLayout:
     dtypes: tuple[np.dtype[Any], ...]
 
 
-class Cache(Protocol):
-    """The past of up to `rows` sequences, wherever the session keeps it."""
-
-    capacity: int
-
-    def past(self, first: int, count: int) -> KeyValues:
-        """The buffers of `count` rows from `first`, as the session's `forward` takes them."""
-
-    def write(self, first: int, positions: NDArray[np.int64], new: KeyValues) -> None:
-        """Store `new` [count, kv_heads, seq, head_size] of the rows from `first` in slots `positions` [count, seq]."""
-
-    def move(self, source: int, target: int) -> None:
-        """Let row `target` hold what row `source` holds."""
-
-    def grow(self, capacity: int, count: int) -> None:
-        """Make room for `capacity` positions; what the first `count` rows store stays."""
-
-
 class HostCache:
-    """A `Cache` in NumPy arrays."""
+    """The past of up to `rows` sequences, in NumPy arrays."""
 
     def __init__(self, layout: CacheLayout, rows: int, capacity: int):
         """Make zeroed buffers; the operating system gives memory only to the rows that are written."""
@@ -80,14 +62,20 @@ class HostCache:
         for buffer, values in zip(self._buffers, new, strict=True):
             buffer[rows, :, positions] = values.swapaxes(1, 2)
 
-    def move(self, source: int, target: int) -> None:
-        """Let row `target` hold what row `source` holds."""
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Let row `target` hold the `filled` first positions of row `source`."""
         for buffer in self._buffers:
-            buffer[target] = buffer[source]
+            buffer[target, :, :filled] = buffer[source, :, :filled]
 
-    def grow(self, capacity: int, count: int) -> None:
-        """Make room for `capacity` positions; what the first `count` rows store stays."""
+    def wipe(self, row: int) -> None:
+        """Let a row hold zeros again."""
+        for buffer in self._buffers:
+            buffer[row] = 0
+
+    def resize(self, capacity: int, count: int) -> None:
+        """Have room for `capacity` positions; what the first `count` rows store there stays."""
         old, self._buffers = self._buffers, self._zeros(capacity)
+        kept = min(capacity, self.capacity)
         for before, after in zip(old, self._buffers, strict=True):
-            after[:count, :, : self.capacity] = before[:count]
+            after[:count, :, :kept] = before[:count, :, :kept]
         self.capacity = capacity

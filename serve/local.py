@@ -1,26 +1,35 @@
 """Generating from a run directory in this process: what `fp8q generate` does, with the errors of the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..errors import BackendError, InputError
+from ..errors import BackendError, Fp8qError, InputError
 from ..export.lint.check import sound_graph
 from ..run import Run
-from .generate import Completion, Generator, Request, RequestError, complete
-from .sessions import SessionError, open_session
+from .generate import GenerationError, Generator, complete, completion
+from .request import Completion, Request, RequestError
+from .sessions import Session, SessionError, open_session
 from .text import ModelFileError, Vocabulary
 
 
-def open_generator(run: Run, runtime: str = "onnxruntime", max_batch: int = 8) -> Generator:
-    """The generation loop over the model in `run`, up to `max_batch` requests at a time.
+def open_run_session(run: Run, runtime: str = "onnxruntime") -> Session:
+    """The FP8 model in `run` on a runtime that needs no torch.
 
-    Raises InputError when the run has no graph or the model's files do not serve, BackendError when the runtime does
-    not.
+    Raises InputError when the run has no graph, BackendError when the runtime does not serve.
     """
     sound_graph(run.require(run.onnx_fp32, "export"))
     try:
-        return Generator(open_session(run.model, runtime), Vocabulary.read(run.model), max_batch)
+        return open_session(run.model, runtime)
     except SessionError as error:
         raise BackendError(str(error)) from error
+
+
+def open_generator(run: Run, session: Session, max_batch: int = 8) -> Generator:
+    """The generation loop over a session of the model in `run`, up to `max_batch` requests at a time.
+
+    Raises InputError when the model's files do not serve.
+    """
+    try:
+        return Generator(session, Vocabulary.read(run.model), max_batch)
     except ModelFileError as error:
         raise InputError(str(error)) from error
 
@@ -28,13 +37,31 @@ def open_generator(run: Run, runtime: str = "onnxruntime", max_batch: int = 8) -
 def generate(
     run: Run, requests: Sequence[Request], runtime: str = "onnxruntime", max_batch: int = 8
 ) -> list[Completion]:
-    """Generate an answer to each of `requests` with the model in `run`; `open_generator(...).run(requests)` gives it
-    piece by piece.
+    """Generate an answer to each of `requests` with the model in `run`, together.
 
-    Raises InputError for a request that cannot be served, and what `open_generator` raises.
+    Raises InputError for a request that cannot be served, and what the functions above and `answer` raise.
     """
-    generator = open_generator(run, runtime, max_batch)
+    generator = open_generator(run, open_run_session(run, runtime), max_batch)
     try:
         return complete(generator, requests)
-    except RequestError as error:
-        raise InputError(str(error)) from error
+    except (RequestError, GenerationError) as error:
+        raise _told(error) from error
+
+
+def answer(generator: Generator, request: Request, told: Callable[[str], None]) -> Completion:
+    """Generate an answer to one request, and tell its text as it comes.
+
+    Raises InputError for a request that cannot be served, and for logits that are no numbers.
+    """
+    pieces = []
+    try:
+        for piece in generator.run([request]):
+            pieces.append(piece)
+            told(piece.text)
+        return completion(pieces)
+    except (RequestError, GenerationError) as error:
+        raise _told(error) from error
+
+
+def _told(error: Exception) -> Fp8qError:
+    return InputError(str(error))

@@ -26,7 +26,9 @@ from ..files import read_document, replacing, share
 from ..reporter import Reporter
 from ..run import Run
 
-LOOP = ("cache.py", "generate.py", "sampling.py", "sessions.py", "text.py")
+LOOP = (
+    "cache.py", "generate.py", "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
+)  # fmt: skip
 #: What the model reads beside its graph; the last is not in every checkpoint.
 COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
 WEIGHTS = "weights"

@@ -12,6 +12,7 @@ Copied as it is into Triton repositories: imports only NumPy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,22 +29,24 @@ class Sampling:
 
 
 def choose(
-    logits: NDArray[np.float32], sampling: Sampling, counts: Mapping[int, int], random: np.random.Generator
+    logits: NDArray[np.float32], sampling: Sampling, counts: Mapping[int, int], random: np.random.Generator | None
 ) -> int:
     """The next token id.
 
-    `logits` [vocabulary]; `counts` how often each token was produced so far. Raises FloatingPointError when the best
+    `logits` [vocabulary]; `counts` how often each token was produced so far; `random` may be None where the temperature
+    is 0. Raises FloatingPointError when the best
     logit is NaN or infinite: the model is broken, and argmax would return a token all the same.
     """
     logits = penalized(logits, sampling, counts)
     best = int(logits.argmax())  # argmax returns the first NaN where there is one
-    if not np.isfinite(logits[best]):
+    if not isfinite(logits[best]):
         raise FloatingPointError(
             f"the model's logit of token {best} is {logits[best]}; `fp8q inspect` shows its scales, `fp8q validate` "
             "where it goes wrong"
         )
     if sampling.temperature == 0.0:
         return best
+    assert random is not None, "there is nothing to draw from"
     tokens, weights = nucleus(probabilities(logits, sampling.temperature), sampling.top_p)
     cumulative = weights.cumsum()
     drawn = cumulative.searchsorted(random.random() * cumulative[-1], side="right")
@@ -82,3 +85,19 @@ def nucleus(probability: NDArray[np.float64], top_p: float) -> tuple[NDArray[np.
     candidates = candidates[np.argsort(-probability[candidates], kind="stable")]
     size = int(probability[candidates].cumsum().searchsorted(top_p)) + 1
     return candidates[:size], probability[candidates[:size]]
+
+
+def log_probabilities(
+    logits: NDArray[np.float32], token: int, most: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The natural logarithm of the probability that the model itself gives `token`, before penalties and temperature;
+    and those of its `most` best tokens, best first.
+
+    `logits` [vocabulary].
+    """
+    shifted = logits.astype(np.float64) - float(logits.max())
+    shifted -= np.log(np.exp(shifted).sum())
+    most = min(most, len(shifted))
+    best = np.argpartition(-shifted, most - 1)[:most] if most else np.empty(0, np.int64)
+    ranked = best[np.argsort(-shifted[best], kind="stable")].tolist()
+    return float(shifted[token]), tuple((each, float(shifted[each])) for each in ranked)

@@ -1,4 +1,9 @@
-"""Running the graph: a `Session` takes one step of a batch, on whichever runtime it stands for.
+"""Running the graph: a `Session` stands for a runtime, and its `Batch` for the sequences in flight there.
+
+The loop of `generate.py` talks to a `Batch` alone: prompts go in by chunks, then one token a sequence and step, and out
+come logits. The keys and values stay inside it, so that a runtime on a GPU keeps them on the device and may replay one
+captured step for each number of rows. `Graph.forward` is the graph itself, with a past that the caller holds: for
+whole windows, and for whoever looks at keys and values.
 
 All that is known of the cache (layers, heads, head size, FP8 or not) is read from the graph, so that a session needs no
 config.json. `open_session` knows the runtimes by name. ONNX Runtime on the CPU takes `model.fp32.onnx`; its FP8 tensors
@@ -8,18 +13,23 @@ Copied as it is into Triton repositories: imports only NumPy, its neighbours in 
 used.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import Cache, CacheLayout, HostCache, KeyValues
+from .cache import CacheLayout, HostCache, KeyValues
+from .host_batch import HostBatch
 
+#: onnx.TensorProto.DataType of logits and of tokens.
+FLOAT, INT64 = 1, 7
 #: ONNX Runtime's name of an element type -> the dtype that holds it on the host, its number in
 #: onnx.TensorProto.DataType.
 ELEMENTS: dict[str, tuple[type[np.generic], int]] = {
-    "tensor(float)": (np.float32, 1),
+    "tensor(float)": (np.float32, FLOAT),
     "tensor(float8e4m3fn)": (np.uint8, 17),
 }
 TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -30,13 +40,83 @@ class SessionError(RuntimeError):
     """A graph cannot be run: the runtime is missing or refuses it, or it is not a graph of fp8q."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How prompts and answers take turns on a runtime.
+
+    `chunk`: positions of prompts that one call takes in, padding included. A prompt is always cut at its multiples, so
+    that what it is answered does not depend on who else is there: another cut may round a sum differently. `share`: how
+    many of them go in between two tokens of one who is being answered, on average; one more for each further one, for
+    then a token takes longer. `saved`: how many go in ahead of that, once, where for a while there were none, so that
+    those who come together are soon answered together.
+    """
+
+    chunk: int
+    share: int
+    saved: int = 0
+
+
+class Batch(Protocol):
+    """Sequences in flight in rows 0, 1, 2 …: slot j of a row holds the keys and values of position j.
+
+    Not for several threads at once. All arrays are the host's; the logits of a call may lie in memory that the next
+    call writes over. `reserve` comes before every step, with room for all that it writes.
+    """
+
+    def reserve(self, needed: int, most: int, rows: int) -> None:
+        """Have slots for `needed` positions in every row, and keep what the first `rows` rows hold.
+
+        `most` is what the sequences in flight can ever fill: no use in growing beyond it, and much more than that may
+        be given up.
+        """
+
+    def prefill(
+        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Take in a chunk of the prompts of the rows from `first`, behind their `filled` [count] first positions.
+
+        `tokens` [count, seq], of which the first `lengths` [count] are each row's, one or more; the rest is padding,
+        and is written nowhere. Returns the logits of each row's last one [count, vocabulary].
+        """
+
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Take in one token `tokens` [count] of each of the first `count` rows, behind its `filled` [count] first
+        positions; returns their logits [count, vocabulary].
+
+        Among them may be rows whose prompts are still taken in: what these write lies in the slot that their next chunk
+        fills, and their logits are not read.
+        """
+
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Let row `target` hold the `filled` first positions of row `source`."""
+
+    def wipe(self, row: int) -> None:
+        """Let a row hold zeros: it may hold what is no number, which a mask does not hide."""
+
+    def clear(self) -> None:
+        """Forget all rows; the memory may go."""
+
+
 class Session(Protocol):
-    """A graph with the interface of DESIGN section 7, ready to run."""
+    """A model ready to run: all that the loop knows of a runtime.
+
+    `vocabulary`: how many logits a token has. `most_rows` and `most_positions` are the bounds of a runtime that has
+    some, as an engine's profiles are.
+    """
+
+    vocabulary: int
+    pace: Pace
+    most_rows: int | None
+    most_positions: int | None
+
+    def open_batch(self, rows: int, positions: int) -> Batch:
+        """Make room for up to `rows` sequences of up to `positions` positions, where this runtime reads it fastest."""
+
+
+class Graph(Session, Protocol):
+    """A graph with the interface of DESIGN section 7, which can also be run as it is."""
 
     layout: CacheLayout
-
-    def new_cache(self, rows: int, capacity: int) -> Cache:
-        """Make an empty cache where this session reads it fastest."""
 
     def forward(
         self,
@@ -45,7 +125,7 @@ class Session(Protocol):
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
-        """Run one step.
+        """Run the graph once.
 
         `input_ids` and `position_ids` [batch, seq]; `attention_mask` [batch, capacity + seq] is 1 for the filled slots
         of the past and for the new tokens that are real; `past` [batch, kv_heads, capacity, head_size] each, None for
@@ -55,7 +135,13 @@ class Session(Protocol):
 
 
 class OnnxRuntimeSession:
-    """ONNX Runtime on the CPU."""
+    """ONNX Runtime on the CPU, where eight positions of a prompt cost as much as two or three tokens of an answer, and
+    more of them at once no less apiece.
+    """
+
+    pace = Pace(chunk=8, share=4, saved=64)
+    most_rows: int | None = None
+    most_positions: int | None = None
 
     def __init__(self, path: Path, threads: int = 0):
         """Load the graph at `path` and its external data beside it; `threads` 0 leaves their number to ONNX Runtime.
@@ -67,7 +153,10 @@ class OnnxRuntimeSession:
         self._session = self._load(path, threads)
         self.layout = self._layout(path)
         self._elements = [ELEMENTS[self._types[PAST + name]][1] for name in self.layout.names]
+        self._inputs = (*TOKEN_INPUTS, *(PAST + name for name in self.layout.names))
+        self._input_elements = (INT64,) * len(TOKEN_INPUTS) + tuple(self._elements)
         self._outputs = ["logits", *(NEW + name for name in self.layout.names)]
+        self.vocabulary = int(next(node.shape[-1] for node in self._session.get_outputs() if node.name == "logits"))
 
     def _load(self, path: Path, threads: int) -> Any:
         options = self._runtime.SessionOptions()
@@ -103,9 +192,34 @@ class OnnxRuntimeSession:
         shapes = tuple((int(inputs[name].shape[1]), int(inputs[name].shape[3])) for name in past)
         return CacheLayout(names, shapes, tuple(np.dtype(ELEMENTS[self._types[name]][0]) for name in past))
 
+    def open_batch(self, rows: int, positions: int) -> HostBatch:
+        """Make room in host memory: `Session.open_batch`."""
+        return HostBatch(self, rows, positions)
+
     def new_cache(self, rows: int, capacity: int) -> HostCache:
         """Make an empty cache in host memory."""
         return HostCache(self.layout, rows, capacity)
+
+    def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        """A step that reads `inputs` and writes `outputs` where they lie: those of the graph, in its order
+        (`TOKEN_INPUTS` and the past; logits and the new keys and values), contiguous, of shapes that do not change.
+
+        What is called once a token is not to be wrapped, named and allocated again each time.
+        """
+        binding = self._session.io_binding()
+        for name, array, element in zip(self._inputs, inputs, self._input_elements, strict=True):
+            binding.bind_ortvalue_input(name, self._value(array, element))
+        for name, array, element in zip(self._outputs, outputs, (FLOAT, *self._elements), strict=True):
+            binding.bind_ortvalue_output(name, self._value(array, element))
+
+        def step(keep: Sequence[NDArray[Any]] = (*inputs, *outputs)) -> None:  # an OrtValue keeps no array alive
+            self._session.run_with_iobinding(binding)
+
+        return step
+
+    def _value(self, array: NDArray[Any], element: int) -> Any:
+        """`array` as the runtime's value, over the same memory."""
+        return self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element)
 
     def forward(
         self,
@@ -114,17 +228,17 @@ class OnnxRuntimeSession:
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
-        """Run one step: `Session.forward`.
+        """Run the graph once: `Graph.forward`.
 
         The arrays are read where they lie, and the results are ONNX Runtime's own memory.
         """
-        wrap = self._runtime.OrtValue
         past = self.new_cache(len(input_ids), 0).past(0, len(input_ids)) if past is None else past
         # kept until the run is over: OrtValues do not
         arrays = [np.ascontiguousarray(array) for array in (input_ids, attention_mask, position_ids, *past)]
-        feeds = {name: wrap.ortvalue_from_numpy(array) for name, array in zip(TOKEN_INPUTS, arrays, strict=False)}
-        for name, array, element in zip(self.layout.names, arrays[len(TOKEN_INPUTS) :], self._elements, strict=True):
-            feeds[PAST + name] = wrap.ortvalue_from_numpy_with_onnx_type(array, element)
+        feeds = {
+            name: self._value(array, element)
+            for name, array, element in zip(self._inputs, arrays, self._input_elements, strict=True)
+        }
         logits, *new = self._session.run_with_ort_values(self._outputs, feeds)
         return logits.numpy(), [value.numpy() for value in new]
 
@@ -139,7 +253,7 @@ def _import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(directory: Path, runtime: str = "onnxruntime") -> Session:
+def open_session(directory: Path, runtime: str = "onnxruntime") -> Graph:
     """Open the graph in `directory` (a run's `model/`, or `weights/` in a Triton repository) on the runtime of that
     name.
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: Tokens of a prompt that the first characters of the answer are decoded with.
+NEIGHBOURS = 32
 #: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
 #: called it.
 POSITIONS = "max_position_embeddings"
@@ -66,8 +68,12 @@ class Vocabulary:
         A prompt that begins with the beginning-of-text token itself, as chat templates write it, is not given a second
         one.
         """
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        ids: list[int] = self.tokenizer.encode(prompt).ids  # other threads go on meanwhile
         return ids[1:] if self.begin is not None and ids[:2] == [self.begin] * 2 else ids
+
+    def token_text(self, token: int) -> str:
+        """The text of one token by itself, as lists of log-probabilities show it; bytes that are no text as U+FFFD."""
+        return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -110,18 +116,38 @@ class TextStream:
     `stopped` becomes true with the token that completes a stop word; neither it nor what follows is part of the text.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int], stop_words: Sequence[str] = ()):
-        """Begin after `prompt`, whose text is the neighbour of the first token."""
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        prompt: Sequence[int],
+        stop_words: Sequence[str] = (),
+        lengths: dict[int, int] | None = None,
+    ):
+        """Begin after `prompt`, whose text is the neighbour of the first token.
+
+        `lengths`: how many characters single tokens are, as far as that is known; the streams of one tokenizer share
+        it, since half of all that is decoded is the last token by itself.
+        """
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop_words = stop_words
-        self._window = list(prompt)
+        self._window = neighbours(tokenizer, prompt)
         self._given = len(self._decode())
+        self._lengths = {} if lengths is None else lengths
         self._fresh: list[int] = []
         self._pending = ""
 
     def _decode(self) -> str:
         return str(self._tokenizer.decode(self._window))
+
+    def _length(self) -> int:
+        """How many characters the window is."""
+        if len(self._window) > 1:
+            return len(self._decode())
+        (token,) = self._window
+        if token not in self._lengths:
+            self._lengths[token] = len(self._decode())
+        return self._lengths[token]
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that is certain by now, which may be empty."""
@@ -132,7 +158,7 @@ class TextStream:
             return ""
         piece = text[self._given :]
         self._window, self._fresh = self._fresh, []  # the tokens of this piece are the neighbours of the next
-        self._given = len(self._decode())
+        self._given = self._length()
         return self._until_stop(piece)
 
     def flush(self) -> str:
@@ -145,6 +171,8 @@ class TextStream:
 
     def _until_stop(self, piece: str) -> str:
         """Of the text held back and `piece`, what comes before a stop word and cannot be the beginning of one."""
+        if not self._stop_words:
+            return piece
         text = self._pending + piece
         found = [at for at in (text.find(word) for word in self._stop_words) if at >= 0]
         if found:
@@ -153,6 +181,18 @@ class TextStream:
         held = max((beginning(text, word) for word in self._stop_words), default=0)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def neighbours(tokenizer: "Tokenizer", prompt: Sequence[int]) -> list[int]:
+    """The last tokens of `prompt`, as many as the text of what follows can depend on.
+
+    Not all of them, for they are decoded again with every token until there is text. A run of byte tokens is not cut:
+    it is text as a whole or not at all.
+    """
+    first = max(0, len(prompt) - NEIGHBOURS)
+    while first and (tokenizer.id_to_token(prompt[first]) or "").startswith("<0x"):
+        first -= 1
+    return list(prompt[first:])
 
 
 def beginning(text: str, word: str) -> int:

@@ -1,10 +1,11 @@
 """The Python model of a Triton repository, copied there as `model.py`: text in, text out, with the loop of
 `generate.py` between.
 
-Requests are batched here, not by Triton: `execute` only hands them to a thread that steps one `Generator` for all of
-them, so that a request joins the batch at the next token and leaves it with its last one. Decoupled transactions make
-this possible: responses are sent when there is something to say, one for each piece of text with `stream`, else one in
-all. `max_batch_size` is 1 for the sake of Triton's OpenAI front end, which sends every tensor as [1, …].
+Requests are batched here, not by Triton: `execute` only hands them to a `Service`, whose thread steps one `Generator`
+for all of them, so that a request joins the batch at the next token and leaves it with its last one. Decoupled
+transactions make this possible: responses are sent when there is something to say, one for each piece of text with
+`stream`, else one in all. `max_batch_size` is 1 for the sake of Triton's OpenAI front end, which sends every tensor as
+[1, …].
 
 The fields are those that the front end sends and reads (`python/openai/openai_frontend/engine/utils/triton.py` in
 Triton's server repository, there the format "tensorrtllm", which it takes for every Python model): token counts are
@@ -16,8 +17,6 @@ Triton's utilities get their classes only after this module is imported, so they
 
 import json
 import logging
-import queue
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # exists in Triton's stub process only
 
-from .generate import Generator, Piece, Request, RequestError
+from .generate import Generator
+from .request import MOST_STOP_WORDS, BusyError, Piece, Request, RequestError
+from .service import Failed, Service
 from .sessions import open_session
 from .text import Vocabulary
 
@@ -37,13 +38,17 @@ class _Reply:
     """Whom a request's pieces go to, and what of them is not sent yet."""
 
     sender: Any
-    stream: bool
-    wanted: dict[str, bool]
+    stream: bool = False
+    wanted: dict[str, bool] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
     counted: int = 0
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: Piece | Failed) -> None:
         """Send what there is to send: each text that is not empty with `stream`, else all of them at the end."""
+        if isinstance(piece, Failed):
+            codes = {"refused": pb_utils.TritonError.INVALID_ARG, "cancelled": pb_utils.TritonError.CANCELLED}
+            self.refuse(piece.reason, codes.get(piece.kind, pb_utils.TritonError.INTERNAL))
+            return
         self.texts.append(piece.text)
         if piece.finish_reason or (self.stream and piece.text):
             self._send(piece)
@@ -65,11 +70,7 @@ class _Reply:
         self._respond(pb_utils.InferenceResponse([], pb_utils.TritonError(message, code)), final=True)
 
     def _respond(self, response: Any, final: bool) -> None:
-        """Hand a response to Triton; when it takes no more for this request, the others are not to suffer."""
-        try:
-            self.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
-        except Exception:
-            LOG.exception("a response could not be sent")
+        self.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 
 
 def _tensor(name: str, value: Any) -> Any:
@@ -88,66 +89,32 @@ class TritonPythonModel:
         }
         directory = Path(__file__).parent / parameters["weights"]
         session = open_session(directory, parameters["runtime"])
-        self._generator = Generator(session, Vocabulary.read(directory), int(parameters["max_batch"]))
-        self._arrivals: queue.SimpleQueue[tuple[Request, _Reply] | None] = queue.SimpleQueue()
-        self._replies: dict[int, _Reply] = {}
-        self._worker = threading.Thread(target=self._serve, name="fp8q", daemon=True)
-        self._worker.start()
+        self._service = Service(Generator(session, Vocabulary.read(directory), int(parameters["max_batch"])))
 
     def execute(self, requests: list[Any]) -> None:
-        """Read the requests' tensors, which Triton takes back afterwards, and hand them to the thread."""
+        """Read the requests' tensors, which Triton takes back afterwards, and hand them in."""
         for request in requests:
-            reply = _Reply(request.get_response_sender(), bool(_scalar(request, "stream", False)), _wanted(request))
+            sender = request.get_response_sender()
             try:
-                self._arrivals.put((_request(request), reply))
-            except RequestError as error:
-                reply.refuse(str(error), pb_utils.TritonError.INVALID_ARG)
+                self._hand_in(request, sender)
+            except Exception:  # a client that is gone cannot be told; the others are to be served
+                LOG.exception("a response could not be sent")
+
+    def _hand_in(self, request: Any, sender: Any) -> None:
+        try:
+            reply = _Reply(sender, bool(_scalar(request, "stream", False)), _wanted(request))
+            self._service.submit(_request(request), reply.take, sender.is_cancelled)
+        except BusyError as error:
+            _Reply(sender).refuse(str(error), pb_utils.TritonError.UNAVAILABLE)
+        except RequestError as error:
+            _Reply(sender).refuse(str(error), pb_utils.TritonError.INVALID_ARG)
+        except Exception as error:  # noqa: BLE001  # of a tensor that does not read Triton may raise anything
+            told = f"the request cannot be read ({type(error).__name__}: {error}); send the types of config.pbtxt"
+            _Reply(sender).refuse(told, pb_utils.TritonError.INVALID_ARG)
 
     def finalize(self) -> None:
-        """End the thread once every request it was given is answered."""
-        self._arrivals.put(None)
-        self._worker.join()
-
-    def _serve(self) -> None:
-        open_for_more = True
-        while open_for_more or self._generator.busy:
-            try:
-                arrival = self._arrivals.get(block=not self._generator.busy)
-            except queue.Empty:
-                self._step()
-                continue
-            if arrival is None:
-                open_for_more = False
-            else:
-                self._admit(*arrival)
-
-    def _admit(self, request: Request, reply: _Reply) -> None:
-        try:
-            self._replies[self._generator.submit(request)] = reply
-        except RequestError as error:
-            reply.refuse(str(error), pb_utils.TritonError.INVALID_ARG)
-
-    def _step(self) -> None:
-        """Step the loop; a failure is told to all whom it concerns, and those who come after start afresh."""
-        self._drop_cancelled()
-        try:
-            pieces = self._generator.step()
-        except Exception as error:
-            LOG.exception("generation failed")
-            self._generator.reset()
-            for reply in self._replies.values():
-                reply.refuse(f"generation failed: {type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
-            self._replies.clear()
-            return
-        for piece in pieces:
-            self._replies[piece.ticket].take(piece)
-            if piece.finish_reason:
-                del self._replies[piece.ticket]
-
-    def _drop_cancelled(self) -> None:
-        for ticket in [ticket for ticket, reply in self._replies.items() if reply.sender.is_cancelled()]:
-            self._generator.cancel(ticket)
-            self._replies.pop(ticket).refuse("the client cancelled the request", pb_utils.TritonError.CANCELLED)
+        """Return once every request is answered."""
+        self._service.close()
 
 
 def _wanted(request: Any) -> dict[str, bool]:
@@ -156,14 +123,18 @@ def _wanted(request: Any) -> dict[str, bool]:
 
 
 def _request(request: Any) -> Request:
-    """A Triton request's tensors as ours; raises RequestError for values out of range and text not in UTF-8."""
+    """A Triton request's tensors as ours; raises RequestError for values out of range, text not in UTF-8, and tensors
+    of other shapes than config.pbtxt has.
+    """
     given = {
         name: _scalar(request, name, None)
         for name in ("max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
     }
-    (prompt,) = _texts(request, "text_input")
+    prompts = _texts(request, "text_input")
+    if len(prompts) != 1:
+        raise RequestError(f"text_input holds {len(prompts)} prompts; send each in a request of its own")
     return Request(
-        prompt,
+        prompts[0],
         stop_words=tuple(_texts(request, "stop_words")),
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -172,12 +143,20 @@ def _request(request: Any) -> Request:
 def _scalar(request: Any, name: str, default: Any) -> Any:
     """The value of an optional tensor [1, 1] as a Python number."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return default if tensor is None else tensor.as_numpy().item()
+    if tensor is None:
+        return default
+    values = tensor.as_numpy()
+    if values.size != 1:
+        raise RequestError(f"{name} holds {values.size} values; send one")
+    return values.item()
 
 
 def _texts(request: Any, name: str) -> list[str]:
     tensor = pb_utils.get_input_tensor_by_name(request, name)
+    values = [] if tensor is None else tensor.as_numpy().reshape(-1).tolist()
+    if len(values) > MOST_STOP_WORDS:
+        raise RequestError(f"{name} holds {len(values):,} texts; send at most {MOST_STOP_WORDS}")
     try:
-        return [] if tensor is None else [value.decode() for value in tensor.as_numpy().reshape(-1)]
+        return [value.decode() for value in values]
     except UnicodeDecodeError as error:
         raise RequestError(f"{name} is not UTF-8 ({error}); encode it so") from None

@@ -168,6 +168,7 @@ def test_help_lists_the_commands_with_nothing_but_the_base_install(
         "build-engine",
         "engine",
         "validate",
+        "generate",
         "triton",
         "report",
         "inspect",

@@ -17,6 +17,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime
 from functools import cache
 from typing import IO, Any, TextIO
@@ -38,9 +39,11 @@ class TemplateError(Exception):
 class Template:
     """One template, with the special tokens that it is told; `render` gives each list of messages as text."""
 
-    def __init__(self, source: str, tokens: dict[str, Any]):
-        """Nothing runs before the first `render`."""
-        self.told = {"template": source, "tokens": tokens}
+    def __init__(self, source: str, tokens: dict[str, Any], answering: bool = False):
+        """Nothing runs before the first `render`. `answering`: end where the model's answer begins, and say the true
+        date.
+        """
+        self.told = {"template": source, "tokens": tokens, "answering": answering}
         self.allowed = START
 
     def render(self, messages: list[dict[str, Any]]) -> str:
@@ -113,8 +116,7 @@ def _stream(stream: IO[bytes] | None) -> IO[bytes]:
 
 def serve(questions: TextIO, answers: TextIO) -> None:
     """What the child does: a line of JSON for a line of JSON, until there are no more."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    render = _renderer()
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as sizes:
         pages = sizes.read().split()
     if pages:
@@ -124,16 +126,63 @@ def serve(questions: TextIO, answers: TextIO) -> None:
     for line in questions:
         asked = json.loads(line)
         try:
-            rendered = render_jinja_template(
-                [asked["messages"]], chat_template=asked["template"], strftime_now=DATE.strftime, **asked["tokens"]
-            )
-            text = rendered[0][0]
+            date = datetime.now() if asked["answering"] else DATE  # noqa: DTZ005  # the reader's own
+            text = render(
+                asked["template"], messages=asked["messages"], add_generation_prompt=asked["answering"],
+                strftime_now=date.strftime, **asked["tokens"],
+            )  # fmt: skip
             if len(text) > CHARACTERS:
                 raise ValueError(f"it makes {len(text):,} characters of one row")
             answer = {"text": text}
         except Exception as error:  # noqa: BLE001  # a template is a program, and may raise anything
             answer = {"error": str(error) or type(error).__name__}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _renderer() -> Callable[..., str]:
+    """A function of a template and what it is told: transformers' own, or the same of Jinja alone where that is not
+    here.
+    """
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        return _plain
+
+    def rendered(source: str, messages: list[dict[str, Any]], **told: Any) -> str:
+        return str(render_jinja_template([messages], chat_template=source, **told)[0][0])
+
+    return rendered
+
+
+def _plain(source: str, **told: Any) -> str:
+    """`source` rendered in the sandbox, with what templates expect of transformers: break and continue, `tojson` that
+    escapes nothing for HTML, `raise_exception`, and blocks that mark what the model said.
+    """
+    from jinja2 import TemplateError as Refused
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """What is between `generation` and `endgeneration` is text like any other."""
+
+        tags = {"generation"}  # noqa: RUF012  # Jinja's own declaration
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise Refused(message)
+
+    def as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    machine = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    machine.filters["tojson"] = as_json
+    machine.globals["raise_exception"] = refuse
+    return str(machine.from_string(source).render(**told))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from fp8q.options import (
     Clipping,
     EngineOptions,
     ExportOptions,
+    GenerateOptions,
     History,
     RescaleOptions,
     ScaleOptions,
@@ -27,7 +28,16 @@ from fp8q.options import (
 )
 
 Fp8q = Callable[..., Any]
-CLASSES = (Clipping, ScaleOptions, CalibrateOptions, ExportOptions, ValidateOptions, EngineOptions, Common)
+CLASSES = (
+    Clipping,
+    ScaleOptions,
+    CalibrateOptions,
+    ExportOptions,
+    ValidateOptions,
+    GenerateOptions,
+    EngineOptions,
+    Common,
+)
 #: What a command must be given.
 WORDS = {
     "run": ["m", "--data", "t", "--out", "r"],

@@ -47,7 +47,7 @@ def test_growing_keeps_the_rows_in_use(count: int) -> None:
     cache = HostCache(LAYOUT, rows=3, capacity=2)
     new = step(rows=2, seq=2)
     cache.write(0, np.array([[0, 1], [0, 1]]), new)
-    cache.grow(5, count)
+    cache.resize(5, count)
     assert cache.capacity == 5
     for buffer, values in zip(cache.past(0, 3), new, strict=True):
         assert buffer.shape[2] == 5
@@ -56,10 +56,23 @@ def test_growing_keeps_the_rows_in_use(count: int) -> None:
         assert not buffer[:, :, 2:].any()
 
 
-def test_moving_a_row_copies_all_its_slots() -> None:
-    cache = HostCache(LAYOUT, rows=3, capacity=2)
-    cache.write(0, np.array([[0, 1]] * 3), step(rows=3, seq=2))
-    last = [buffer[0].copy() for buffer in cache.past(2, 1)]
-    cache.move(2, 0)
-    for buffer, values in zip(cache.past(0, 1), last, strict=True):
-        np.testing.assert_array_equal(buffer[0], values)
+def test_a_smaller_cache_keeps_what_fits() -> None:
+    cache = HostCache(LAYOUT, rows=2, capacity=4)
+    new = step(rows=1, seq=3)
+    cache.write(0, np.array([[0, 1, 2]]), new)
+    cache.resize(2, 1)
+    for buffer, values in zip(cache.past(0, 1), new, strict=True):
+        np.testing.assert_array_equal(buffer, values[:, :, :2])
+
+
+def test_moving_a_row_copies_its_filled_slots_and_wiping_one_leaves_zeros() -> None:
+    cache = HostCache(LAYOUT, rows=3, capacity=3)
+    cache.write(0, np.array([[0, 1, 2]] * 3), step(rows=3, seq=3))
+    before = [buffer.copy() for buffer in cache.past(0, 3)]
+    cache.move(2, 0, 2)
+    cache.wipe(1)
+    for buffer, values in zip(cache.past(0, 3), before, strict=True):
+        np.testing.assert_array_equal(buffer[0, :, :2], values[2, :, :2])
+        np.testing.assert_array_equal(buffer[0, :, 2], values[0, :, 2])
+        np.testing.assert_array_equal(buffer[2], values[2])
+        assert not buffer[1].any()

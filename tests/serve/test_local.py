@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from fp8q.calibrate.model.source import load_model
 from fp8q.errors import BackendError, InputError
-from fp8q.serve.generate import Completion, Request
-from fp8q.serve.local import generate, open_generator
+from fp8q.serve.local import generate
+from fp8q.serve.request import Completion, Request
 from fp8q.serve.sessions import open_session
 from fp8q.serve.text import Vocabulary
+from fp8q.stages.sources import source_of
+from fp8q.validate.runtimes import open_reference
 
 if TYPE_CHECKING:
     from fp8q.run import Run
@@ -35,7 +40,7 @@ def test_a_run_answers(counting_run: Run) -> None:
 def test_a_run_that_was_not_exported_is_refused(counting_run: Run) -> None:
     counting_run.onnx_fp32.unlink()
     with pytest.raises(InputError) as raised:
-        open_generator(counting_run)
+        generate(counting_run, [])
     assert (
         str(raised.value)
         == f"{counting_run.onnx_fp32}: is missing; `fp8q export {counting_run.root}` writes it, run that first"
@@ -45,7 +50,7 @@ def test_a_run_that_was_not_exported_is_refused(counting_run: Run) -> None:
 def test_a_model_without_a_tokenizer_is_an_input_error(counting_run: Run) -> None:
     (counting_run.model / "tokenizer.json").unlink()
     with pytest.raises(InputError) as raised:
-        open_generator(counting_run)
+        generate(counting_run, [])
     assert (
         str(raised.value) == f"{counting_run.model / 'tokenizer.json'}: there is no such file; copy it from the model"
     )
@@ -54,7 +59,7 @@ def test_a_model_without_a_tokenizer_is_an_input_error(counting_run: Run) -> Non
 def test_a_missing_runtime_is_a_backend_error(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(BackendError) as raised:
-        open_generator(counting_run)
+        generate(counting_run, [])
     assert str(raised.value) == (
         "ONNX Runtime is not installed (import of onnxruntime halted; None in sys.modules); install it with `pip "
         "install onnxruntime`"
@@ -93,3 +98,37 @@ def test_the_demo_draws_the_same_text_from_the_same_seed(demo_run: Run) -> None:
     answers = generate(demo_run, asked)
     assert answers == generate(demo_run, asked)
     assert all(answer.text for answer in answers)
+
+
+def test_the_demos_greedy_text_is_the_same_alone_and_among_others(demo_run: Run) -> None:
+    """Those who come and go beside a request, and how long their prompts are, change none of its tokens."""
+    asked = [Request(prompt, max_tokens=32) for prompt in PROMPTS]
+    alone = [generate(demo_run, [request])[0] for request in asked]
+    others = [Request(PROMPTS[1] * 4, max_tokens=3), Request("a", max_tokens=40), Request(PROMPTS[3] * 2, max_tokens=9)]
+    among = generate(demo_run, [*others, *asked, *others], max_batch=4)
+    assert among[len(others) : -len(others)] == alone
+
+
+def test_fp8_and_its_source_go_on_with_the_best_tokens_and_part_where_they_differ(
+    demo_run: Run, fp8q: Callable[..., Any]
+) -> None:
+    import torch
+
+    words = ("--prompt", PROMPTS[0], "--max-tokens", 12, "--runtime", "reference", "--compare", "--json")
+    found = json.loads(fp8q("generate", demo_run.root, *words).out)
+    assert found.keys() == {"text", "tokens", "finish_reason", "bf16", "parts_at"}
+    assert found["bf16"].keys() == {"text", "tokens", "finish_reason"}
+    ours, theirs, at = found["tokens"], found["bf16"]["tokens"], found["parts_at"]
+    assert ours[:at] == theirs[:at]
+    assert (ours == theirs) if at is None else ours[at : at + 1] != theirs[at : at + 1]
+    prompt = Vocabulary.read(demo_run.model).encode(PROMPTS[0])
+    reference = open_reference(demo_run, "fast", "cpu")
+    for model, cache, tokens in (
+        (load_model(source_of(demo_run), torch.bfloat16, "cpu"), None, theirs),
+        (reference.model, reference.new_cache(), ours),
+    ):
+        ids = torch.tensor([prompt + tokens])
+        with torch.inference_mode():
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+        assert (logits.amax(-1) - chosen).max() < 0.2, "another order of sums, in BF16"

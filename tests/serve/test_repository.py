@@ -43,8 +43,11 @@ def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> No
     assert write(counting_run) == [
         "Counting-Model/1/cache.py",
         "Counting-Model/1/generate.py",
+        "Counting-Model/1/host_batch.py",
         "Counting-Model/1/model.py",
+        "Counting-Model/1/request.py",
         "Counting-Model/1/sampling.py",
+        "Counting-Model/1/service.py",
         "Counting-Model/1/sessions.py",
         "Counting-Model/1/text.py",
         "Counting-Model/1/weights/config.json",

@@ -9,8 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from fp8q.serve.generate import attention_mask
-from fp8q.serve.sessions import OnnxRuntimeSession, Session, SessionError, open_session
+from fp8q.serve.host_batch import attention_mask
+from fp8q.serve.sessions import Batch, OnnxRuntimeSession, Session, SessionError, open_session
 
 if TYPE_CHECKING:
     from tests.serve.conftest import CountingModel
@@ -149,6 +149,8 @@ def test_runtimes_that_cannot_be_had_are_refused(tmp_path: Path, runtime: str, m
     assert str(raised.value) == message
 
 
-def test_sessions_and_caches_meet_their_protocols(counting: CountingModel) -> None:
+def test_sessions_and_batches_meet_their_protocols(counting: CountingModel) -> None:
     session: Session = counting.session()
-    assert session.new_cache(1, 3).capacity == 3
+    batch: Batch = session.open_batch(1, 3)
+    batch.clear()
+    assert (session.vocabulary, session.most_rows, session.most_positions) == (16, None, None)

@@ -92,7 +92,7 @@ def served(counting_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     yield Served(model, utilities, config)
     model.finalize()
-    assert not model._worker.is_alive()
+    assert not model._service.alive
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("1", "triton_python_backend_utils"):
             del sys.modules[name]
@@ -207,26 +207,87 @@ def test_a_client_that_is_gone_harms_nobody(served: Served, caplog: pytest.LogCa
     assert [record.getMessage() for record in caplog.records] == ["a response could not be sent"]
 
 
-def test_a_failing_step_is_told_to_those_in_flight_and_the_next_start_afresh(
+def test_logits_that_are_no_numbers_are_told_and_the_next_request_is_served(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = served.model._generator._session
-    forward = session.forward
+    batch = served.model._service._generator._batch
+    prefill = batch.prefill
 
     def broken(*arguments: Any) -> Any:
-        logits, new = forward(*arguments)
-        return np.full_like(logits, np.nan), new
+        return np.full_like(prefill(*arguments), np.nan)
 
     message = (
         "generation failed: FloatingPointError: the model's logit of token 0 is nan; `fp8q inspect` shows its scales, "
         "`fp8q validate` where it goes wrong"
     )
     with monkeypatch.context() as patched:
-        patched.setattr(session, "forward", broken)
+        patched.setattr(batch, "prefill", broken)
         for sender in served.send({"text_input": "t1"}, {"text_input": "t2"}):
             assert answer(sender) == [{"error": (message, served.utilities.TritonError.INTERNAL)}]
     assert served.ask(text_input="t3 t1 t4", max_tokens=1) == [{"text_output": b" t1"}]
-    assert {record.getMessage() for record in caplog.records} == {"generation failed"}
+    assert {record.getMessage().split(":")[0] for record in caplog.records} == {"generation failed for one request"}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("text_input", [b"t1", b"t2"], "text_input holds 2 prompts; send each in a request of its own"),
+        ("text_input", [], "text_input holds 0 prompts; send each in a request of its own"),
+        (
+            "text_input",
+            [7],
+            (
+                "the request cannot be read (AttributeError: 'int' object has no attribute 'decode'); send the types "
+                "of config.pbtxt"
+            ),
+        ),
+        ("max_tokens", [1, 2], "max_tokens holds 2 values; send one"),
+        ("stream", [], "stream holds 0 values; send one"),
+        ("stop_words", [b"a"] * 17, "stop_words holds 17 texts; send at most 16"),
+        (
+            "stop_words",
+            [b"a" * 257],
+            ("stop_words are 1, the longest of 257 characters; there may be at most 16, of at most 256 characters"),
+        ),
+    ],
+)
+def test_a_malformed_tensor_harms_its_own_request_alone(
+    served: Served, name: str, tensor: list[Any], message: str
+) -> None:
+    bad, good = (served.utilities.InferenceRequest(served.config, {"text_input": "t3 t1 t4"}) for _ in "ab")
+    array = np.array([tensor], object if tensor and not isinstance(tensor[0], int) else None)
+    bad.inputs()[:] = [each for each in bad.inputs() if each.name() != name]
+    bad.inputs().append(type(good.inputs()[0])(name, array))
+    served.model.execute([bad, good])
+    assert answer(bad.sender) == [{"error": (message, served.utilities.TritonError.INVALID_ARG)}]
+    assert answer(good.sender)[0]["text_output"].startswith(b" t1 t2")
+
+
+def test_more_than_may_wait_are_told_that_it_is_busy(served: Served) -> None:
+    served.model._service._most = 0
+    assert served.ask(text_input="t1") == [
+        {"error": ("0 requests are here already; try again later", served.utilities.TritonError.UNAVAILABLE)}
+    ]
+
+
+def test_a_client_of_which_cannot_be_told_whether_it_is_gone_harms_nobody(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = (
+        served.utilities.InferenceRequest(served.config, {"text_input": "t3 t1 t4", "max_tokens": 2}) for _ in "ab"
+    )
+    bad.sender.is_cancelled = lambda: 1 / 0
+    served.model.execute([bad, good])
+    assert answer(good.sender) == [{"text_output": b" t1 t2"}]
+    assert answer(bad.sender) == [
+        {
+            "error": (
+                "whether the client has gone cannot be told: division by zero",
+                served.utilities.TritonError.INTERNAL,
+            )
+        }
+    ]
+    assert {record.getMessage() for record in caplog.records} == {"whether a client has gone cannot be told"}
 
 
 SERVER = """

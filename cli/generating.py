@@ -1,0 +1,135 @@
+"""How `fp8q generate` reads and shows: prompts from an option or standard input, text as it comes.
+
+A model may write anything, so on a terminal its text passes `shown`, which leaves lines and tabs and lets nothing move
+the cursor. To a pipe it goes as it is.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import api
+from ..errors import InputError, visible
+from ..options import GenerateOptions
+
+if TYPE_CHECKING:
+    from ..serve.request import Completion
+    from ..stages.generating import Comparison
+    from .console import Terminal
+
+
+def show(
+    speak: "Terminal", run: Path, prompt: str | None, options: GenerateOptions, modes: tuple[bool, bool], as_json: bool
+) -> None:
+    """Do what `fp8q generate` is asked; `modes`: whether as a chat, whether FP8 and BF16 are compared."""
+    chat, compare = modes
+    if chat and compare:
+        raise InputError("--compare: holds one answer against another, and --chat has many; leave one of them out")
+    if chat:
+        converse(run, prompt, options, as_json)
+    elif compare:
+        compared(speak, run, given(prompt), options, as_json)
+    else:
+        found = api.generate(run, given(prompt), options, silent if as_json else stream)
+        end(document(found) if as_json else None)
+
+
+def given(prompt: str | None) -> str:
+    """The prompt: the option's, or all of standard input less the end of its last line."""
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        sys.stderr.write("type the prompt; Ctrl-D on a line of its own ends it\n")
+    return read(sys.stdin.buffer.read()).removesuffix("\n")
+
+
+def read(content: bytes) -> str:
+    """Standard input as text."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: is no text in UTF-8 ({error}); write it so") from None
+
+
+def shown(text: str) -> str:
+    """Text of a model as a terminal may have it."""
+    return "".join(part if part in "\n\t" else visible(part) for part in text)
+
+
+def stream(text: str) -> None:
+    """Write a piece of an answer at once."""
+    if text:
+        sys.stdout.write(shown(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+
+def silent(text: str) -> None:
+    """Write nothing: the answer comes as JSON, in the end."""
+
+
+def end(found: dict[str, Any] | None) -> None:
+    """End the answer: its line, or the JSON object."""
+    sys.stdout.write("\n" if found is None else json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def document(found: "Completion") -> dict[str, Any]:
+    """An answer for programs."""
+    return {"text": found.text, "tokens": list(found.tokens), "finish_reason": found.finish_reason}
+
+
+def converse(run: Path, prompt: str | None, options: GenerateOptions, as_json: bool) -> None:
+    """Hold a conversation: what is said comes from `prompt` first, then line by line from standard input."""
+    chat = api.chat(run, options)
+    told: Callable[[str], None] = silent if as_json else stream
+    found = None
+    for text in lines(prompt):
+        found = chat.ask(text, told)
+        if not as_json:
+            end(None)
+    if found is None:
+        raise InputError("nothing was said; give --prompt, or lines on standard input")
+    if as_json:
+        end({"messages": chat.messages} | document(found))
+
+
+def lines(prompt: str | None) -> Iterator[str]:
+    """What the user says: the prompt, and each line of standard input that is not empty, up to its end."""
+    if prompt is not None:
+        yield prompt
+        if not sys.stdin.isatty():
+            return
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        if text := read(line).strip():
+            yield text
+
+
+def compared(speak: "Terminal", run: Path, prompt: str, options: GenerateOptions, as_json: bool) -> None:
+    """Let FP8 and BF16 answer, and show both."""
+    found = api.compare(run, prompt, options)
+    if as_json:
+        end(document(found.fp8) | {"bf16": document(found.bf16), "parts_at": found.parts_at})
+    else:
+        draw(speak, found)
+
+
+def draw(speak: "Terminal", found: "Comparison") -> None:
+    """Show what two answers have in common, and from there on both, side by side."""
+    stream(found.common)
+    end(None)
+    if found.parts_at is None:
+        speak.note(f"FP8 and BF16 give the same {len(found.fp8.tokens)} tokens")
+        return
+    rest = [each.text[len(found.common) :].expandtabs(4).split("\n") for each in (found.fp8, found.bf16)]
+    ours, theirs = (json.dumps(token, ensure_ascii=False) for token in (found.fp8_token, found.bf16_token))
+    speak.say(f"They part at token {found.parts_at + 1}: FP8 {ours}, BF16 {theirs}")
+    speak.table("Then", ("FP8", "BF16"), list(zip_longest(*rest, fillvalue="")))

@@ -1,0 +1,157 @@
+"""Sequences in flight in host memory, for a runtime that reads and writes NumPy arrays where they lie.
+
+A decode step is a call with nothing left to do: its inputs and outputs are bound once for each number of rows, the mask
+is kept up by the one slot that a token fills, and only this step's keys and values are written, by position, into the
+buffers that the next one reads. Prompts come in ever new shapes, so their chunks are wrapped as they come.
+
+Copied as it is into Triton repositories: imports only NumPy and the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cache import CacheLayout, HostCache, KeyValues
+
+#: Capacities are multiples of this, so that runtimes meet few shapes.
+CAPACITY_STEP = 64
+#: A cache of so many times what can be filled is given up for a smaller one: attention reads every slot.
+WASTE = 4
+
+
+def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The graph's mask [batch, capacity + seq]: the `filled` [batch] first slots of each row, then which new tokens are
+    `real` [batch, seq].
+    """
+    return np.concatenate([np.arange(capacity) < filled[:, None], real], axis=1).astype(np.int64)
+
+
+class HostGraph(Protocol):
+    """What runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
+
+    layout: CacheLayout
+    vocabulary: int
+
+    def new_cache(self, rows: int, capacity: int) -> HostCache:
+        """Make an empty cache."""
+
+    def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        """A step that reads and writes arrays where they lie."""
+
+    def forward(
+        self,
+        input_ids: NDArray[np.int64],
+        attention_mask: NDArray[np.int64],
+        position_ids: NDArray[np.int64],
+        past: KeyValues | None = None,
+    ) -> tuple[NDArray[np.float32], KeyValues]:
+        """Run the graph once."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A decode step of a number of rows: what it reads, how it is run, what it writes. `mask` shows the `shown` [count]
+    first slots of each row.
+    """
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    shown: NDArray[np.int64]
+    mask: NDArray[np.int64]
+    run: Callable[[], None]
+    logits: NDArray[np.float32]
+    new: KeyValues
+
+
+class HostBatch:
+    """A `sessions.Batch`; see there for what each method does."""
+
+    def __init__(self, session: HostGraph, rows: int, positions: int):
+        """Room for `rows` sequences of at most `positions`; memory is taken as it is needed."""
+        self._session, self._rows, self._positions = session, rows, positions
+        self._cache: HostCache | None = None
+        self._steps: dict[int, _Step] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row, none while there is no cache."""
+        return self._cache.capacity if self._cache else 0
+
+    def reserve(self, needed: int, most: int, rows: int) -> None:
+        """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
+        held = self.capacity
+        if needed <= held <= WASTE * self._whole(most):
+            return
+        capacity = self._whole(min(max(needed, 2 * held), most))
+        if self._cache is None:
+            self._cache = self._session.new_cache(self._rows, capacity)
+        else:
+            self._cache.resize(capacity, rows)
+        self._steps.clear()
+
+    def _whole(self, positions: int) -> int:
+        """`positions`, rounded up to whole steps, but not beyond what a sequence may have."""
+        return min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, self._positions)
+
+    def prefill(
+        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Take in a chunk of prompts; what padding gives is not kept."""
+        cache, count = self._held(), len(tokens)
+        inside = np.arange(tokens.shape[1]) < lengths[:, None]
+        positions = filled[:, None] + np.minimum(np.arange(tokens.shape[1]), lengths[:, None] - 1)
+        # nothing is filled before the first chunk: spare attention the buffer
+        past = cache.past(first, count) if filled.any() else None
+        mask = attention_mask(filled, cache.capacity if past else 0, inside)
+        logits, new = self._session.forward(tokens, mask, positions, past)
+        for row, length in enumerate(lengths.tolist()):
+            values = [value[row : row + 1, :, :length] for value in new]
+            cache.write(first + row, positions[row : row + 1, :length], values)
+        return logits[np.arange(count), lengths - 1]
+
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Take in a token of each row; the logits lie where the next call of as many rows writes its own."""
+        count = len(tokens)
+        step = self._steps.get(count) or self.bound(count)
+        step.tokens[:, 0], step.positions[:, 0] = tokens, filled
+        for row, (before, now) in enumerate(zip(step.shown.tolist(), filled.tolist(), strict=True)):
+            step.mask[row, min(before, now) : max(before, now)] = now > before
+        step.shown[:] = filled
+        step.run()
+        self._held().write(0, step.positions, step.new)
+        return step.logits
+
+    def bound(self, count: int) -> _Step:
+        """The step of `count` rows, made once for each capacity."""
+        cache, layout = self._held(), self._session.layout
+        tokens, positions = np.zeros((count, 1), np.int64), np.zeros((count, 1), np.int64)
+        mask = np.zeros((count, cache.capacity + 1), np.int64)
+        mask[:, -1] = 1  # the new token
+        logits = np.empty((count, 1, self._session.vocabulary), np.float32)
+        new: list[NDArray[Any]] = [
+            np.empty((count, heads, 1, size), dtype)
+            for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)
+        ]
+        run = self._session.bind([tokens, mask, positions, *cache.past(0, count)], [logits, *new])
+        self._steps[count] = _Step(tokens, positions, np.zeros(count, np.int64), mask, run, logits[:, 0], new)
+        return self._steps[count]
+
+    def _held(self) -> HostCache:
+        assert self._cache is not None, "reserve comes first"
+        return self._cache
+
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Let row `target` hold the `filled` first positions of row `source`."""
+        self._held().move(source, target, filled)
+
+    def wipe(self, row: int) -> None:
+        """Let a row hold zeros."""
+        self._held().wipe(row)
+
+    def clear(self) -> None:
+        """Forget all rows, and give the memory back."""
+        self._cache = None
+        self._steps.clear()

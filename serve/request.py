@@ -1,0 +1,218 @@
+"""What is asked of the loop and what comes back: requests, whose values and sizes are held to bounds before any work is
+done for them, and pieces of their answers.
+
+Whoever sends a request is not trusted: tokenizing takes time by the character and every stop word is looked for in
+every piece of text, so both are bounded here, before a tokenizer sees the prompt.
+
+Copied as it is into Triton repositories: imports only NumPy and its neighbours in this folder.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sampling import Sampling, choose, log_probabilities
+from .text import TextStream, Vocabulary
+
+#: A prompt of more characters than this for each of the model's positions is refused untokenized.
+CHARACTERS_A_POSITION = 16
+MOST_STOP_WORDS, MOST_STOP_CHARACTERS = 16, 256
+#: Log-probabilities that may be asked for with each token, as in OpenAI's API.
+MOST_LOGPROBS = 20
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as it is."""
+
+
+class BusyError(RuntimeError):
+    """There are as many requests already as may wait; the same one may be served later."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate; the fields mean what they mean in OpenAI's completions API.
+
+    `prompt`: text, or token ids taken as they are. `max_tokens` bounds the tokens produced, the end-of-text token
+    included; prompt and answer together are bounded by the model's positions besides. `temperature` 0 takes the best
+    token. Without a `seed` every run draws other tokens. `logprobs`: how many of the best tokens to tell with each
+    token, beside its own (None: none of it). `ignore_end`: go on after the end-of-text token, as measuring wants it.
+    Raises RequestError for values out of range.
+    """
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int = 16
+    stop_words: tuple[str, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_end: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each value; NaN is in no range."""
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _check("temperature", self.temperature, 0.0 <= self.temperature < np.inf, "0 or more, and finite")
+        _check("top_p", self.top_p, 0.0 <= self.top_p <= 1.0, "from 0 to 1")
+        _check("frequency_penalty", self.frequency_penalty, -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2")
+        _check("presence_penalty", self.presence_penalty, -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2")
+        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1")
+        most = MOST_LOGPROBS
+        _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= most, f"from 0 to {most}")
+        self._check_stop_words()
+
+    def _check_stop_words(self) -> None:
+        count, longest = len(self.stop_words), max(map(len, self.stop_words), default=0)
+        if count > MOST_STOP_WORDS or longest > MOST_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop_words are {count:,}, the longest of {longest:,} characters; there may be at most "
+                f"{MOST_STOP_WORDS}, of at most {MOST_STOP_CHARACTERS} characters"
+            )
+        _check("stop_words", list(self.stop_words), all(self.stop_words), "without an empty one")
+
+    @property
+    def sampling(self) -> Sampling:
+        """The part of the request that chooses among the logits."""
+        return Sampling(self.temperature, self.top_p, self.frequency_penalty, self.presence_penalty)
+
+
+def _check(name: str, value: object, good: bool, rule: str) -> None:
+    if not good:
+        raise RequestError(f"{name} is {value}; it must be {rule}")
+
+
+class Piece(NamedTuple):
+    """What one step added to one request.
+
+    `ticket` is what `submit` returned; `token` the id that was chosen. `text` may be empty while characters or stop
+    words are incomplete. `finish_reason` is None until the last piece: `stop` after the end-of-text token or a stop
+    word, `length` at max_tokens or the model's last position, `error` when this request alone could not be gone on
+    with, for the reason `error`; such a piece has no token of its own, and repeats the one before. `output_tokens` were
+    produced so far, this one included. `logprob` is the token's own, and `best` the (id, logprob) of the best ones,
+    both where the request asks for them.
+    """
+
+    ticket: int
+    token: int
+    text: str
+    finish_reason: FinishReason | None
+    input_tokens: int
+    output_tokens: int
+    logprob: float | None = None
+    best: tuple[tuple[int, float], ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The whole answer to one request: its text, and the ids of all tokens produced, the end-of-text token included."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    input_tokens: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request and the token ids of its prompt, which fit the model."""
+
+    request: Request
+    prompt: tuple[int, ...]
+
+
+def prepare(request: Request, vocabulary: Vocabulary, positions: int, tokens: int) -> Prepared:
+    """Tokenize `request` for a model of so many `positions` and `tokens`; needs no generator, so any thread may do it.
+
+    Raises RequestError when the prompt has no tokens, leaves no position for an answer, is so long that it is not even
+    tokenized, or has tokens that the model does not have.
+    """
+    prompt, most = request.prompt, CHARACTERS_A_POSITION * positions
+    if isinstance(prompt, str) and len(prompt) > most:
+        raise RequestError(
+            f"the prompt has {len(prompt):,} characters, more than {most:,}, and the model {positions} positions for "
+            "prompt and answer; shorten it"
+        )
+    ids = tuple(vocabulary.encode(prompt) if isinstance(prompt, str) else prompt)
+    if not ids:
+        raise RequestError("the prompt has no tokens; write something to continue")
+    if len(ids) >= positions:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and the model {positions} positions for prompt and answer; shorten it "
+            f"to {positions - 1} tokens or fewer"
+        )
+    if min(ids) < 0 or max(ids) >= tokens:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestError(f"the prompt has the token {wrong}, and the model's go from 0 to {tokens - 1}")
+    return Prepared(request, ids)
+
+
+@dataclass
+class Row:
+    """A request in flight. `filled` slots of its row in the cache hold positions; `last` is the token to feed next;
+    `turn` the step that last took in some of its prompt, or that it came in after.
+    """
+
+    ticket: int
+    request: Request
+    prompt: tuple[int, ...]
+    limit: int
+    text: TextStream
+    end: frozenset[int]
+    ended: bool = False
+    failed: bool = False
+    counts: Counter[int] = field(default_factory=Counter)
+    produced: int = 0
+    filled: int = 0
+    last: int = 0
+    turn: int = 0
+    random: np.random.Generator | None = None
+
+    def __post_init__(self) -> None:
+        """Take out of the request what every token needs."""
+        self.sampling = self.request.sampling
+
+    @property
+    def answering(self) -> bool:
+        """Whether the whole prompt is taken in."""
+        return self.produced > 0
+
+    def advance(self, logits: NDArray[np.float32]) -> Piece:
+        """Choose the next token from `logits` [vocabulary].
+
+        Whatever is wrong with them or with the text is told in the piece: it is this request's misfortune alone.
+        """
+        try:
+            return self._accept(logits)
+        except BaseException as error:  # noqa: BLE001  # tokenizers may panic in Rust, and the others must go on
+            self.ended = self.failed = True
+            told = f"{type(error).__name__}: {error}"
+            return Piece(self.ticket, self.last, "", "error", len(self.prompt), self.produced, error=told)
+
+    def _accept(self, logits: NDArray[np.float32]) -> Piece:
+        request = self.request
+        if self.random is None and request.temperature:
+            self.random = np.random.default_rng(request.seed)
+        token = choose(logits, self.sampling, self.counts, self.random)
+        logprob, best = (None, ()) if request.logprobs is None else log_probabilities(logits, token, request.logprobs)
+        self.last = token
+        self.produced += 1
+        self.counts[token] += 1
+        ends = token in self.end
+        text = "" if ends else self.text.push(token)
+        reason: FinishReason | None = None
+        if ends or self.text.stopped:
+            reason = "stop"
+        elif self.produced == self.limit:
+            reason = "length"
+        if reason:
+            self.ended = True
+            text += self.text.flush()
+        return Piece(self.ticket, token, text, reason, len(self.prompt), self.produced, logprob, best)

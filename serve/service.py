@@ -1,0 +1,215 @@
+"""The loop for several threads: whoever has a request hands it in and is told of each piece; one thread steps.
+
+    submit (any thread) -> tokenize (a few threads) -> the inbox -> step (one thread) -> receive(piece)
+
+Tokenizing a long prompt takes longer than many steps, so it happens beside them. What a client brings may fail in its
+own way (a callback that raises, a question whether it has gone that does): that ends its own request and no other. A
+failure of the session ends those in flight, and those who wait start afresh.
+
+Copied as it is into Triton repositories: imports only its neighbours in this folder.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from .generate import GenerationError, Generator
+from .request import BusyError, Piece, Prepared, Request, RequestError
+
+LOG = logging.getLogger("fp8q")
+#: Threads that tokenize; the library lets the others go on meanwhile.
+TOKENIZERS = 2
+#: Requests that may be here beside those that a batch holds.
+MAX_WAITING = 256
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there are no more pieces of a request: it was refused as it was given, nobody waits for it any more, or it
+    broke off.
+    """
+
+    reason: str
+    kind: Literal["refused", "cancelled", "failed"]
+
+
+Receive = Callable[[Piece | Failed], None]
+
+
+class Ongoing:
+    """A request that was handed in."""
+
+    def __init__(self, service: "Service", receive: Receive, gone: Callable[[], bool] | None):
+        """Whom to tell, and whom to ask whether anybody still waits."""
+        self._service, self.receive, self.gone = service, receive, gone
+        self.ticket: int | None = None
+        self.over = False
+
+    def cancel(self) -> None:
+        """Let it go, from any thread: its row is free before the next step, and it is told of nothing after that."""
+        self._service.run_between_steps(lambda: self._service.end(self))
+
+
+class Service:
+    """One `Generator`, shared by threads: `submit` and `stream` hand requests in."""
+
+    def __init__(self, generator: Generator, max_waiting: int = MAX_WAITING):
+        """Step `generator`, which is nobody else's from now on, and whose own queue has no bound. At most `max_waiting`
+        requests are here beside as many as its batch holds.
+        """
+        self._generator = generator
+        self._most = generator.max_batch + max_waiting
+        self._here = 0
+        self._lock = threading.Lock()
+        self._closing = False
+        self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "fp8q-tokenize")
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ongoing: dict[int, Ongoing] = {}
+        self._thread = threading.Thread(target=self._serve, name="fp8q-step", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests are being answered, and how many wait, as far as another thread can tell."""
+        flying = self._generator.load[0]
+        return flying, max(self._here - flying, 0)
+
+    def submit(self, request: Request, receive: Receive, gone: Callable[[], bool] | None = None) -> Ongoing:
+        """Hand in a request.
+
+        `receive` is called with each piece, the last one having a finish_reason, or with one Failed in the place of the
+        last: in the stepping or a tokenizing thread, so it hands on and returns. `gone` is asked before each step
+        whether nobody waits any more. Raises BusyError when as many requests are here as may be, or the service closes.
+        """
+        with self._lock:
+            if self._closing:
+                raise BusyError("the service is closing; ask another")
+            if self._here >= self._most:
+                raise BusyError(f"{self._here} requests are here already; try again later")
+            self._here += 1
+            ongoing = Ongoing(self, receive, gone)
+            self._tokenizing.submit(self._prepare, request, ongoing)
+        return ongoing
+
+    def stream(self, request: Request) -> Iterator[Piece]:
+        """The pieces of an answer as they come; whoever stops early cancels the request.
+
+        Raises BusyError as `submit` does, RequestError for a request that cannot be served, GenerationError for an
+        answer that breaks off.
+        """
+        pieces: queue.SimpleQueue[Piece | Failed] = queue.SimpleQueue()
+        ongoing = self.submit(request, pieces.put)
+        try:
+            while True:
+                piece = pieces.get()
+                if isinstance(piece, Failed):
+                    raise (RequestError if piece.kind == "refused" else GenerationError)(piece.reason)
+                yield piece
+                if piece.finish_reason:
+                    return
+        finally:
+            ongoing.cancel()
+
+    def close(self) -> None:
+        """Take no more requests, answer those that are here, and end the threads."""
+        with self._lock:
+            self._closing = True
+        self._tokenizing.shutdown()
+        self.run_between_steps(lambda: None)
+        self._thread.join()
+
+    def run_between_steps(self, action: Callable[[], None]) -> None:
+        """Let the stepping thread do this before it steps again."""
+        self._inbox.put(action)
+
+    def end(self, ongoing: Ongoing, told: Failed | None = None) -> None:
+        """Let a request go, in the stepping thread; `told`: what its client hears last."""
+        if ongoing.over:
+            return
+        ongoing.over = True
+        with self._lock:
+            self._here -= 1
+        if ongoing.ticket is not None:
+            self._generator.cancel(ongoing.ticket)
+            del self._ongoing[ongoing.ticket]
+        if told:
+            _tell(ongoing, told)
+
+    def _prepare(self, request: Request, ongoing: Ongoing) -> None:
+        """Tokenize, in a thread of the pool, and let the stepping thread go on."""
+        told = None
+        try:
+            ready = self._generator.prepare(request)
+        except RequestError as error:
+            told = Failed(str(error), "refused")
+        except BaseException as error:  # noqa: BLE001  # what tokenizers cannot read may end in a panic, which is no Exception
+            told = Failed(f"the prompt cannot be tokenized: {type(error).__name__}: {error}", "refused")
+        self.run_between_steps((lambda: self.end(ongoing, told)) if told else (lambda: self._admit(ready, ongoing)))
+
+    def _admit(self, ready: Prepared, ongoing: Ongoing) -> None:
+        if not ongoing.over:
+            ongoing.ticket = self._generator.submit(ready)
+            self._ongoing[ongoing.ticket] = ongoing
+
+    def _serve(self) -> None:
+        """Do what came in, and step, until the service closes and all are answered."""
+        while self._here or not self._closing:
+            try:
+                self._inbox.get(block=not self._generator.busy)()
+            except queue.Empty:
+                self._step()
+
+    def _step(self) -> None:
+        for ongoing in [each for each in self._ongoing.values() if each.gone]:
+            self._ask(ongoing)
+        try:
+            pieces = self._generator.step()
+        except (
+            BaseException
+        ) as error:  # a panic in Rust is no Exception, and without this thread all would wait for ever
+            LOG.exception("generation failed")
+            told = Failed(f"generation failed: {type(error).__name__}: {error}", "failed")
+            for ticket in self._generator.drop():
+                self.end(self._ongoing[ticket], told)
+            return
+        for piece in pieces:
+            self._hand_on(self._ongoing[piece.ticket], piece)
+
+    def _ask(self, ongoing: Ongoing) -> None:
+        """Let a request go that nobody waits for, or that cannot say so."""
+        try:
+            gone = ongoing.gone is not None and ongoing.gone()
+        except Exception as error:  # the client's own
+            LOG.exception("whether a client has gone cannot be told")
+            self.end(ongoing, Failed(f"whether the client has gone cannot be told: {error}", "failed"))
+            return
+        if gone:
+            self.end(ongoing, Failed("the client cancelled the request", "cancelled"))
+
+    def _hand_on(self, ongoing: Ongoing, piece: Piece) -> None:
+        if piece.error is not None:
+            LOG.error("generation failed for one request: %s", piece.error)
+            self.end(ongoing, Failed(f"generation failed: {piece.error}", "failed"))
+            return
+        taken = _tell(ongoing, piece)
+        if piece.finish_reason or not taken:
+            self.end(ongoing)
+
+
+def _tell(ongoing: Ongoing, told: Piece | Failed) -> bool:
+    """Call the client back; whether it took what it was told."""
+    try:
+        ongoing.receive(told)
+    except Exception:  # the client's own
+        LOG.exception("a response could not be sent")
+        return False
+    return True
