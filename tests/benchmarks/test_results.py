@@ -19,6 +19,7 @@ NOT_MEASURED = (
     "| `--method` | clip | saturates |",
     "| what | how it is read |",
     "| file | what of it | bounds |",
+    "| `--runtime` | runs |",
     "| runtime | builds for | where | what was run |",
     "| | batch | seq (tokens in this step) | capacity (slots of the past) |",
     "| engine | what `fp8q engine` says |",
