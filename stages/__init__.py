@@ -21,6 +21,7 @@ Of what is there, without writing:
     opening     a run, opened: the one place that says it is none, or a part
     inspecting  `fp8q inspect`: every module, and what stands out
     engines     `fp8q engine`: what engines run, read from them anew
+    generating  `fp8q generate`: text from its FP8 model, from the BF16 model it was made of, or from both
     linting     `fp8q lint`: an ONNX file against the rules, and a run's promises
 
 For all of them:
