@@ -7,7 +7,7 @@ by default), and does nothing that a finished stage of the same inputs, options 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from .options import (
     GenerateOptions,
     RescaleOptions,
     ScaleOptions,
+    TritonOptions,
     ValidateOptions,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -31,7 +32,6 @@ from .quantize.scales import load_scales, tensor_scale
 from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.local import answer
-from .serve.repository import TritonOptions
 from .serve.request import Completion
 from .stages import (
     ahead,
@@ -39,6 +39,7 @@ from .stages import (
     building,
     choosing,
     corpora,
+    deploying,
     engines,
     generating,
     graphs,
@@ -358,15 +359,11 @@ def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions(
 
 @alone("path")
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
-    """Write the Triton model repository of the run at `path`; returns its files."""
-    from .serve.repository import write_repository
+    """Write the Triton model repository of the run at `path`, in RUN/triton or at `options.out`; returns its files.
 
-    found, notes = open_run(path), Notes(progress)
-    inputs, chosen = graphs.fp8_files(found), asdict(options)
-    if not found.is_current("triton", inputs, chosen):
-        with stage(found, "triton", inputs, chosen, notes) as log:
-            log.outputs += write_repository(found, options, notes)
-    return [found.root / name for name in found.record().stages["triton"].outputs]
+    Raises InputError for a directory there that is not empty and that fp8q did not write.
+    """
+    return deploying.deploy(open_run(path), options, Notes(progress))
 
 
 @alone("path")

@@ -27,6 +27,7 @@ from ..options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    TritonOptions,
     ValidateOptions,
 )
 from . import config
@@ -300,13 +301,15 @@ def generate(
 
 
 @app.command
-def triton(run: RunPath, /, *, common: Common = Common()) -> None:
-    """Write a Triton model repository that serves the model."""
+def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common: Common = Common()) -> None:
+    """Write a Triton model repository that serves the model, in the run or elsewhere: with Dockerfile and README, and
+    the plain engine beside the model where TensorRT built one.
+    """
     from .. import api
 
     speak = terminal()
     with showing(speak, run, common):
-        api.triton(run, progress=speak)
+        api.triton(run, options, speak)
 
 
 @app.command

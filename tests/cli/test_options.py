@@ -24,6 +24,7 @@ from fp8q.options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    TritonOptions,
     ValidateOptions,
 )
 
@@ -36,6 +37,7 @@ CLASSES = (
     ValidateOptions,
     GenerateOptions,
     EngineOptions,
+    TritonOptions,
     Common,
 )
 #: What a command must be given.

@@ -10,6 +10,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -20,6 +21,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from fp8q.export.engine.info import EngineInfo
+from fp8q.export.engine.profiles import profiles
+from fp8q.files import write_document
 from fp8q.run import Run
 from fp8q.serve.generate import Generator
 from fp8q.serve.sessions import OnnxRuntimeSession
@@ -118,6 +122,8 @@ def counting_graph(cache: str) -> onnx.ModelProto:
     model = parser.parse_model(text)
     for value in (*model.graph.input, *model.graph.output):
         value.name = NAMES.get(value.name, value.name)
+        if value.name == "attention_mask":
+            value.type.tensor_type.shape.dim[1].dim_param = "capacity + seq"
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [NAMES.get(name, name) for name in names]
@@ -198,3 +204,44 @@ def counting_run(tmp_path: Path) -> Run:
     with run.stage("export", {}, {}) as log:
         log.outputs.append(run.onnx_fp32)
     return run
+
+
+#: The first bytes of a plan as TensorRT 10.16.1.11 writes them, and some more.
+PLAN = b"ftrt" + bytes(20) + bytes([10, 16, 1, 11]) + bytes(100)
+
+
+def record_engine(
+    run: Run, version: str = "10.16.1.11", runtime: Literal["tensorrt", "tensorrt-rtx"] = "tensorrt"
+) -> None:
+    """Record an engine for sm90, of up to 4 rows of up to 32 tokens, that is no more than its first bytes."""
+    graph = {"model/model.onnx": run.record().stages["export"].outputs["model/model.onnx"]}
+    with run.stage("build-engine", graph, {"runtime": runtime}) as log:
+        run.engines.mkdir(exist_ok=True)
+        plan, described = (run.engines / f"sm90.{kind}" for kind in ("plan", "json"))
+        plan.write_bytes(PLAN)
+        info = EngineInfo(
+            runtime=runtime, version=version, target="sm90", bytes=len(PLAN), promised_products=1, fp8_products=1,
+            wide_products=[], evidence="inspector", profiles=list(profiles(4, 32)), build_seconds=1.0,
+        )  # fmt: skip
+        write_document(described, info)
+        log.outputs += [plan, described]
+
+
+@pytest.fixture
+def wide_run(tmp_path: Path) -> Run:
+    """A run like `counting_run` whose cache is not in FP8, with both graphs (the same one), and no engine."""
+    run = Run(tmp_path / "run")
+    with run.stage("quantize", {}, {}, {"name": "someone/counting", "fingerprint": "0"}) as log:
+        write_counting_model(run.model, "off", positions=40)
+        log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
+    with run.stage("export", {}, {}) as log:
+        run.onnx.write_bytes(run.onnx_fp32.read_bytes())
+        log.outputs += [run.onnx, run.onnx_fp32]
+    return run
+
+
+@pytest.fixture
+def engine_run(wide_run: Run) -> Run:
+    """`wide_run` with an engine of TensorRT."""
+    record_engine(wide_run)
+    return wide_run
