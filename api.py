@@ -268,12 +268,12 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     return found
 
 
-def lint(path: Path, run: Path | None = None) -> linting.Linted:
-    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is
-    returned, and nothing is raised for it.
+def lint(path: Path, run: Path | None = None) -> linting.Linted | linting.LintedRun:
+    """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
+    repository, or all that a run holds; what is found is returned, and nothing is raised for it.
 
     The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
-    that lies elsewhere. Needs no torch.
+    that lies elsewhere. Needs no torch and no server.
     """
     return linting.lint(Path(path), open_run(run) if run else None)
 

@@ -41,9 +41,9 @@ from .arguments import (
     Delayed,
     EvalData,
     Json,
+    LintPath,
     Model,
     OfRun,
-    OnnxPath,
     OtherData,
     Out,
     PlanFile,
@@ -221,9 +221,9 @@ def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common:
 
 
 @app.command
-def lint(path: OnnxPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
-    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine.
-    docs/lint.md explains the rules.
+def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
+    """Check an FP8 ONNX graph, a Triton repository, or all that a run holds against what is known to go wrong on the
+    way to an engine and to a server. docs/lint.md explains the rules.
     """
     from .. import api
     from ..stages.linting import check_findings

@@ -190,6 +190,24 @@ def test_the_plain_engine_of_a_whole_model_has_triton_types_but_for_its_fp8_cach
     assert [tuple(entry.dims) for entry in config.input if entry.name == caches[0]] == [(2, -1, 64)]
 
 
+def test_the_lint_of_a_whole_run_has_no_findings_and_looks_at_all_of_it(
+    demo_run: Run, fp8q: Callable[..., Any]
+) -> None:
+    found = fp8q("lint", demo_run.root)
+    assert (found.code, found.err) == (0, "")
+    graph = f"opset 23, 30 products, 28 on FP8 codes on both sides; held against {demo_run.scales}"
+    assert found.out.splitlines() == [
+        f"{demo_run.onnx}: {graph}",
+        "no findings",
+        f"{demo_run.onnx_fp32}: {graph}",
+        "no findings",
+        f"{demo_run.root}: engines: sm89, sm120",
+        "no findings",
+        f"{demo_run.triton}: a Triton repository of checkpoint",
+        "no findings",
+    ]
+
+
 def test_onnx_itself_takes_every_graph_though_a_repository_was_written(demo_run: Run) -> None:
     graphs = [demo_run.onnx, demo_run.onnx_fp32, *demo_run.triton.rglob("*.onnx")]
     assert len(graphs) == 3

@@ -227,10 +227,9 @@ def record_engine(
         log.outputs += [plan, described]
 
 
-@pytest.fixture
-def wide_run(tmp_path: Path) -> Run:
+def make_wide_run(root: Path) -> Run:
     """A run like `counting_run` whose cache is not in FP8, with both graphs (the same one), and no engine."""
-    run = Run(tmp_path / "run")
+    run = Run(root)
     with run.stage("quantize", {}, {}, {"name": "someone/counting", "fingerprint": "0"}) as log:
         write_counting_model(run.model, "off", positions=40)
         log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
@@ -238,6 +237,12 @@ def wide_run(tmp_path: Path) -> Run:
         run.onnx.write_bytes(run.onnx_fp32.read_bytes())
         log.outputs += [run.onnx, run.onnx_fp32]
     return run
+
+
+@pytest.fixture
+def wide_run(tmp_path: Path) -> Run:
+    """Such a run of a test's own."""
+    return make_wide_run(tmp_path / "run")
 
 
 @pytest.fixture
