@@ -27,7 +27,7 @@ from ..options import TritonOptions, model_name
 from ..reporter import Reporter
 from ..run import Run
 from .engine_model import DESCRIPTION, PLAN, SUFFIX, EngineModel, engine_config
-from .images import PINS, TEMPLATES, dockerfile, image_name
+from .images import PINS, TEMPLATES, dockerfile, image_name, release_in
 from .ownership import own
 from .triton_schema import import_schema
 
@@ -93,10 +93,10 @@ def write_repository(run: Run, options: TritonOptions, report: Reporter, engine:
             for plan in plans:
                 share(plan, folder / "1" / PLAN)
                 advance(1)
-        (partial / "README.md").write_text(readme(name, options, engine), encoding="utf-8")
         built_by = engine.model.tensorrt if engine else None
-        text = dockerfile(name, built_by, awaits_plan=engine is not None and not plans)
-        (partial / "Dockerfile").write_text(text, encoding="utf-8")
+        image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans)
+        (partial / "Dockerfile").write_text(image, encoding="utf-8")
+        (partial / "README.md").write_text(readme(name, options, engine, image), encoding="utf-8")
         own(partial)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
@@ -115,27 +115,22 @@ def _write_model(folder: Path, config: str, weights: list[Path], advance: Callab
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
 
 
-def readme(name: str, options: TritonOptions, engine: Engine | None) -> str:
-    """The repository's own README.md."""
+def readme(name: str, options: TritonOptions, engine: Engine | None, image: str) -> str:
+    """The repository's own README.md; `image`: its Dockerfile."""
     awaits = engine is not None and engine.plan is None
-    given = " --build-arg TRITON=YY.MM" if "\nARG TRITON\n" in dockerfile(name, _version(engine), awaits) else ""
     alone = f" --model-control-mode=explicit --load-model={name}" if awaits else ""
     return _template("triton_readme.md").substitute(
         name=name,
         image=image_name(name),
         max_batch=options.max_batch,
         both=f" Beside it lies `{name}{SUFFIX}`, the plain engine." if engine else "",
-        build=given,
+        build="" if release_in(image) else " --build-arg TRITON=YY.MM",
         gpus=" --gpus=all" if engine else "",
         serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
         serve_bare=alone,
         packages=" ".join(f"{package}=={version}" for package, version in PINS.items()),
         engine=_engine_section(name, engine) if engine else "",
     )
-
-
-def _version(engine: Engine | None) -> str | None:
-    return engine.model.tensorrt if engine else None
 
 
 def _engine_section(name: str, engine: Engine) -> str:

@@ -158,6 +158,6 @@ def is_regular(path: Path) -> bool:
     return True
 
 
-def why(error: InputError, path: Path) -> str:
+def why(error: Exception, path: Path) -> str:
     """What is wrong with a file, without its name and the remedy."""
     return str(error).removeprefix(f"{path}: ").partition("; ")[0]

@@ -12,7 +12,7 @@ from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
 from ...export.lint.loading import load_graph
 from ...export.lint.rules import Broken, Promise
-from ...files import regular_file
+from ...files import DAMAGE, regular_file
 from ...run import GRAPH_FP32
 from ..repository import COMPANIONS
 from ..text import ModelFileError, Vocabulary
@@ -138,8 +138,11 @@ def model_files(model: Model) -> Broken:
                 regular_file(file)
             Vocabulary.read(weights)
         except (InputError, ModelFileError) as error:
-            path, _, told = str(error).partition(": ")
-            yield model.place(Path(path)), f"{told.partition('; ')[0]}; {AGAIN}"
+            file = next((file for file in files if str(error).startswith(f"{file}: ")), weights)
+            yield model.place(file), f"{why(error, file)}; {AGAIN}"
+        except DAMAGE as error:
+            told = " ".join(str(error).split()) or type(error).__name__
+            yield model.place(weights), f"the configurations do not say what generation needs ({told}); {AGAIN}"
 
 
 @model_rule("R110", "weights", scope="text")

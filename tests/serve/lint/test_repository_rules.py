@@ -197,6 +197,25 @@ def test_a_tokenizer_that_is_none(good: Run, found: Found) -> None:
     assert line.startswith("error   R109 model-files: chat/1/weights/tokenizer.json: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"model_type": "counting"}', "chat/1/weights/config.json: names no number of positions; "),
+        ("{", "chat/1/weights/config.json: "),
+        (
+            '{"max_position_embeddings": "many"}',
+            "chat/1/weights: the configurations do not say what generation needs (invalid literal for int() with ",
+        ),
+        ('{"text_config": []}', "chat/1/weights: the configurations do not say what generation needs ("),
+    ],
+)
+def test_a_configuration_that_does_not_say_what_generation_needs(good: Run, found: Found, text: str, told: str) -> None:
+    (good.triton / "chat" / "1" / "weights" / "config.json").write_text(text)
+    (line,) = found()
+    assert line.startswith(f"error   R109 model-files: {told}")
+    assert line.endswith(f"; {AGAIN}")
+
+
 def test_weights_of_another_type_do_not_belong_to_the_graph(good: Run, found: Found) -> None:
     (file,) = (good.triton / "chat" / "1" / "weights").glob("*.safetensors")
     data = file.read_bytes()
