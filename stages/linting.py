@@ -3,6 +3,7 @@
 No torch, no GPU, no server, no weight read.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     """
     from ..serve.lint.folder import is_repository
 
-    if not path.is_dir():
+    if not os.path.isdir(path):  # of a name that is too long, too
         return lint_graph(path, run)
     if run is not None:
         raise InputError(f"--run {run.root}: is for an ONNX file, and {path} is a directory; leave it out")

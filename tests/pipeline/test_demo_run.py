@@ -203,7 +203,7 @@ def test_the_lint_of_a_whole_run_has_no_findings_and_looks_at_all_of_it(
         "no findings",
         f"{demo_run.root}: engines: sm89, sm120",
         "no findings",
-        f"{demo_run.triton}: a Triton repository of checkpoint",
+        f"{demo_run.triton}: a Triton repository of demo",
         "no findings",
     ]
 
