@@ -4,21 +4,24 @@ from collections.abc import Callable, Sequence
 
 from ..errors import BackendError, Fp8qError, InputError
 from ..export.lint.check import sound_graph
-from ..run import Run
+from ..options import Precision
+from ..quantize.stored import checkpoint_of
+from ..run import GRAPH_FP32, Run
 from .generate import GenerationError, Generator, complete, completion
 from .request import Completion, Request, RequestError
 from .sessions import Session, SessionError, open_session
 from .text import ModelFileError, Vocabulary
 
 
-def open_run_session(run: Run, runtime: str = "onnxruntime") -> Session:
-    """The FP8 model in `run` on a runtime that needs no torch.
+def open_run_session(run: Run, runtime: str = "onnxruntime", precision: Precision = "fp8") -> Session:
+    """The model in `run` of a precision on a runtime that needs no torch.
 
     Raises InputError when the run has no graph, BackendError when the runtime does not serve.
     """
-    sound_graph(run.require(run.onnx_fp32, "export"))
+    directory = checkpoint_of(run, precision)
+    sound_graph(run.require(directory / GRAPH_FP32, "export" if precision == "fp8" else f"export-{precision}"))
     try:
-        return open_session(run.model, runtime)
+        return open_session(directory, runtime)
     except SessionError as error:
         raise BackendError(str(error)) from error
 

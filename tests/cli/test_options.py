@@ -16,6 +16,7 @@ from fp8q.cli.arguments import Common
 from fp8q.declare import SCALES, Options, between, option
 from fp8q.errors import InputError
 from fp8q.options import (
+    BenchOptions,
     CalibrateOptions,
     Clipping,
     EngineOptions,
@@ -35,6 +36,7 @@ CLASSES = (
     ExportOptions,
     ValidateOptions,
     GenerateOptions,
+    BenchOptions,
     EngineOptions,
     Common,
 )
