@@ -17,6 +17,7 @@ from ..options import Baseline, BenchOptions, Precision
 from ..quantize.cost import largest_batch
 from ..record import library_versions
 from ..run import Run
+from ..serve.cuda import CudaDevice, CudaError
 from ..serve.meter import Held, Meter, open_meter
 from ..serve.rounds import Answers, Contender, measure
 from ..serve.timing import million_tokens_cost, timing
@@ -160,8 +161,10 @@ def _load_library(runtime: str) -> None:
     """Load what runs the models, and have it do something: the memory that this takes is no model's. Whoever opens a
     session says what is missing.
     """
-    with suppress(ImportError):
-        if runtime in TORCH_RUNTIMES:
+    with suppress(ImportError, CudaError):
+        if runtime in FP8_RUNTIMES:
+            CudaDevice()
+        elif runtime in TORCH_RUNTIMES:
             import transformers  # noqa: F401
         elif runtime == "onnxruntime":
             import onnxruntime
