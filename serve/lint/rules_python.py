@@ -26,7 +26,8 @@ STUB, ENVIRONMENT = "triton_python_backend_stub", "EXECUTION_ENV_PATH"
 OWN_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 #: Source that is parsed, in bytes; no model's is longer.
 LARGEST_SOURCE = 4 << 20
-RUNTIMES = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+#: The runtime that `open_session` opens a graph with.
+RUNTIME = "onnxruntime"
 #: Rules about a graph's weights, and about its interface, with which it is served.
 OF_WEIGHTS, INTERFACE = (*PLACES, "F404", "F405", "F406", "F407"), "F306"
 
@@ -111,9 +112,9 @@ def parameters(model: Model) -> Broken:
     for name in ("runtime", "weights", "max_batch"):
         if name not in model.parameters:
             yield model.place(), f"has no parameter {name}; {AGAIN}"
-    runtime, most = model.parameters.get("runtime", RUNTIMES[0]), model.parameters.get("max_batch", "1")
-    if runtime not in RUNTIMES:
-        yield model.place(), f"the runtime {runtime} is none of {', '.join(RUNTIMES)}; set one of them"
+    runtime, most = model.parameters.get("runtime", RUNTIME), model.parameters.get("max_batch", "1")
+    if runtime != RUNTIME:
+        yield model.place(), f"the runtime {runtime} does not run its graph; set {RUNTIME}"
     if not (most.isascii() and most.isdecimal() and int(most[:20]) > 0):
         yield model.place(), f"max_batch is {most!r}, and is a number of requests; set 8, for example"
     if "weights" in model.parameters and not _weights(model):

@@ -18,6 +18,7 @@ from onnxruntime import quantization
 from fp8q import api
 from fp8q.errors import InputError
 from fp8q.run import Run
+from fp8q.stages.linting import Linted
 
 Fp8q = Callable[..., Any]
 Foreign = Callable[..., Path]
@@ -305,6 +306,7 @@ def test_a_scale_that_was_changed_in_the_checkpoint_is_found(fp8q: Fp8q, demo_ru
     run.onnx.write_bytes(model.SerializeToString())
     linted = api.lint(run.onnx)
     assert {finding.rule for finding in linted.findings} == {"F206"}
+    assert isinstance(linted, Linted)
     assert linted.promised_by == run.scales
 
 
