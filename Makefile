@@ -19,7 +19,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz triton hostile repository install lint format benchmarks clean
+.PHONY: help demo test fuzz install lint format benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -44,6 +44,7 @@ fuzz: install
 	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
 
 # The server and its environment go into .venv/triton, once.
+.PHONY: triton hostile repository
 RUN ?= runs/demo
 PORT ?= 8000
 CASES ?= 5000

@@ -38,16 +38,15 @@ DEMO = ROOT / "examples" / "demo"
 SHARED = ROOT.parent / "shared"
 
 
-#: Files of tests, and folders of them, that share what is made once: one worker's, where several work.
-TOGETHER = {"pipeline/test_forms.py": "pipeline/test_architectures.py", "serve/real": "serve/test_local.py"}
+#: Files of tests that share what is made once: one worker's, where several work.
+TOGETHER = {"pipeline/test_forms.py": "pipeline/test_architectures.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each file to one worker, and skip what is marked `gpu` where the driver finds none."""
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent)
-        group = TOGETHER.get(str(path)) or TOGETHER.get(str(path.parent)) or str(path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        file = str(item.path.relative_to(Path(__file__).parent))
+        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(file, file)))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
 
