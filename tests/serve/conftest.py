@@ -317,15 +317,32 @@ def on_device() -> Callable[..., tuple[DeviceBatch, HostDevice, HostProgram]]:
     return opened
 
 
+@pytest.fixture(scope="session")
+def counting_run_at() -> Callable[[Path, int], Run]:
+    """`counting_run_at(root, positions)`: a run of the counting model there."""
+    return make_counting_run
+
+
+@pytest.fixture(scope="session")
+def counting_model_at() -> Callable[[Path, str, int], None]:
+    """`counting_model_at(directory, cache, positions)`: the counting model's files there."""
+    return write_counting_model
+
+
 @pytest.fixture
 def counting_run(tmp_path: Path) -> Run:
-    """A run whose checkpoint is the counting model with an FP8 cache and 40 positions, recorded as the stages that
-    write one record it.
+    """A run of the counting model with 40 positions."""
+    return make_counting_run(tmp_path / "run", 40)
+
+
+def make_counting_run(root: Path, positions: int) -> Run:
+    """A run at `root` whose checkpoint is the counting model with an FP8 cache, recorded as the stages that write one
+    record it.
     """
-    run = Run(tmp_path / "run")
+    run = Run(root)
     model = {"name": "someone/Counting Model", "fingerprint": "0"}
     with run.stage("quantize", {}, {}, model) as log:
-        write_counting_model(run.model, "fp8", positions=40)
+        write_counting_model(run.model, "fp8", positions)
         log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
     with run.stage("export", {}, {}) as log:
         log.outputs.append(run.onnx_fp32)
