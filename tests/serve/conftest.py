@@ -323,12 +323,6 @@ def counting_run_at() -> Callable[[Path, int], Run]:
     return make_counting_run
 
 
-@pytest.fixture(scope="session")
-def counting_model_at() -> Callable[[Path, str, int], None]:
-    """`counting_model_at(directory, cache, positions)`: the counting model's files there."""
-    return write_counting_model
-
-
 @pytest.fixture
 def counting_run(tmp_path: Path) -> Run:
     """A run of the counting model with 40 positions."""

@@ -1,5 +1,5 @@
-"""One real Triton server for all tests of this folder (one a worker), started by the first of them; each model is loaded
-where a test first asks for it.
+"""One real Triton server for all tests of this folder (one a worker), started by the first of them; each model is
+loaded where a test first asks for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 from clients import Grpc, Http
 from tritonserver import BACKENDS, Server, UnavailableError, install, serving
 
+from fp8q.options import TritonOptions
 from fp8q.reporter import SILENT
-from fp8q.serve.repository import TritonOptions, write_repository
+from fp8q.serve.repository import write_repository
 
 if TYPE_CHECKING:
     from fp8q.run import Run

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from clients import PATIENCE, Http
-from google.protobuf import text_format
 from httpx import HTTPStatusError
-from tritonclient.grpc import InferenceServerClient, InferInput, model_config_pb2
+from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import np_to_triton_dtype
+
+from fp8q import api
+
+from ..conftest import make_wide_run, record_engine
 
 if TYPE_CHECKING:
     from tritonserver import Server
@@ -68,24 +72,29 @@ def test_an_unloaded_model_finishes_what_it_began_and_comes_back(http: Http, cou
     assert http.text(counting_model, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
 
 
+def test_the_client_in_the_repositorys_readme_streams(triton: Server, wide_run: Run, counting_model: str) -> None:
+    api.triton(wide_run.root, api.TritonOptions(name=counting_model))
+    _, _, code = (wide_run.triton / "README.md").read_text().partition("```python\n")
+    code = code.partition("```")[0].replace("localhost:8001", triton.grpc).replace("Once upon a time", "t3 t1 t4")
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert (made.returncode, made.stdout[:9]) == (0, " t1 t2 t6"), made.stderr
+
+
 @pytest.fixture(scope="module")
-def engine_model(triton: Server, counting_model_at: Callable[[Path, str, int], None]) -> str:
-    """A `tensorrt_plan` model of the counting graph without FP8, as a config says it to the TensorRT backend."""
-    home = triton.repository / "counting_engine"
-    version = home / "1"
-    counting_model_at(version, "off", 40)
-    (version / "model.plan").write_bytes(b"the stand-in reads model.fp32.onnx")
-    config = model_config_pb2.ModelConfig(name=home.name, platform="tensorrt_plan")
-    session = onnxruntime.InferenceSession(version / "model.fp32.onnx")
-    types = {"tensor(float)": model_config_pb2.TYPE_FP32, "tensor(int64)": model_config_pb2.TYPE_INT64}
-    for said, bindings in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
-        for each in bindings:
-            dims = [size if isinstance(size, int) else -1 for size in each.shape]
-            said.add(name=each.name, data_type=types[each.type], dims=dims)
-    (home / "config.pbtxt").write_text(text_format.MessageToString(config))
+def engine_model(triton: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The plain engine of the counting model without FP8, as `fp8q triton` writes it; beside the plan lies the graph,
+    for the stand-in.
+    """
+    run = make_wide_run(tmp_path_factory.mktemp("engine") / "run")
+    record_engine(run)
+    api.triton(run.root)
+    name = "counting_engine"
+    shutil.copytree(run.triton / name, triton.repository / name)
+    for path in (run.onnx_fp32, *run.model.glob("*.safetensors")):
+        shutil.copy(path, triton.repository / name / "1")
     with Http(triton.http) as client:
-        client.load(home.name)
-    return home.name
+        client.load(name)
+    return name
 
 
 def test_a_tensorrt_models_config_loads_and_runs_without_tensorrt(triton: Server, engine_model: str) -> None:

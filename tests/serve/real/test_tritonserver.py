@@ -17,8 +17,9 @@ import pytest
 import tritonserver
 from clients import Http
 
+from fp8q.options import TritonOptions
 from fp8q.reporter import SILENT
-from fp8q.serve.repository import TritonOptions, write_repository
+from fp8q.serve.repository import write_repository
 
 if TYPE_CHECKING:
     from tritonserver import Server
