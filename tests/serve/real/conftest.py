@@ -1,5 +1,5 @@
-"""One real Triton server for all tests of this folder (one a worker), started by the first of them; each model is loaded
-where a test first asks for it.
+"""One real Triton server for all tests of this folder (one a worker), started by the first of them; each model is
+loaded where a test first asks for it.
 """
 
 from __future__ import annotations
