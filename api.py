@@ -23,6 +23,7 @@ from .options import (
     GenerateOptions,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
     ValidateOptions,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -44,6 +45,7 @@ from .stages import (
     graphs,
     inspecting,
     linting,
+    locating,
     measuring,
     merging,
     sources,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .validate.accuracy import Accuracy
     from .validate.columns import Table
     from .validate.plots import Plot
+    from .validate.sensitivity.document import Sensitivity
 
 __all__ = [
     "E4M3",
@@ -81,6 +84,7 @@ __all__ = [
     "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
+    "SensitivityOptions",
     "TritonOptions",
     "ValidateOptions",
     "build_engine",
@@ -104,6 +108,7 @@ __all__ = [
     "saturation",
     "scale_of",
     "scales",
+    "sensitivity",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -331,6 +336,16 @@ def validate(
 
     found, notes = open_run(path), Notes(progress)
     return validating.validate(found, data, options, notes)
+
+
+def sensitivity(
+    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
+) -> "Sensitivity":
+    """What each tensor that the run at `path` quantizes costs alone, on its calibration windows, worst first; written
+    to `sensitivity.json`.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    return locating.sensitivity(open_run(path), options, Notes(progress))
 
 
 def generate(

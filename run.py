@@ -61,6 +61,7 @@ class Run:
     engines = _Path("engines")
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
+    sensitivity = _Path("sensitivity.json")
     triton = _Path("triton")
     report_html = _Path("report.html")
     report_ipynb = _Path("report.ipynb")
