@@ -231,8 +231,8 @@ def test_logits_that_are_no_numbers_are_told_and_the_next_request_is_served(
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("text_input", [b"t1", b"t2"], "text_input holds 2 prompts; send each in a request of its own"),
-        ("text_input", [], "text_input holds 0 prompts; send each in a request of its own"),
+        ("text_input", [b"t1", b"t2"], "text_input holds 2 prompts; send one a request"),
+        ("text_input", [], "text_input holds 0 prompts; send one a request"),
         (
             "text_input",
             [7],
