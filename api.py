@@ -24,6 +24,7 @@ from .options import (
     GenerateOptions,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
     TritonOptions,
     ValidateOptions,
 )
@@ -47,6 +48,7 @@ from .stages import (
     graphs,
     inspecting,
     linting,
+    locating,
     measuring,
     merging,
     sources,
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from .validate.bench import Bench
     from .validate.columns import Table
     from .validate.plots import Plot
+    from .validate.sensitivity.document import Sensitivity
 
 __all__ = [
     "E4M3",
@@ -86,6 +89,7 @@ __all__ = [
     "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
+    "SensitivityOptions",
     "TritonOptions",
     "ValidateOptions",
     "bench",
@@ -110,6 +114,7 @@ __all__ = [
     "saturation",
     "scale_of",
     "scales",
+    "sensitivity",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -337,6 +342,16 @@ def validate(
 
     found, notes = open_run(path), Notes(progress)
     return validating.validate(found, data, options, notes)
+
+
+def sensitivity(
+    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
+) -> "Sensitivity":
+    """What each tensor that the run at `path` quantizes costs alone, on its calibration windows, worst first; written
+    to `sensitivity.json`.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    return locating.sensitivity(open_run(path), options, Notes(progress))
 
 
 def generate(

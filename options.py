@@ -348,6 +348,23 @@ class ValidateOptions(Options):
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
 
 
+@dataclass(frozen=True)
+class SensitivityOptions(Options):
+    """Options of `fp8q sensitivity`. `measure` None: as many as less than one more pass pays for."""
+
+    windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
+    measure: Annotated[
+        int | None,
+        option(
+            EVALUATION,
+            "Measure so many of the worst by running the model, instead of predicting them.",
+            "N",
+            "as many as one more pass pays for",
+        ),
+        between(0),
+    ] = None
+
+
 def temperature_of(option: str, value: float) -> float:
     """The rule of a temperature."""
     if not 0 <= value < float("inf"):

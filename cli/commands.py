@@ -28,6 +28,7 @@ from ..options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
     TritonOptions,
     ValidateOptions,
 )
@@ -365,6 +366,20 @@ def inspect(
         raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
+
+
+@app.command
+def sensitivity(
+    run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
+) -> None:
+    """Say which tensor the loss comes from: the KL that each weight, activation and cache tensor causes when it alone
+    is quantized, worst first, and what two terms or BF16 would leave of it.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.losses(speak, api.sensitivity(run, options, speak), common.as_json)
 
 
 @app.command

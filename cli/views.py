@@ -20,6 +20,7 @@ from ..validate.columns import (
     engine_table,
     finding_table,
     kept_table,
+    loss_table,
     module_table,
     size_table,
     stage_table,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ..api import Inspection
     from ..stages.engines import EngineView
     from ..stages.linting import Linted, LintedRun
+    from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
 
 #: Findings of one rule that are shown; the rest are counted.
@@ -147,6 +149,14 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     for table in (*tables, finding_table(found.findings)):
         if table.rows:
             draw(speak, table)
+
+
+def losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:
+    """Show what `fp8q sensitivity` found: the worst last, where a terminal leaves the eye."""
+    if as_json:
+        emit(found.model_dump(by_alias=True, mode="json"))
+        return
+    draw(speak, loss_table(found.modules[::-1]))
 
 
 def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:

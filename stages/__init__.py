@@ -16,6 +16,7 @@ In the order of work:
     building    `build-engine`, also of those: engines, and what is proven of them
     validating  `validate`: the held-out text through the runtimes, and the gate on what is lost
     deploying   `triton`: the model repository, and in it the plain model of an engine
+    locating    `sensitivity`: the loss that each tensor causes alone
     benching    `bench`: what answers take on a runtime, in each precision and beside other runs
 
 Of what is there, without writing:
