@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accuracy_page import BF16, COMPRESSOR, MODELOPT, name_of
 from models import Given, given, small_models
+from pages.accuracy import BF16, COMPRESSOR, MODELOPT, name_of
 from result import arguments, described, publish
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -7,6 +7,7 @@ from typing import Any
 from result import RESULTS
 
 Figures = Mapping[str, Any]
+MEGABYTE, GIGABYTE = 1e6, 1e9
 
 
 def load(name: str) -> Any:
@@ -20,3 +21,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return (
         "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("| --- ", "|---").replace("--- |\n", "---|\n")
     )
+
+
+def gigabytes(size: float) -> str:
+    """Bytes, as a cell has them."""
+    return f"{size / GIGABYTE:.2f} GB"

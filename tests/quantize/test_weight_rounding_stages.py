@@ -16,6 +16,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.model.weights import Weights
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions
+from fp8q.quantize.clip import lost_share
 from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.weight_rounding import compensated_codes, compensation
@@ -73,7 +74,9 @@ def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(roun
     codes = stored(rounded, f"{MODULE}.weight")
     groups = json.loads(rounded.statistics_json.read_text())["groups"]
     (first,) = (first for first, members in groups.items() if MODULE in members)
-    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(rounded.moments, first)))
+    lost = lost_share(load_scales(rounded).activations[MODULE].sqnr_db)
+    assert 1e-4 < lost < 1e-2
+    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(rounded.moments, first), lost))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert not torch.equal(codes.view(torch.uint8), encode(weight, scale).view(torch.uint8))
     assert {scales.rounding for scales in load_scales(rounded).weights.values()} == {"gptq"}

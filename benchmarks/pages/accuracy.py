@@ -137,3 +137,7 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
         axes.plot(cost(rows, peer)[kind], rows[peer]["fp32"], color=MUTED, marker="x", markersize=4)
     axes.set_yscale("log")
     axes.set_xlim(0.45, 1.05)
+
+
+TABLES = (accuracy, accuracy_caches, accuracy_as_served, accuracy_costs)
+PICTURES = {"docs/accuracy.svg": accuracy_plot}

@@ -1,0 +1,32 @@
+"""The tables of docs/baselines.md: FP8 beside INT8 and BF16."""
+
+from markdown import MEGABYTE, load, table
+
+from .engines import KINDS, ran
+
+
+def baselines() -> str:
+    """FP8, INT8 and BF16 weights on ONNX Runtime, by two clip methods."""
+    results = load("baselines")["results"]
+    columns = [("fp8", "amax"), ("int8", "amax"), ("fp8", "mse"), ("int8", "mse")]
+    rows = []
+    for name, found in results.items():
+        cells = [found[method][precision] for precision, method in columns] + [found["amax"]["bf16"]]
+        bf16 = found["perplexity_bf16"]
+        rows += [[f"{name}: KL", *(f"{cell['kl_mean_nats']:.5f}" for cell in cells)]]
+        rows += [[f"{name}: perplexity (BF16: {bf16:.3f})", *(f"{cell['perplexity_increase']:+.2%}" for cell in cells)]]
+    titles = [f"{precision.upper()}, {method}" for precision, method in columns]
+    return table(["", *titles, "BF16 weights, FP32 arithmetic"], rows)
+
+
+def engine_products() -> str:
+    """What the demo's engines run, by precision."""
+    found = load("engine_size")["results"]["demo"]
+    rows = [[kind.upper(), f"{found['bytes'][kind] / MEGABYTE:.2f} MB", ran(found["products"][kind])] for kind in KINDS]
+    return table(["", "engine", "products"], rows)
+
+
+TABLES = (
+    baselines,
+    engine_products,
+)
