@@ -19,7 +19,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz install lint format benchmarks clean
+.PHONY: help demo test suite fuzz install lint format benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -32,10 +32,14 @@ help:
 demo: install
 	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
 
-# A file of tests is one worker's, whose runs are made once (tests/conftest.py).
+# A file of tests is one worker's, and an architecture, whose runs are made once (tests/conftest.py has the order). The
+# lint needs one processor and a minute: beside the tests, not before them.
 WORKERS ?= 2
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+test: install
+	@$(MAKE) --no-print-directory --jobs 2 lint suite
+
+suite: install
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20

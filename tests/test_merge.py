@@ -92,9 +92,10 @@ def test_other_texts_are_put_one_after_the_other(part: Measure, demo_checkpoint:
 
 @pytest.mark.slow
 def test_a_merged_run_is_a_run_like_any_other_and_merging_again_does_nothing(
-    part: Measure, demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: Measure, keeping_graphs: Any, tmp_path: Path
 ) -> None:
-    run = api.merge([part(0, 2).root, part(2, 5).root], tmp_path / "run", options=ScaleOptions(kv_cache="fp8"))
+    with keeping_graphs():
+        run = api.merge([part(0, 2).root, part(2, 5).root], tmp_path / "run", options=ScaleOptions(kv_cache="fp8"))
     assert list(run.record().stages) == ["corpus", "measure", "quantize", "export"]
     assert run.record().stages["measure"].options["runs"] == [str(part(0, 2).root), str(part(2, 5).root)]
     before = {path: path.stat().st_mtime_ns for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}

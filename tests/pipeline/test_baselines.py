@@ -37,7 +37,10 @@ RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any,
+    keeping_graphs: Any,
+) -> Run:  # fmt: skip
     """A Llama of one layer, calibrated and exported in all three precisions."""
     folder = tmp_path_factory.mktemp("baselines")
     model = random_checkpoint(
@@ -47,9 +50,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..
     for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
         path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
-    made = api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options)
-    for precision in ("bf16", "int8"):
-        api.export(made.root, api.ExportOptions(precision=precision))
+    with keeping_graphs():
+        made = api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options)
+        for precision in ("bf16", "int8"):
+            api.export(made.root, api.ExportOptions(precision=precision))
     return made
 
 
@@ -218,7 +222,7 @@ def test_all_precisions_stand_in_one_table_and_the_gate_is_for_fp8_alone(copied:
     assert "int8" not in str(gate.value)
 
 
-def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(copied: Run) -> None:
+def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(copied: Run, keeping_graphs: Any) -> None:
     before = (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns
     api.export(copied.root, api.ExportOptions(precision="int8"))
     assert (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns == before
@@ -230,7 +234,8 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
         f"{copied.root} --precision int8` again"
     )
     api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-bf16")))
-    api.export(copied.root, api.ExportOptions(precision="int8"))
+    with keeping_graphs():
+        api.export(copied.root, api.ExportOptions(precision="int8"))
     int8 = read_document(checkpoint_of(copied, "int8") / "scales.json", Scales)
     assert {scale.method for scale in int8.activations.values()} == {"percentile"}
     assert all(0 < scale.saturation <= 0.01 for scale in int8.activations.values())
