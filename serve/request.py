@@ -191,6 +191,8 @@ class Row:
         """
         try:
             return self._accept(logits)
+        except (KeyboardInterrupt, SystemExit):  # of whoever steps, and of no request
+            raise
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic in Rust, and the others must go on
             self.ended = self.failed = True
             told = f"{type(error).__name__}: {error}"

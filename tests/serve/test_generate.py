@@ -429,6 +429,18 @@ def test_one_whose_logits_are_no_numbers_breaks_off_alone(counting: CountingMode
         completion([last])
 
 
+def test_an_interrupt_is_of_whoever_steps_and_of_no_request(counting: CountingModel) -> None:
+    def interrupted(stream: Any, token: int) -> str:
+        raise KeyboardInterrupt
+
+    generator, _ = recorded(counting)
+    generator.submit(Request("t1", max_tokens=4))
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("fp8q.serve.text.TextStream.push", interrupted)
+        while generator.busy:
+            generator.step()
+
+
 def test_those_in_flight_can_be_dropped_and_the_others_go_on(counting: CountingModel) -> None:
     generator = counting.generator(1)
     tickets = [generator.submit(Request(PROMPTS[1], max_tokens=4)) for _ in range(2)]
