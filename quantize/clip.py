@@ -130,6 +130,11 @@ def decibels(signal: float, noise: float) -> float | None:
     return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
 
 
+def lost_share(decibels: float | None) -> float:
+    """The share of the energy that is lost where `decibels` of signal to noise are left; None: nothing."""
+    return 0.0 if decibels is None else 10 ** (-decibels / 10)
+
+
 def saturation(histogram: Histogram, format: Grid, scale: float) -> float:
     """Share of the finite values beyond the clip, a fraction."""
     values, counts = histogram.finite

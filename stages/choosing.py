@@ -86,6 +86,7 @@ def _rounding(
 ) -> "Iterator[Rounding]":
     """How weights are rounded; `sequential` is done here, on the run's windows, in a folder that depends on `key`."""
     from ..calibrate.measure.statistics import load_record
+    from ..quantize.clip import lost_share
     from ..quantize.scales import group_of
     from ..quantize.sequential import Sequence
     from ..quantize.weight_rounding import Compensations
@@ -99,7 +100,8 @@ def _rounding(
             yield Rounding(method, made=Sequence(source, scales, method, batches, folder, device()).run(notes))
     else:
         gptq = options.weight_rounding == "gptq"
-        yield Rounding(method, Compensations(run.moments, group_of(record.groups)) if gptq else None)
+        lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
+        yield Rounding(method, Compensations(run.moments, group_of(record.groups), lost) if gptq else None)
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:

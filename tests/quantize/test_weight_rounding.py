@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.moments import SecondMoments, load_moments
 from fp8q.errors import InputError
+from fp8q.quantize.clip import lost_share
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import encode
 from fp8q.quantize.weight_descent import MARGIN
@@ -20,6 +21,7 @@ from fp8q.quantize.weight_rounding import (
     Compensations,
     compensated_codes,
     compensation,
+    made_up_for,
     rounded_in_turn,
 )
 from fp8q.quantize.weights import channel_scales
@@ -207,10 +209,10 @@ def test_members_of_a_group_share_their_moments(tmp_path: Path) -> None:
     moments = SecondMoments(tmp_path)
     moments.add("layer.q", x)
     moments.close()
-    factors = Compensations(tmp_path, {"layer.k": "layer.q", "layer.q": "layer.q"})
+    factors = Compensations(tmp_path, {"layer.k": "layer.q", "layer.q": "layer.q"}, {"layer.k": 0.5, "layer.q": 0.5})
     assert factors.of("layer.k") is factors.of("layer.q")
     np.testing.assert_array_equal(
-        factors.of("layer.k").factor.numpy(), compensation(load_moments(tmp_path, "layer.q")).factor.numpy()
+        factors.of("layer.k").factor.numpy(), compensation(load_moments(tmp_path, "layer.q"), 0.5).factor.numpy()
     )
 
 
@@ -219,8 +221,55 @@ def test_moments_that_overflow_are_refused(tmp_path: Path) -> None:
     moments.add("layer.q", torch.full((2, 3), 1e30))
     moments.close()
     with pytest.raises(InputError) as caught:
-        Compensations(tmp_path, {}).of("layer.q")
+        Compensations(tmp_path, {}, {"layer.q": 0.0}).of("layer.q")
     assert str(caught.value) == (
         "layer.q: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in BF16 "
         "with --skip layer.q"
     )
+
+
+def test_weights_make_up_for_what_rounding_their_inputs_loses_as_ridge_regression_does() -> None:
+    """The oracle: least squares with a row for each input's noise and one for its damping, in float64."""
+    weight, _, moments = problem(30, 11, outputs=5)
+    found = compensation(moments, lost=0.05)
+    made = made_up_for(weight[:, found.order].float().T.contiguous(), found)
+    wide, noise = moments.double(), 0.05 * moments.diagonal().double()
+    damping = torch.full_like(noise, DAMPING * float(noise.mean() / 0.05))
+    square = torch.linalg.cholesky(wide + 1e-12 * torch.eye(30), upper=True)
+    rows = torch.cat([square, noise.sqrt().diag(), damping.sqrt().diag()])
+    wanted = weight.double().T
+    goal = torch.cat([square @ wanted, torch.zeros(30, 5, dtype=torch.float64), damping.sqrt()[:, None] * wanted])
+    expected = torch.linalg.lstsq(rows, goal, driver="gelsd").solution
+    np.testing.assert_allclose(made.numpy(), expected[found.order].numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_two_inputs_of_which_one_repeats_the_other_share_their_weight_worked_by_hand() -> None:
+    """x twice, energy 1 each, w = (1, 0), a tenth of each lost: (H + N) w* = H w, so that w* = (1, 1) / 2.1."""
+    found = compensation(torch.ones(2, 2), lost=0.1)
+    made = made_up_for(torch.tensor([[1.0], [0.0]]), found)
+    np.testing.assert_allclose(made.numpy(), [[1 / 2.1], [1 / 2.1]], atol=5 * DAMPING)  # damping pulls toward (1, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_products_of_rounded_inputs_err_less_where_their_rounding_is_known(seed: int) -> None:
+    """Inputs that nearly repeat each other, really rounded to E4M3, and other ones of the same kind."""
+    random = torch.Generator().manual_seed(seed)
+    mix = torch.randn(8, 40, generator=random)
+    learned, fresh = (
+        torch.randn(4000, 8, generator=random) @ mix + 0.02 * torch.randn(4000, 40, generator=random) for _ in range(2)
+    )
+    weight = torch.randn(16, 40, generator=random).bfloat16()
+    unit = learned.abs().max() / E4M3.max
+    seen, given = (encode(x, unit).float() * unit for x in (learned, fresh))
+    lost = float((seen - learned).square().sum() / learned.square().sum())
+    scale = weight.float().abs().amax(1) / E4M3.max
+
+    def error(lost: float) -> float:
+        codes = compensated_codes(weight, scale, compensation(learned.T @ learned, lost))
+        return float((fresh @ weight.float().T - given @ (codes.float() * scale[:, None]).T).square().sum())
+
+    assert error(lost) < 0.8 * error(0.0)
+
+
+def test_a_share_of_the_energy_is_what_decibels_say() -> None:
+    assert [lost_share(decibels) for decibels in (None, 0.0, 10.0, 30.0)] == [0.0, 1.0, 0.1, 0.001]

@@ -16,6 +16,7 @@ from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.weights import Weights
 from fp8q.errors import InputError
 from fp8q.options import CalibrateOptions, RescaleOptions
+from fp8q.quantize.clip import lost_share
 from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.weight_rounding import compensated_codes, compensation
@@ -46,15 +47,28 @@ def stored(run: Run, name: str) -> torch.Tensor:
     return tensor
 
 
-def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(rounded: Run, source: Source) -> None:
+def codes_of(run: Run) -> torch.Tensor:
+    return stored(run, f"{MODULE}.weight").view(torch.uint8)
+
+
+def expected_codes(run: Run, source: Source, lost: float) -> torch.Tensor:
+    """The codes of `MODULE` by the run's stored moments, of an input that loses this share of its energy."""
     weight = Weights(source.weight_files).tensor(f"{MODULE}.weight").to(torch.bfloat16)
-    scale = stored(rounded, f"{MODULE}.weight_scale")
-    codes = stored(rounded, f"{MODULE}.weight")
-    groups = json.loads(rounded.statistics_json.read_text())["groups"]
+    scale = stored(run, f"{MODULE}.weight_scale")
+    groups = json.loads(run.statistics_json.read_text())["groups"]
     (first,) = (first for first, members in groups.items() if MODULE in members)
-    expected = compensated_codes(weight, scale[:, 0], compensation(load_moments(rounded.moments, first)))
-    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
-    assert not torch.equal(codes.view(torch.uint8), encode(weight, scale).view(torch.uint8))
+    assert not torch.equal(codes_of(run), encode(weight, scale).view(torch.uint8))
+    found = compensated_codes(weight, scale[:, 0], compensation(load_moments(run.moments, first), lost))
+    return found.view(torch.uint8)
+
+
+def lost_of(run: Run) -> float:
+    return lost_share(load_scales(run).activations[MODULE].sqnr_db)
+
+
+def test_the_checkpoint_holds_the_codes_that_follow_from_the_stored_moments(rounded: Run, source: Source) -> None:
+    assert 1e-4 < lost_of(rounded) < 1e-2
+    assert torch.equal(codes_of(rounded), expected_codes(rounded, source, lost_of(rounded)))
     assert {scales.rounding for scales in load_scales(rounded).weights.values()} == {"gptq"}
 
 
@@ -83,15 +97,14 @@ def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measur
     assert not any(name.startswith("moments/") for name in again.record().stages["quantize"].inputs)
 
 
-def test_in_two_terms_it_gives_the_same_codes(rounded: Run, source: Source, tmp_path: Path) -> None:
-    """H is of the inputs themselves, which lose nothing then."""
+def test_in_two_terms_there_is_nothing_to_make_up_for(rounded: Run, source: Source, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(rounded.root, tmp_path / "run")))
     options = choosing.rescaled(run, RescaleOptions(activation_terms=2))
     choosing.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
     assert {scales.rounding for scales in load_scales(run).weights.values()} == {"gptq"}
-    assert len(load_scales(run).two_terms) == 7
-    for name in load_scales(run).weights:
-        assert torch.equal(stored(run, f"{name}.weight"), stored(rounded, f"{name}.weight"))
+    assert lost_of(run) < 1e-9
+    assert torch.equal(codes_of(run), expected_codes(run, source, 0.0))
+    assert not torch.equal(codes_of(run), codes_of(rounded))
 
 
 def test_nothing_of_it_is_measured_unless_asked_for_and_a_change_is_refused(
