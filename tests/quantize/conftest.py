@@ -1,10 +1,14 @@
-"""Calibration without graphs, for tests of what the stages before them write."""
+"""Small checkpoints, and calibration without graphs."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
@@ -44,3 +48,20 @@ def data(tmp_path_factory: pytest.TempPathFactory, demo_texts: "Texts") -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:8_000], encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Source]:
+    """`tiny("OPTConfig", {…})`: a small random checkpoint of that configuration, opened."""
+
+    def make(config: str, fields: dict[str, Any]) -> Source:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        path = tmp_path / "model"
+        torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
+        shutil.copyfile(demo_checkpoint / "tokenizer.json", path / "tokenizer.json")
+        return open_source(str(path))
+
+    return make
