@@ -18,6 +18,7 @@ from fp8q.quantize.residual import bases
 from fp8q.quantize.rounded import Rounded
 from fp8q.quantize.scales import Scales, TensorScale
 from fp8q.quantize.sequential import ProductInput, Sequence, check_sequential, exact_input, product_input
+from fp8q.quantize.target import Sums
 from fp8q.quantize.weight_rounding import compensation
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
 from fp8q.reporter import SILENT
@@ -75,6 +76,18 @@ def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tenso
     return dict(zip(BATCHES, found, strict=True))
 
 
+def put(model: PreTrainedModel, sequence: Sequence, kept: Rounded, but: str = "") -> list[str]:
+    """Give the products of the layers the numbers of their codes, `but` one; which they are."""
+    products = observed_products(model)
+    inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
+    for name in inside:
+        made = kept.of(name)
+        assert made is not None
+        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[name])).contiguous()
+        products[name].weight = torch.nn.Parameter(weight, requires_grad=False)
+    return inside
+
+
 def test_what_two_terms_leave_of_an_input_is_all_of_it() -> None:
     x = torch.tensor([3.140625, -0.0712890625, 27.5, 2.0**-10])  # of BF16's eight digits
     scale = {"method": "amax", "amax": 27.5, "clip": 28.0, "scale": 2.0**-4, "saturation": 0, "underflow": 0}
@@ -95,15 +108,30 @@ def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.float[0].read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
     products = observed_products(model)
-    inside = [module for module in products if sequence.layers.index(module) is not None]
-    for module in inside:
-        made = kept.of(module)
-        assert made is not None
-        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[module])).contiguous()
-        products[module].weight = torch.nn.Parameter(weight, requires_grad=False)
+    for module in put(model, sequence, kept):
         products[module].register_forward_pre_hook(lambda m, inputs: (seen(inputs[0], SCALE), *inputs[1:]))
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.quantized[0].read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_product_has_lost_is_what_the_sum_it_is_part_of_lacks(
+    tiny: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle runs whole models: the quantized one has every weight rounded but the last."""
+    told: list[torch.Tensor] = []
+    add = Sums.add
+
+    def telling(self: Sums, tokens: torch.Tensor, lost: torch.Tensor) -> None:
+        told.append(lost)
+        add(self, tokens, lost)
+
+    monkeypatch.setattr(Sums, "add", telling)
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    exact = leaving(model, sequence)
+    put(model, sequence, kept, but="model.layers.1.mlp.down_proj")
+    for (batch, got), lost in zip(leaving(model, sequence).items(), told[-len(BATCHES) :], strict=True):
+        torch.testing.assert_close(lost, (exact[batch] - got).flatten(0, 1), rtol=1e-3, atol=1e-5)
+        assert lost.abs().max() > 1e-3
 
 
 def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_weight(
