@@ -290,6 +290,12 @@ def test_a_prompt_that_leaves_no_position_is_refused(counting: CountingModel) ->
     )
 
 
+def test_a_prompt_with_half_a_character_is_refused(counting: CountingModel) -> None:
+    with pytest.raises(RequestError) as refused:
+        recorded(counting)[0].submit(Request("t1 \ud800"))
+    assert str(refused.value) == "the prompt has half a character (a lone surrogate), which is no text; leave it out"
+
+
 def test_a_prompt_without_tokens_is_refused(counting: CountingModel) -> None:
     with pytest.raises(RequestError) as raised:
         counting.generator().submit(Request(" "))
