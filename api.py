@@ -16,6 +16,7 @@ from .calibrate.measure.statistics import load_statistics
 from .calibrate.ranks.place import place
 from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import (
+    BenchOptions,
     CalibrateOptions,
     Clipping,
     EngineOptions,
@@ -36,6 +37,7 @@ from .serve.request import Completion
 from .stages import (
     ahead,
     baselines,
+    benching,
     building,
     choosing,
     corpora,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from .export.engine.info import EngineInfo
     from .quantize.policy import Products
     from .validate.accuracy import Accuracy
+    from .validate.bench import Bench
     from .validate.columns import Table
     from .validate.plots import Plot
 
@@ -67,6 +70,7 @@ __all__ = [
     "E4M3FNUZ",
     "E5M2",
     "BackendError",
+    "BenchOptions",
     "CalibrateOptions",
     "Clipping",
     "EngineOptions",
@@ -83,6 +87,7 @@ __all__ = [
     "ScaleOptions",
     "TritonOptions",
     "ValidateOptions",
+    "bench",
     "build_engine",
     "calibrate",
     "chat",
@@ -354,6 +359,22 @@ def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generating
 def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generating.Comparison:
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
     return generating.compare(open_run(path), prompt, options)
+
+
+@alone("path")
+def bench(
+    path: Path,
+    against: Sequence[Path] = (),
+    options: BenchOptions = BenchOptions(),
+    plot: Path | None = None,
+    progress: Reporter = SILENT,
+) -> "Bench":
+    """Time answers of the models that the run at `path` holds (BF16, INT8, FP8), and of the FP8 models of the runs
+    `against` it; write `bench.json`, and a picture of it at `plot`.
+
+    Raises InputError for runs of different models, and for sizes that the model does not take.
+    """
+    return benching.bench(open_run(path), against, options, plot, Notes(progress))
 
 
 @alone("path")

@@ -3,6 +3,7 @@
 Frozen; nonsense is refused when they are made. Nothing heavy is imported here: `--help` must answer at once.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
@@ -13,6 +14,8 @@ from .declare import (
     ENGINE,
     EVALUATION,
     GENERATION,
+    LARGEST_SIZE,
+    MEASUREMENT,
     MODEL,
     SCALES,
     TEXT,
@@ -55,6 +58,10 @@ Precision = Literal["fp8", "bf16", "int8"]
 Accumulator = Literal["fp32", "fp22", "two-level"]
 PrecisionOption = Annotated[
     Precision, option(ENGINE, "The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
+]
+RuntimeOption = Annotated[
+    Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
+    option(GENERATION, "What runs the model; bf16: the source model."),
 ]
 
 #: What stands for a default of `fp8q scales`.
@@ -372,10 +379,70 @@ class GenerateOptions(Options):
         between(0, 2**64 - 1),
     ] = None
     stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
-    runtime: Annotated[
-        Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
-        option(GENERATION, "What runs the model; bf16: the source model."),
-    ] = "auto"
+    runtime: RuntimeOption = "auto"
+
+
+def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
+    """The rule of a list of sizes, separated by commas as text: ascending, each once."""
+    words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
+    sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
+    if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
+        raise InputError(
+            f"{option} {','.join(words) or '(none)'}: is no list of whole numbers from 1 to {LARGEST_SIZE:,}; give one "
+            "such as 1,8"
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def above_zero(option: str, value: float) -> float:
+    """The rule of a quantity that there is some of."""
+    if not 0 < value < float("inf"):
+        raise InputError(f"{option} {value}: must be above 0, and finite")
+    return value
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """Options of `fp8q bench`.
+
+    `batch_sizes` None: 1 and 8, lowered to what the runtime takes; `prompt_lengths` None: 32 and 256, lowered to what
+    the model's positions hold beside the answer. `memory`, in GB of 10⁹ bytes, is what the largest batches are computed
+    for (None: all that the device here has); `gpu_hour_price` in any currency.
+    """
+
+    runtime: RuntimeOption = "auto"
+    batch_sizes: Annotated[
+        tuple[int, ...] | None,
+        option(
+            MEASUREMENT,
+            "Sequences answered together; separated by commas.",
+            "LIST",
+            "1,8, or what the runtime takes",
+            sizes_of,
+        ),
+    ] = None
+    prompt_lengths: Annotated[
+        tuple[int, ...] | None,
+        option(
+            MEASUREMENT,
+            "Tokens of each prompt; separated by commas.",
+            "LIST",
+            "32,256, or what the model's positions hold",
+            sizes_of,
+        ),
+    ] = None
+    tokens: Annotated[int, option(MEASUREMENT, "Tokens of each answer.", "N"), between(2)] = 64
+    rounds: Annotated[int, option(MEASUREMENT, "Answers timed of each model and size.", "N"), between(1)] = 5
+    memory: Annotated[
+        float | None,
+        option(MEASUREMENT, "Memory that the largest batches are computed for.", "GB", "what is here"),
+        above_zero,
+    ] = None
+    gpu_hour_price: Annotated[
+        float | None,
+        option(MEASUREMENT, "What an hour of the GPU costs; adds the cost of a million tokens.", "PRICE", "not told"),
+        above_zero,
+    ] = None
 
 
 @dataclass(frozen=True)

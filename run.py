@@ -61,6 +61,7 @@ class Run:
     engines = _Path("engines")
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
+    bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")
     report_ipynb = _Path("report.ipynb")

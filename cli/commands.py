@@ -20,6 +20,7 @@ from ..calibrate.ranks.place import place
 from ..declare import OPTIONS, first_given
 from ..errors import GateError, InputError
 from ..options import (
+    BenchOptions,
     CalibrateOptions,
     EngineOptions,
     ExportOptions,
@@ -44,8 +45,10 @@ from .arguments import (
     OfRun,
     OnnxPath,
     OtherData,
+    OtherRuns,
     Out,
     PlanFile,
+    PlotFile,
     Prompt,
     RunPath,
     RunPaths,
@@ -297,6 +300,26 @@ def generate(
     from . import generating
 
     generating.show(terminal(), run, prompt, options, (chat, compare), common.as_json)
+
+
+@app.command
+def bench(
+    run: RunPath,
+    /,
+    *,
+    against: OtherRuns = (),
+    plot: PlotFile = None,
+    options: BenchOptions = BenchOptions(),
+    common: Common = Common(),
+) -> None:
+    """Measure what answers take (first token, token to token, throughput, memory, energy), of all precisions that a run
+    holds; docs/bench.md says how.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.benched(speak, api.bench(run, against, options, plot, speak), common.as_json)
 
 
 @app.command

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Fp8qError, visible
 from ..run import Run
+from ..validate.bench import Bench, bench_table, capacity_table
 from ..validate.columns import (
     Table,
     accuracy_table,
@@ -43,6 +44,7 @@ FILES = (
     "baselines",
     "engines",
     "accuracy.json",
+    "bench.json",
     "triton",
     "report.html",
     "report.ipynb",
@@ -145,6 +147,20 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     for table in (*tables, finding_table(found.findings)):
         if table.rows:
             draw(speak, table)
+
+
+def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:
+    """Show what `fp8q bench` measured and computed, each by itself, and by which protocol."""
+    if as_json:
+        emit(found.model_dump(by_alias=True))
+        return
+    its = found.protocol
+    speak.say(
+        f"{its.runtime} {its.version} on {its.device}; answers of {its.tokens:,} tokens, rounds: {its.rounds:,}. "
+        f"{its.method}"
+    )
+    draw(speak, bench_table(found.rows))
+    draw(speak, capacity_table(found))
 
 
 def linted(found: "Linted", as_json: bool) -> None:

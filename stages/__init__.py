@@ -15,6 +15,7 @@ In the order of work:
     baselines   `export-bf16`, `export-int8`: the same model in the precisions FP8 is compared with
     building    `build-engine`, also of those: engines, and what is proven of them
     validating  `validate`: the held-out text through the runtimes, and the gate on what is lost
+    benching    `bench`: what answers take on a runtime, in each precision and beside other runs
 
 Of what is there, without writing:
 

@@ -16,6 +16,7 @@ from fp8q.cli.arguments import Common
 from fp8q.declare import SCALES, Options, between, option
 from fp8q.errors import InputError
 from fp8q.options import (
+    BenchOptions,
     CalibrateOptions,
     Clipping,
     EngineOptions,
@@ -35,6 +36,7 @@ CLASSES = (
     ExportOptions,
     ValidateOptions,
     GenerateOptions,
+    BenchOptions,
     EngineOptions,
     Common,
 )
@@ -101,7 +103,9 @@ def test_the_defaults_of_the_command_line_are_those_of_the_option_classes(comman
         assert made
 
 
-@pytest.mark.parametrize("function", [api.calibrate, api.merge, api.export, api.scales, api.build_engine, api.validate])
+@pytest.mark.parametrize(
+    "function", [api.calibrate, api.merge, api.export, api.scales, api.build_engine, api.validate, api.bench]
+)
 def test_the_defaults_of_python_are_those_of_the_option_classes(function: Callable[..., Any]) -> None:
     defaults = [parameter.default for parameter in inspect.signature(function).parameters.values()]
     made = [default for default in defaults if isinstance(default, Options)]
