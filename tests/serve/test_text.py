@@ -205,8 +205,8 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch
     )
     config.write_text("[]")
     assert message() == f"{config}: holds no JSON object; copy it again from the model"
-    for given in ({}, {"text_config": []}, *({"max_position_embeddings": number} for number in (0, "9", 2**31))):
-        config.write_text(json.dumps(given))
+    for fields in ({}, {"text_config": []}, *({"max_position_embeddings": number} for number in (0, "9", 2**31))):
+        config.write_text(json.dumps(fields))
         assert message() == f"{config}: names no number of positions; add max_position_embeddings"
     config.write_text("[" * 100_000)
     assert message().startswith(f"{config}: is not JSON (maximum recursion depth exceeded")
