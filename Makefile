@@ -3,6 +3,8 @@
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
 # make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
+# make triton    serve RUN (runs/demo, made where it is missing) by a real Triton server on this machine, until Ctrl-C
+# make hostile   meet such a server with CASES (5000) of what is no proper request, proper ones beside them; SEED=1
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
 # make clean     remove what was made, .venv included
 #
@@ -12,6 +14,7 @@
 # LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the peer
 #                  is left out
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
+# PORT=…      of `make triton` (8000); gRPC and metrics take the next two
 # WORKERS=…   test files at once (2); 0 for none but this process, as a debugger wants it
 
 SHELL := bash
@@ -41,6 +44,22 @@ KILLS ?= 20
 SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
+
+# The server and its environment go into .venv/triton, once.
+.PHONY: triton hostile repository
+RUN ?= runs/demo
+PORT ?= 8000
+CASES ?= 5000
+RIG := tests/serve/real/rig
+triton: repository
+	$(BIN)/python $(RIG)/tritonserver.py $(RUN)/triton --port $(PORT)
+
+hostile: repository
+	$(BIN)/python $(RIG)/hostile.py $(RUN)/triton --cases $(CASES) --seed $(SEED)
+
+repository: install
+	@[[ -e $(RUN) || $(RUN) != runs/demo ]] || $(MAKE) demo
+	$(BIN)/fp8q triton $(RUN) >/dev/null
 
 install: $(STAMP)
 

@@ -7,7 +7,7 @@ by default), and does nothing that a finished stage of the same inputs, options 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from .options import (
     GenerateOptions,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
+    TritonOptions,
     ValidateOptions,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -32,7 +34,6 @@ from .quantize.scales import load_scales, tensor_scale
 from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.local import answer
-from .serve.repository import TritonOptions
 from .serve.request import Completion
 from .stages import (
     ahead,
@@ -41,11 +42,13 @@ from .stages import (
     building,
     choosing,
     corpora,
+    deploying,
     engines,
     generating,
     graphs,
     inspecting,
     linting,
+    locating,
     measuring,
     merging,
     sources,
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from .validate.bench import Bench
     from .validate.columns import Table
     from .validate.plots import Plot
+    from .validate.sensitivity.document import Sensitivity
 
 __all__ = [
     "E4M3",
@@ -85,6 +89,7 @@ __all__ = [
     "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
+    "SensitivityOptions",
     "TritonOptions",
     "ValidateOptions",
     "bench",
@@ -109,6 +114,7 @@ __all__ = [
     "saturation",
     "scale_of",
     "scales",
+    "sensitivity",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -272,12 +278,12 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     return found
 
 
-def lint(path: Path, run: Path | None = None) -> linting.Linted:
-    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is
-    returned, and nothing is raised for it.
+def lint(path: Path, run: Path | None = None) -> linting.Linted | linting.LintedRun:
+    """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
+    repository, or all that a run holds; what is found is returned, and nothing is raised for it.
 
     The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
-    that lies elsewhere. Needs no torch.
+    that lies elsewhere. Needs no torch and no server.
     """
     return linting.lint(Path(path), open_run(run) if run else None)
 
@@ -338,6 +344,16 @@ def validate(
     return validating.validate(found, data, options, notes)
 
 
+def sensitivity(
+    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
+) -> "Sensitivity":
+    """What each tensor that the run at `path` quantizes costs alone, on its calibration windows, worst first; written
+    to `sensitivity.json`.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    return locating.sensitivity(open_run(path), options, Notes(progress))
+
+
 def generate(
     path: Path,
     prompt: str,
@@ -379,15 +395,11 @@ def bench(
 
 @alone("path")
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
-    """Write the Triton model repository of the run at `path`; returns its files."""
-    from .serve.repository import write_repository
+    """Write the Triton model repository of the run at `path`, in RUN/triton or at `options.out`; returns its files.
 
-    found, notes = open_run(path), Notes(progress)
-    inputs, chosen = graphs.fp8_files(found), asdict(options)
-    if not found.is_current("triton", inputs, chosen):
-        with stage(found, "triton", inputs, chosen, notes) as log:
-            log.outputs += write_repository(found, options, notes)
-    return [found.root / name for name in found.record().stages["triton"].outputs]
+    Raises InputError for a directory there that is not empty and that fp8q did not write.
+    """
+    return deploying.deploy(open_run(path), options, Notes(progress))
 
 
 @alone("path")

@@ -96,11 +96,14 @@ def disk_errors(where: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends
     well. Raises InputError, naming `path`, for what the disk refuses.
+
+    A directory that is there is renamed first and removed last: between the two renames alone is there none.
     """
-    partial = path.parent / f".{path.name}{PARTIAL}"
+    partial, old = (path.parent / f".{path.name}{part}{PARTIAL}" for part in ("", ".old"))
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
+        remove(old)
         try:
             yield partial
             _readable(partial)
@@ -108,10 +111,13 @@ def replacing(path: Path) -> Iterator[Path]:
                 with open(partial, "rb+") as handle:
                     os.fsync(handle.fileno())
             elif path.is_dir():
-                remove(path)
+                path.rename(old)
             partial.rename(path)
+            remove(old)
         finally:
             remove(partial)
+            if old.exists() and not path.exists():
+                old.rename(path)
 
 
 def _readable(path: Path) -> None:

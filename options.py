@@ -6,6 +6,7 @@ Frozen; nonsense is refused when they are made. Nothing heavy is imported here: 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
@@ -17,6 +18,7 @@ from .declare import (
     LARGEST_SIZE,
     MEASUREMENT,
     MODEL,
+    OPTIONS,
     SCALES,
     TEXT,
     Of,
@@ -42,6 +44,8 @@ WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8
 LARGEST_MARGIN = 16
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20
+#: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
+LONGEST_MODEL_NAME = 200
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -344,6 +348,23 @@ class ValidateOptions(Options):
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
 
 
+@dataclass(frozen=True)
+class SensitivityOptions(Options):
+    """Options of `fp8q sensitivity`. `measure` None: as many as less than one more pass pays for."""
+
+    windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
+    measure: Annotated[
+        int | None,
+        option(
+            EVALUATION,
+            "Measure so many of the worst by running the model, instead of predicting them.",
+            "N",
+            "as many as one more pass pays for",
+        ),
+        between(0),
+    ] = None
+
+
 def temperature_of(option: str, value: float) -> float:
     """The rule of a temperature."""
     if not 0 <= value < float("inf"):
@@ -525,3 +546,42 @@ class EngineOptions(Options):
     def share(self) -> float:
         """The fraction of promised products that must run in FP8."""
         return 1.0 if self.min_fp8_share is None else self.min_fp8_share
+
+
+def model_name(text: str) -> str:
+    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
+    '_' and '-' become '-'.
+    """
+    named = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).lstrip(".-")
+    return named[:LONGEST_MODEL_NAME].rstrip(".-") or "model"
+
+
+def name_of_a_model(option: str, value: str) -> str:
+    """The rule of a Triton model's name: one part of a path, and of a URL."""
+    if value != model_name(value):
+        raise InputError(
+            f"{option} {value}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "
+            f"{model_name(value)}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class TritonOptions(Options):
+    """Options of `fp8q triton`. `out` None: RUN/triton."""
+
+    out: Annotated[
+        Path | None,
+        option(OPTIONS, "The repository to write; what fp8q wrote there is replaced.", "REPO", "RUN/triton"),
+    ] = None
+    name: Annotated[
+        str | None, option(OPTIONS, "What clients call the model.", "NAME", "that of the source"), name_of_a_model
+    ] = None
+    max_batch: Annotated[int, option(OPTIONS, "Most requests that are generated together.", "N"), between(1)] = 8
+    engine_model: Annotated[
+        bool,
+        option(
+            OPTIONS,
+            "Also the plain TensorRT model where the run has no plan yet, which is put in its place on the GPU host.",
+        ),
+    ] = False

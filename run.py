@@ -61,6 +61,7 @@ class Run:
     engines = _Path("engines")
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
+    sensitivity = _Path("sensitivity.json")
     bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")

@@ -21,7 +21,12 @@ RunPath = Annotated[Path, Parameter(help="The run directory that `fp8q calibrate
 RunPaths = Annotated[
     list[Path], Parameter(name="RUN", help="The run directories to add, two or more; they stay as they are.")
 ]
-OnnxPath = Annotated[Path, Parameter(name="PATH", help="An ONNX file; its external data stay where they are, unread.")]
+LintPath = Annotated[
+    Path,
+    Parameter(
+        name="PATH", help="An ONNX file (its external data stay where they are, unread), a repository, or a run."
+    ),
+]
 Out = Annotated[Path, option(OPTIONS, "The run directory to write, or to go on with.", "RUN")]
 OfRun = Annotated[
     Path | None,

@@ -28,6 +28,8 @@ from ..options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
+    TritonOptions,
     ValidateOptions,
 )
 from . import config
@@ -41,9 +43,9 @@ from .arguments import (
     Delayed,
     EvalData,
     Json,
+    LintPath,
     Model,
     OfRun,
-    OnnxPath,
     OtherData,
     OtherRuns,
     Out,
@@ -223,9 +225,9 @@ def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common:
 
 
 @app.command
-def lint(path: OnnxPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
-    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine.
-    docs/lint.md explains the rules.
+def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
+    """Check an FP8 ONNX graph, a Triton repository, or all that a run holds against what is known to go wrong on the
+    way to an engine and to a server. docs/lint.md explains the rules.
     """
     from .. import api
     from ..stages.linting import check_findings
@@ -323,13 +325,15 @@ def bench(
 
 
 @app.command
-def triton(run: RunPath, /, *, common: Common = Common()) -> None:
-    """Write a Triton model repository that serves the model."""
+def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common: Common = Common()) -> None:
+    """Write a Triton model repository that serves the model, in the run or elsewhere: with Dockerfile and README, and
+    the plain engine beside the model where TensorRT built one.
+    """
     from .. import api
 
     speak = terminal()
     with showing(speak, run, common):
-        api.triton(run, progress=speak)
+        api.triton(run, options, speak)
 
 
 @app.command
@@ -362,6 +366,20 @@ def inspect(
         raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
+
+
+@app.command
+def sensitivity(
+    run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
+) -> None:
+    """Say which tensor the loss comes from: the KL that each weight, activation and cache tensor causes when it alone
+    is quantized, worst first, and what two terms or BF16 would leave of it.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.losses(speak, api.sensitivity(run, options, speak), common.as_json)
 
 
 @app.command

@@ -25,6 +25,7 @@ from fp8q.options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    TritonOptions,
     ValidateOptions,
 )
 
@@ -38,6 +39,7 @@ CLASSES = (
     GenerateOptions,
     BenchOptions,
     EngineOptions,
+    TritonOptions,
     Common,
 )
 #: What a command must be given.

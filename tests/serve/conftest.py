@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -23,6 +23,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from fp8q.export.engine.info import EngineInfo
+from fp8q.export.engine.profiles import profiles
+from fp8q.files import write_document
 from fp8q.run import Run
 from fp8q.serve.cuda import memcpy_3d
 from fp8q.serve.device import ALIGNMENT, Copy
@@ -124,6 +127,8 @@ def counting_graph(cache: str) -> onnx.ModelProto:
     model = parser.parse_model(text)
     for value in (*model.graph.input, *model.graph.output):
         value.name = NAMES.get(value.name, value.name)
+        if value.name == "attention_mask":
+            value.type.tensor_type.shape.dim[1].dim_param = "capacity + seq"
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [NAMES.get(name, name) for name in names]
@@ -312,16 +317,73 @@ def on_device() -> Callable[..., tuple[DeviceBatch, HostDevice, HostProgram]]:
     return opened
 
 
+@pytest.fixture(scope="session")
+def counting_run_at() -> Callable[[Path, int], Run]:
+    """`counting_run_at(root, positions)`: a run of the counting model there."""
+    return make_counting_run
+
+
 @pytest.fixture
 def counting_run(tmp_path: Path) -> Run:
-    """A run whose checkpoint is the counting model with an FP8 cache and 40 positions, recorded as the stages that
-    write one record it.
+    """A run of the counting model with 40 positions."""
+    return make_counting_run(tmp_path / "run", 40)
+
+
+def make_counting_run(root: Path, positions: int) -> Run:
+    """A run at `root` whose checkpoint is the counting model with an FP8 cache, recorded as the stages that write one
+    record it.
     """
-    run = Run(tmp_path / "run")
+    run = Run(root)
     model = {"name": "someone/Counting Model", "fingerprint": "0"}
     with run.stage("quantize", {}, {}, model) as log:
-        write_counting_model(run.model, "fp8", positions=40)
+        write_counting_model(run.model, "fp8", positions)
         log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
     with run.stage("export", {}, {}) as log:
         log.outputs.append(run.onnx_fp32)
     return run
+
+
+#: The first bytes of a plan as TensorRT 10.16.1.11 writes them, and some more.
+PLAN = b"ftrt" + bytes(20) + bytes([10, 16, 1, 11]) + bytes(100)
+
+
+def record_engine(
+    run: Run, version: str = "10.16.1.11", runtime: Literal["tensorrt", "tensorrt-rtx"] = "tensorrt"
+) -> None:
+    """Record an engine for sm90, of up to 4 rows of up to 32 tokens, that is no more than its first bytes."""
+    graph = {"model/model.onnx": run.record().stages["export"].outputs["model/model.onnx"]}
+    with run.stage("build-engine", graph, {"runtime": runtime}) as log:
+        run.engines.mkdir(exist_ok=True)
+        plan, described = (run.engines / f"sm90.{kind}" for kind in ("plan", "json"))
+        plan.write_bytes(PLAN)
+        info = EngineInfo(
+            runtime=runtime, version=version, target="sm90", bytes=len(PLAN), promised_products=1, fp8_products=1,
+            wide_products=[], evidence="inspector", profiles=list(profiles(4, 32)), build_seconds=1.0,
+        )  # fmt: skip
+        write_document(described, info)
+        log.outputs += [plan, described]
+
+
+def make_wide_run(root: Path) -> Run:
+    """A run like `counting_run` whose cache is not in FP8, with both graphs (the same one), and no engine."""
+    run = Run(root)
+    with run.stage("quantize", {}, {}, {"name": "someone/counting", "fingerprint": "0"}) as log:
+        write_counting_model(run.model, "off", positions=40)
+        log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
+    with run.stage("export", {}, {}) as log:
+        run.onnx.write_bytes(run.onnx_fp32.read_bytes())
+        log.outputs += [run.onnx, run.onnx_fp32]
+    return run
+
+
+@pytest.fixture
+def wide_run(tmp_path: Path) -> Run:
+    """Such a run of a test's own."""
+    return make_wide_run(tmp_path / "run")
+
+
+@pytest.fixture
+def engine_run(wide_run: Run) -> Run:
+    """`wide_run` with an engine of TensorRT."""
+    record_engine(wide_run)
+    return wide_run
