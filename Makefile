@@ -11,6 +11,8 @@
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
 # PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
 # PARTS=…     which benchmarks; those of time want a quiet machine
+# LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the peer
+#                  is left out
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
 # PORT=…      of `make triton` (8000); gRPC and metrics take the next two
 # WORKERS=…   test files at once (2); 0 for none but this process, as a debugger wants it
@@ -78,12 +80,23 @@ format: install
 
 # What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
 PARTS := kv_cache accumulator attention baselines engine_size two_terms fp16 probabilities forms choosing_scales \
-  weight_mse weight_rounding rescale lint_time calibration memory export_memory export_time two_implementations \
-  architectures unseen_architectures
+  weight_mse weight_rounding rescale lint_time calibration memory memory_sequential export_memory export_time \
+  two_implementations architectures unseen_architectures accuracy generate
+# Parts for those who installed what they need: mmaemu 0.1.0.
+BY_HAND := accumulator_mmaemu
+# Where a part is not benchmarks/PART.py by itself.
+PEER := $(LLMCOMPRESSOR:%=--llmcompressor %)
+COMMAND.accuracy := accuracy.py $(PEER)
+COMMAND.calibration := calibration.py $(PEER)
+COMMAND.generate := generate.py --peers --threads 1 --clock processor
+COMMAND.memory_sequential := memory.py --layers 3 11 --width 1024 --weight-rounding sequential
+COMMAND.accumulator_mmaemu := accumulator.py --mmaemu
+define measure
+echo "== $(1)"; $(BIN)/python benchmarks/$(or $(COMMAND.$(1)),$(1).py) --save $(1) >/dev/null || missed+=" $(1)";
+endef
 benchmarks: install
-	@missed=; for part in $(PARTS); do \
-	  echo "== $$part"; $(BIN)/python benchmarks/$$part.py --save $$part >/dev/null || missed+=" $$part"; \
-	done; $(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
+	@missed=; $(foreach part,$(PARTS),$(call measure,$(part))) \
+	$(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
 
 clean:
 	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

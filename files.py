@@ -207,24 +207,31 @@ def _not_followed(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def regular_file(path: Path) -> int:
+def regular_file(path: Path, remedy: str = "") -> int:
     """The size of a file in bytes, links followed, before any of it is read.
 
-    Raises InputError for one that is not there, may not be read, or is a directory, pipe, socket or device.
+    Raises InputError, which ends with `remedy`, for one that is not there, may not be read, or is a directory, pipe,
+    socket or device.
     """
     try:
         found = path.stat()
     except FileNotFoundError:
         what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        raise InputError(f"{path}: {what}") from None
+        raise InputError(f"{path}: {what}{remedy and f'; {remedy}'}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise unreadable(path, error, remedy) from None
     for is_one, kind in NO_FILES:
         if is_one(found.st_mode):
-            raise InputError(f"{path}: is a {kind}; name a file")
+            raise InputError(f"{path}: is a {kind}; {remedy or 'name a file'}")
     if not os.access(path, os.R_OK):
-        raise InputError(f"{path}: cannot be read ({os.strerror(errno.EACCES)})")
+        raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), remedy)
     return found.st_size
+
+
+def unreadable(path: Path, error: OSError | ValueError, remedy: str = "") -> InputError:
+    """What is said of a file that the system does not give."""
+    why = getattr(error, "strerror", None) or error
+    return InputError(f"{path}: cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
 
 
 def write_document(path: Path, document: BaseModel) -> None:

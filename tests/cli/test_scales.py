@@ -162,6 +162,14 @@ def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path
         ),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
+        (["--two-terms", "*.nothing"], "--two-terms *.nothing: matches no module; names are like "),
+        (
+            ["--activation-terms", 2, "--two-terms", "*.q_proj"],
+            (
+                "--two-terms *.q_proj: --activation-terms 2 takes two for every module; leave one of them out, or give "
+                "--activation-terms 1"
+            ),
+        ),
     ],
 )
 def test_scales_that_cannot_be_chosen(fp8q: Fp8q, demo_run: Run, options: list[object], message: str) -> None:
