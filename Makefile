@@ -41,7 +41,7 @@ test: install
 	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20

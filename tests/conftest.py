@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -58,16 +58,28 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each architecture and each other file to one worker, and skip what is marked `gpu` where the driver finds
-    none.
-    """
-    groups = {item: group_of(item) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Skip what is marked `gpu` where the driver finds none, and let several workers begin with the longest."""
+    for item in items:
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
     if hasattr(config, "workerinput"):
+        groups = {item: group_of(item.nodeid) for item in items}
         items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if groups[item].startswith(name)), 99))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each group to one worker. By marks pytest-xdist 3.8 does not: with pytest 9.2 it passes them over without a
+    word (pytest-dev/pytest-xdist#1386), and every worker made what a file shares.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of `LONGEST`, not of the numbers of tests
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -77,12 +89,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def group_of(item: pytest.Item) -> str:
-    """Which tests share what is made once: those of a finished run of an architecture, and those of a file."""
-    case = getattr(item, "callspec", None)
-    if case and "finished" in case.params:
-        return f"architecture {case.params['finished'].name}"
-    return str(item.path.relative_to(Path(__file__).parent))
+def group_of(nodeid: str) -> str:
+    """Which tests share what is made once: those of a finished run of an architecture, whose parameter is its name and
+    what it is (`pipeline/conftest.py`), and those of a file.
+    """
+    path = nodeid.partition("::")[0].removeprefix("tests/")
+    finished = re.match(
+        r"pipeline/test_(?:architectures|forms|stamped)\.py::\w+\[(\w+), ", nodeid.removeprefix("tests/")
+    )
+    return f"architecture {finished[1]}" if finished else path
 
 
 @functools.cache
