@@ -25,6 +25,7 @@ from .options import (
     RescaleOptions,
     ScaleOptions,
     SensitivityOptions,
+    ServeOptions,
     TritonOptions,
     ValidateOptions,
 )
@@ -51,6 +52,7 @@ from .stages import (
     locating,
     measuring,
     merging,
+    serving,
     sources,
     validating,
 )
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from .calibrate.ranks.world import World
     from .export.engine.info import EngineInfo
     from .quantize.policy import Products
+    from .serve.web.server import Server
     from .validate.accuracy import Accuracy
     from .validate.bench import Bench
     from .validate.columns import Table
@@ -90,6 +93,7 @@ __all__ = [
     "RunOptions",
     "ScaleOptions",
     "SensitivityOptions",
+    "ServeOptions",
     "TritonOptions",
     "ValidateOptions",
     "bench",
@@ -115,6 +119,7 @@ __all__ = [
     "scale_of",
     "scales",
     "sensitivity",
+    "serve",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -364,7 +369,7 @@ def generate(
     called with each piece of the text as it comes.
     """
     request = generating.asked(prompt, options)
-    return answer(generating.open_model(open_run(path), options), request, told)
+    return answer(generating.open_model(open_run(path), options.runtime), request, told)
 
 
 def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generating.Chat:
@@ -375,6 +380,18 @@ def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generating
 def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generating.Comparison:
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
     return generating.compare(open_run(path), prompt, options)
+
+
+def serve(
+    path: Path, options: ServeOptions = ServeOptions(), ready: "Callable[[Server], object]" = lambda _: None
+) -> int:
+    """Serve the model of the run at `path` by OpenAI's API until it is told to end; returns how many requests were
+    broken off then.
+
+    `ready` is called in the thread that serves once requests are taken in, with the server: its `url`, and `stop()`,
+    which any thread and any signal handler may call.
+    """
+    return serving.serve(open_run(path), options, ready)
 
 
 @alone("path")

@@ -20,6 +20,7 @@ from .declare import (
     MODEL,
     OPTIONS,
     SCALES,
+    SERVING,
     TEXT,
     Of,
     Options,
@@ -401,6 +402,50 @@ class GenerateOptions(Options):
     ] = None
     stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
     runtime: RuntimeOption = "auto"
+
+
+def port_of(option: str, value: int) -> int:
+    """The rule of a TCP port."""
+    if not 0 <= value < 2**16:
+        raise InputError(f"{option} {value}: is no port; give one from 1 to 65535, or 0 for a free one")
+    return value
+
+
+def plain_of(option: str, value: str) -> str:
+    """The rule of what goes into an HTTP header or a metric's label."""
+    if not value.isascii() or not value.isprintable() or not value or " " in value:
+        raise InputError(f"{option} {value!r}: must be of printable ASCII characters, without spaces")
+    return value
+
+
+@dataclass(frozen=True)
+class ServeOptions(Options):
+    """Options of `fp8q serve`.
+
+    `name` None: the source model's. `bf16`: that model too, as `<name>-bf16`. `grace`: seconds that those who are being
+    answered have when the server is told to end. `api_key` None: the variable FP8Q_API_KEY, or none.
+    """
+
+    host: Annotated[
+        str, option(SERVING, "Address to listen at; 0.0.0.0 or :: is all of this machine's.", "HOST"), plain_of
+    ] = "127.0.0.1"
+    port: Annotated[int, option(SERVING, "Port to listen at; 0: a free one.", "N"), port_of] = 8000
+    name: Annotated[
+        str | None, option(SERVING, "What clients call the model.", "NAME", "the source model's name"), plain_of
+    ] = None
+    runtime: RuntimeOption = "auto"
+    bf16: Annotated[
+        bool, option(SERVING, "Serve the BF16 source beside it, as NAME-bf16, to compare; takes its memory and torch.")
+    ] = False
+    max_batch: Annotated[int, option(SERVING, "Most requests that are answered together.", "N"), between(1)] = 8
+    grace: Annotated[
+        int, option(SERVING, "What requests in flight have when the server is stopped.", "SECONDS"), between(0)
+    ] = 30
+    api_key: Annotated[
+        str | None,
+        option(SERVING, "Ask it of clients; others see it in the list of processes.", "KEY", "FP8Q_API_KEY, if set"),
+        plain_of,
+    ] = None
 
 
 def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:

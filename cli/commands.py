@@ -29,6 +29,7 @@ from ..options import (
     RescaleOptions,
     ScaleOptions,
     SensitivityOptions,
+    ServeOptions,
     TritonOptions,
     ValidateOptions,
 )
@@ -302,6 +303,17 @@ def generate(
     from . import generating
 
     generating.show(terminal(), run, prompt, options, (chat, compare), common.as_json)
+
+
+@app.command
+def serve(run: RunPath, /, *, options: ServeOptions = ServeOptions(), common: Common = Common()) -> None:
+    """Serve the model by OpenAI's API, with a page to try it, until Ctrl-C or SIGTERM.
+
+    Those who are being answered then are answered first: exit code 0, or the signal's where one was broken off.
+    """
+    from . import serving
+
+    serving.show(terminal(), run, options, common.as_json)
 
 
 @app.command

@@ -8,6 +8,7 @@ a handler of their own in this one's place meanwhile.
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -56,6 +57,29 @@ def end(number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         os.write(2, f"{CURSOR if drawing.is_set() else ''}fp8q: {line(number)}\n".encode())
     os._exit(128 + number)
+
+
+def asking(stop: Callable[[], object], waiting: str) -> list[int]:
+    """Let the first signal call `stop`, which asks the program to end well, and the second end it at once; `waiting` is
+    said meanwhile.
+
+    Returns a list that will hold the signal heard.
+    """
+    heard: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        said = TOLD[signal.Signals(number)]
+        with suppress(OSError):
+            os.write(2, f"fp8q: {said}{f'; {waiting}' if len(heard) == 1 else ' again'}\n".encode())
+        if len(heard) > 1:
+            os._exit(128 + number)
+        stop()
+
+    for number in TOLD:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, ask)
+    return heard
 
 
 #: Below the bar, with the cursor shown again (ECMA-48, DECTCEM).

@@ -17,6 +17,9 @@ from ..errors import BackendError, InputError
 #: The special tokens that templates are told, by their names in tokenizer_config.json.
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+#: What the template may take for one chat; real ones take milliseconds.
+SECONDS = 10.0
+
 Message = dict[str, Any]
 
 
@@ -49,6 +52,7 @@ class ChatTemplate:
         """
         try:
             with self._lock:  # one process renders
+                self._template.allowed = SECONDS  # each chat's own, however many there were
                 return self._template.render(messages)
         except TemplateError as error:
             raise InputError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None

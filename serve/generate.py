@@ -57,7 +57,7 @@ class Generator:
         """
         self.vocabulary = vocabulary
         self.positions = min(vocabulary.positions, session.most_positions or vocabulary.positions)
-        self._tokens = session.vocabulary
+        self.tokens = session.vocabulary
         self.max_batch = min(max_batch, session.most_rows or max_batch)
         self._max_waiting = max_waiting
         self._pace = pace or session.pace
@@ -80,7 +80,7 @@ class Generator:
 
     def prepare(self, request: Request) -> Prepared:
         """Tokenize a request, in any thread; raises RequestError for one that cannot be served."""
-        return prepare(request, self.vocabulary, self.positions, self._tokens)
+        return prepare(request, self.vocabulary, self.positions, self.tokens)
 
     def submit(self, request: Request | Prepared) -> int:
         """Queue a request; returns the ticket that its pieces will carry.

@@ -20,8 +20,9 @@ from .text import TextStream, Vocabulary
 #: A prompt of more characters than this for each of the model's positions is refused untokenized.
 CHARACTERS_A_POSITION = 16
 MOST_STOP_WORDS, MOST_STOP_CHARACTERS = 16, 256
-#: Log-probabilities that may be asked for with each token, as in OpenAI's API.
-MOST_LOGPROBS = 20
+#: Log-probabilities that may be asked for with each token, and penalties either way, as in OpenAI's API.
+MOST_LOGPROBS, MOST_PENALTY = 20, 2.0
+MOST_SEED = 2**64 - 1
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -61,9 +62,9 @@ class Request:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _check("temperature", self.temperature, 0.0 <= self.temperature < np.inf, "0 or more, and finite")
         _check("top_p", self.top_p, 0.0 <= self.top_p <= 1.0, "from 0 to 1")
-        _check("frequency_penalty", self.frequency_penalty, -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2")
-        _check("presence_penalty", self.presence_penalty, -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2")
-        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check(name, getattr(self, name), -MOST_PENALTY <= getattr(self, name) <= MOST_PENALTY, "from -2 to 2")
+        _check("seed", self.seed, self.seed is None or 0 <= self.seed <= MOST_SEED, "from 0 to 2^64 - 1")
         most = MOST_LOGPROBS
         _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= most, f"from 0 to {most}")
         self._check_stop_words()

@@ -1,7 +1,7 @@
 """`fp8q generate`: text from a run's FP8 model, from the BF16 model it was made of, or from both, side by side."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..errors import InputError
 from ..options import GenerateOptions, Precision
@@ -21,19 +21,19 @@ from .steps import CALIBRATE_MODULES, device, needs
 TORCH_RUNTIMES = ("reference", "bf16")
 
 
-def open_model(run: Run, options: GenerateOptions) -> Generator:
-    """The model in `run`, or the one it was made of, on the runtime that `options` name.
+def open_model(run: Run, runtime: str, max_batch: int = 1) -> Generator:
+    """The model in `run`, or the one it was made of, on that `runtime`, for so many requests at a time.
 
     Raises InputError for a run that has none, or whose files are not what its stages wrote; BackendError for a runtime
     that is not here.
     """
     run.refuse_stale(*FP8_STAGES)
-    if options.runtime in TORCH_RUNTIMES:
+    if runtime in TORCH_RUNTIMES:
         _check(run, "config.json", "tokenizer.json", "generation_config.json")
-    session = session_of(run, options.runtime)
-    if options.runtime not in TORCH_RUNTIMES:
+    session = session_of(run, runtime)
+    if runtime not in TORCH_RUNTIMES:
         weight_files(run)
-    return open_generator(run, session, max_batch=1)
+    return open_generator(run, session, max_batch)
 
 
 def session_of(run: Run, runtime: str, precision: Precision = "fp8") -> Session:
@@ -99,11 +99,16 @@ class Chat:
         return found
 
 
+def open_template(run: Run) -> ChatTemplate:
+    """The template of chats in `run`; raises InputError where there is none, or it is not what its stage wrote."""
+    _check(run, "chat_template.jinja", "tokenizer_config.json")
+    return ChatTemplate(run.model)
+
+
 def open_chat(run: Run, options: GenerateOptions) -> Chat:
     """A conversation with the model in `run`; raises InputError where it has no template for one."""
-    _check(run, "chat_template.jinja", "tokenizer_config.json")
-    template = ChatTemplate(run.model)
-    return Chat(open_model(run, options), template, options)
+    template = open_template(run)
+    return Chat(open_model(run, options.runtime), template, options)
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,8 @@ def compare(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
     if options.runtime == "bf16":
         raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
     request = asked(prompt, options)
-    wide = open_model(run, replace(options, runtime="bf16"))
-    fp8, bf16 = (answer(generator, request, lambda _: None) for generator in (open_model(run, options), wide))
+    wide = open_model(run, "bf16")
+    fp8, bf16 = (answer(generator, request, lambda _: None) for generator in (open_model(run, options.runtime), wide))
     return _comparison(fp8, bf16, wide)
 
 

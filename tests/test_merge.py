@@ -256,6 +256,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "report": [],
     "inspect": ["--json"],
     "generate": ["--prompt", "Once"],
+    "serve": [],
 }
 #: The public functions that are asked something of a run.
 ASKED = (api.generate, api.compare)

@@ -25,6 +25,7 @@ from fp8q.options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    ServeOptions,
     TritonOptions,
     ValidateOptions,
 )
@@ -37,6 +38,7 @@ CLASSES = (
     ExportOptions,
     ValidateOptions,
     GenerateOptions,
+    ServeOptions,
     BenchOptions,
     EngineOptions,
     TritonOptions,

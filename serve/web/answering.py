@@ -1,0 +1,146 @@
+"""One HTTP request's answer as it goes out: as a stream of events, or in one piece at its end.
+
+The status is decided by the first that comes back: a prompt that cannot be tokenized is a 400 in a stream too. A client
+that hangs up frees its rows at once; one that does not read is hung up on (`server.PatientProtocol`).
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..request import Piece
+from ..service import Failed
+from .answers import Collected, Writer
+from .mailbox import Arrived
+from .metrics import ModelMetrics
+from .refusals import Refusal
+from .serving import Handed
+
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENTS.append((b"x-accel-buffering", b"no"))  # nginx would keep events until it has some kilobytes
+
+
+class GoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """How the answer is told, and what to call what was asked in an error."""
+
+    writer: Writer
+    streamed: bool
+    with_usage: bool
+    param: str
+
+
+class Answer(Response):
+    """The answers to all prompts of one request."""
+
+    def __init__(self, handed: Handed, told: Told, counts: ModelMetrics, begun: float):
+        """`begun`: when the request came, in seconds of `perf_counter`."""
+        self.background = None
+        self._handed, self._told, self._counts = handed, told, counts
+        self._times = [begun] * len(handed.ongoing)
+        self._last: list[Piece | None] = [None] * len(handed.ongoing)
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it (ASGI)."""
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream(send) if self._told.streamed else self._whole(send))
+        except Refusal as refusal:
+            if self._started:
+                await send({"type": "http.response.body", "body": _event(refusal)})
+            else:
+                await refusal.response()(scope, receive, send)
+        except GoneError:
+            self._counts.ended("cancelled", self._open)
+        except asyncio.CancelledError:
+            self._counts.ended("cancelled", self._open)
+            raise
+        finally:
+            self._handed.let_go()
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    @property
+    def _open(self) -> int:
+        """How many answers have not ended."""
+        return sum(piece is None or piece.finish_reason is None for piece in self._last)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._handed.box.hang_up()
+
+    async def _fetch(self) -> dict[int, Collected]:
+        """What has come, by answer; raises GoneError, and Refusal for what there is no answer to."""
+        arrived = await self._handed.box.fetch()
+        if self._handed.box.gone:
+            raise GoneError
+        found: dict[int, Collected] = {}
+        for each in arrived:
+            if isinstance(each.told, Failed):
+                raise self._refused(each.told)
+            self._count(each, each.told)
+            found.setdefault(each.answer, Collected()).pieces.append(each.told)
+        return found
+
+    def _refused(self, failed: Failed) -> Refusal:
+        self._counts.ended("refused" if failed.kind == "refused" else "failed", self._open)
+        if failed.kind == "refused":
+            return Refusal(400, failed.reason, self._told.param)
+        return Refusal(500, failed.reason)
+
+    def _count(self, arrived: Arrived, piece: Piece) -> None:
+        index, counts = arrived.answer, self._counts
+        if self._last[index] is None:
+            counts.first.observe(arrived.at - self._times[index])
+            counts.prompt.inc(piece.input_tokens)
+        else:
+            counts.between.observe(arrived.at - self._times[index])
+        counts.produced.inc()
+        self._times[index], self._last[index] = arrived.at, piece
+        if piece.finish_reason == "stop" or piece.finish_reason == "length":
+            counts.ended(piece.finish_reason)
+
+    async def _whole(self, send: Send) -> None:
+        answers = [Collected() for _ in self._last]
+        while self._open:
+            for index, found in (await self._fetch()).items():
+                answers[index].pieces += found.pieces
+        body = self._told.writer.whole(answers)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        writer = self._told.writer.stream(self._told.with_usage)
+        found = await self._fetch()
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        text = "".join(writer.opening(index) for index in range(len(self._last)))
+        while True:
+            text += "".join(writer.chunk(index, gained) for index, gained in found.items())
+            if not self._open:
+                break
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            text, found = "", await self._fetch()
+        body = text.encode() + writer.ending(_present(self._last))
+        await send({"type": "http.response.body", "body": body})
+
+
+def _present(pieces: Sequence[Piece | None]) -> list[Piece]:
+    return [piece for piece in pieces if piece is not None]
+
+
+def _event(refusal: Refusal) -> bytes:
+    return f"data: {json.dumps(refusal.body())}\n\n".encode()

@@ -1,0 +1,195 @@
+"""Answers in the JSON of OpenAI's two endpoints, whole and in chunks.
+
+A chunk is put together from parts that are made once for each request: with a validating model for each token, JSON
+would cost several times what the token's text does (docs/decisions/0013).
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Any, Protocol
+
+from ..request import Piece
+from ..text import REPLACEMENT, Vocabulary
+
+#: What OpenAI gives for a probability of 0, whose logarithm JSON has no word for.
+LOWEST = -9999.0
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Collected:
+    """What one answer has gained: since the last chunk, or in all."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text of it."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, where it has."""
+        return self.pieces[-1].finish_reason
+
+
+class Form(Protocol):
+    """How an endpoint says an answer."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def choice(self, index: int, found: Collected) -> dict[str, Any]:
+        """A whole answer."""
+
+    def opening(self, index: int) -> str | None:
+        """The choice of the chunk that comes before all others, if any."""
+
+    def chunk(self, index: int, found: Collected) -> str:
+        """The choice of a chunk."""
+
+
+class Writer:
+    """Writes what one request is answered."""
+
+    def __init__(self, form: Form, model: str):
+        """The answer has an id and a time from here on."""
+        self.form = form
+        self._head = {"id": f"{form.prefix}-{token_hex(12)}", "created": int(time.time()), "model": model}
+
+    def whole(self, answers: Sequence[Collected]) -> bytes:
+        """The answer to a request that does not stream."""
+        choices = [self.form.choice(index, found) for index, found in enumerate(answers)]
+        last = [found.pieces[-1] for found in answers]
+        head = {"object": self.form.kind, **self._head}
+        return json.dumps(head | {"choices": choices, "usage": usage(last)}).encode()
+
+    def stream(self, with_usage: bool) -> "StreamWriter":
+        """The same in chunks; `with_usage`: the last of them counts tokens."""
+        head = {"object": self.form.chunk_kind, **self._head}
+        return StreamWriter(self.form, json.dumps(head)[:-1], with_usage)
+
+
+class StreamWriter:
+    """Writes the events of one stream."""
+
+    def __init__(self, form: Form, head: str, with_usage: bool):
+        """`head`: the JSON that every chunk begins with, its brace open."""
+        self._form, self._before = form, f'data: {head}, "choices": ['
+        self._after, self._counts = (', "usage": null}\n\n' if with_usage else "}\n\n"), with_usage
+
+    def opening(self, index: int) -> str:
+        """The event before all others of an answer; empty where there is none."""
+        choice = self._form.opening(index)
+        return "" if choice is None else f"{self._before}{choice}]{self._after}"
+
+    def chunk(self, index: int, found: Collected) -> str:
+        """The event of what an answer has gained."""
+        return f"{self._before}{self._form.chunk(index, found)}]{self._after}"
+
+    def ending(self, last: Sequence[Piece]) -> bytes:
+        """The events after all others."""
+        counted = f'{self._before}], "usage": {json.dumps(usage(last))}}}\n\n' if self._counts else ""
+        return counted.encode() + DONE
+
+
+def usage(last: Sequence[Piece]) -> dict[str, int]:
+    """Tokens of all prompts and answers, of which these are the last pieces."""
+    prompt, answer = sum(piece.input_tokens for piece in last), sum(piece.output_tokens for piece in last)
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def _tail(found: Collected) -> str:
+    reason = found.finish_reason
+    return f'"finish_reason": "{reason}"}}' if reason else '"finish_reason": null}'
+
+
+class CompletionForm:
+    """`/v1/completions`; of logprobs, lists that go together."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, vocabulary: Vocabulary, logprobs: bool):
+        """`vocabulary` gives the text of single tokens."""
+        self._vocabulary, self._logprobs = vocabulary, logprobs
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, index: int, found: Collected) -> dict[str, Any]:
+        """A whole answer."""
+        logprobs = self._listed(index, found)
+        return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish_reason}
+
+    def opening(self, index: int) -> str | None:
+        """Nothing comes before the text."""
+        return None
+
+    def chunk(self, index: int, found: Collected) -> str:
+        """The choice of a chunk."""
+        logprobs = json.dumps(self._listed(index, found)) if self._logprobs else "null"
+        return f'{{"index": {index}, "text": {json.dumps(found.text)}, "logprobs": {logprobs}, {_tail(found)}'
+
+    def _listed(self, index: int, found: Collected) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        text = self._vocabulary.token_text
+        tokens, offsets, offset = [text(piece.token) for piece in found.pieces], [], self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_told(piece.logprob) for piece in found.pieces],
+            "top_logprobs": [{text(token): _told(each) for token, each in piece.best} for piece in found.pieces],
+            "text_offset": offsets,
+        }
+
+
+class ChatForm:
+    """`/v1/chat/completions`; of logprobs, an object for each token."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, vocabulary: Vocabulary, logprobs: bool):
+        """`vocabulary` gives the text of single tokens."""
+        self._vocabulary, self._logprobs = vocabulary, logprobs
+
+    def choice(self, index: int, found: Collected) -> dict[str, Any]:
+        """A whole answer."""
+        message = {"role": "assistant", "content": found.text, "refusal": None}
+        logprobs = self._listed(found)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": found.finish_reason}
+
+    def opening(self, index: int) -> str | None:
+        """Whose message it is."""
+        delta = '{"role": "assistant", "content": ""}'
+        return f'{{"index": {index}, "delta": {delta}, "logprobs": null, "finish_reason": null}}'
+
+    def chunk(self, index: int, found: Collected) -> str:
+        """The choice of a chunk."""
+        logprobs = json.dumps(self._listed(found)) if self._logprobs else "null"
+        delta = f'{{"content": {json.dumps(found.text)}}}'
+        return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, {_tail(found)}'
+
+    def _listed(self, found: Collected) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            self._one(piece.token, piece.logprob) | {"top_logprobs": [self._one(*each) for each in piece.best]}
+            for piece in found.pieces
+        ]
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._vocabulary.token_text(token)
+        whole = None if REPLACEMENT in text else list(text.encode())  # of a part of a character the text is not known
+        return {"token": text, "logprob": _told(logprob), "bytes": whole}
+
+
+def _told(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST)

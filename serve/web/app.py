@@ -1,0 +1,174 @@
+"""The application: OpenAI's endpoints, health, metrics and the page, with their description at /openapi.json.
+
+Pages that show that description would load their scripts from elsewhere, so there are none.
+"""
+
+from collections.abc import Callable, Coroutine
+from time import perf_counter
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+
+from ... import __version__
+from ..request import Request as Asked
+from .answering import Answer, Told
+from .answers import ChatForm, CompletionForm, Writer
+from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
+from .fields import ChatFields, CompletionFields, Fields, prompts
+from .gate import Gate
+from .page import page_response
+from .refusals import ErrorBody, Refusal, of_fields
+from .serving import Model, Serving
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": words}
+    for status, words in {
+        400: "A field is wrong.", 401: "The key is missing.", 403: "Asked under another name.", 404: "No such model.",
+        408: "The body does not come.", 413: "The body is too large.", 415: "The body is no JSON.",
+        429: "Too many requests are here.", 500: "A fault of the server.", 503: "The server is closing.",
+    }.items()
+}  # fmt: skip
+#: With `stream`: events whose data are chunks in JSON, and at the end [DONE].
+STREAMED = {
+    "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}}
+}
+
+
+class JsonRequest(Request):
+    """A request whose JSON is read with bounds: 200 levels, and numbers that are numbers."""
+
+    async def json(self) -> Any:
+        """The body, read; raises Refusal."""
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise Refusal(400, f"the body is no JSON that is read here ({error}); mend it") from None
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests are read so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's own handler, given such a request."""
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handled
+
+
+def application(serving: Serving) -> Gate:
+    """What `serving` has, over HTTP (ASGI)."""
+    app = FastAPI(title="fp8q serve", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
+    app.add_exception_handler(RequestValidationError, _wrong_fields)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _failed)
+    _add_models(app, serving)
+    _add_answers(app, serving)
+    _add_health(app, serving)
+    page = page_response()
+    app.add_api_route("/", lambda: page, include_in_schema=False)
+    return Gate(app, serving)
+
+
+async def _wrong_fields(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "it is registered for this"
+    return of_fields(error.errors()).response()
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for this"
+    refusal = error if isinstance(error, Refusal) else Refusal(error.status_code, error.detail)
+    response = refusal.response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again once this is sent, and the gate writes it down."""
+    return Refusal(500, "a fault of the server; its log says more").response()
+
+
+def _add_models(app: FastAPI, serving: Serving) -> None:
+    def shown(model: Model) -> dict[str, Any]:
+        return {
+            "id": model.name, "object": "model", "created": serving.created, "owned_by": "fp8q",
+            "precision": model.precision, "runtime": model.runtime, "max_model_len": model.positions,
+        }  # fmt: skip
+
+    errors: dict[int | str, dict[str, Any]] = {status: REFUSALS[status] for status in (401, 403)}
+
+    @app.get("/v1/models", response_model=ModelList, responses=errors)
+    async def models() -> Response:
+        """List the models."""
+        return JSONResponse({"object": "list", "data": [shown(model) for model in serving.models]})
+
+    @app.get("/v1/models/{name:path}", response_model=ModelObject, responses=errors | {404: REFUSALS[404]})
+    async def model(name: str) -> Response:
+        """One model."""
+        return JSONResponse(shown(serving.find(name)))
+
+
+def _add_answers(app: FastAPI, serving: Serving) -> None:
+    responses = REFUSALS | {200: STREAMED, 422: {"description": "Never: 400 says what is wrong."}}
+
+    @app.post("/v1/completions", response_model=Completion, responses=responses)
+    async def completions(fields: CompletionFields) -> Response:
+        """Go on from a prompt, or from several."""
+        begun, model = perf_counter(), serving.find(fields.model)
+        given = prompts(fields.prompt, model.positions)
+        asked = [fields.asked(prompt, fields.max_tokens or 16, fields.logprobs) for prompt in given]
+        form = CompletionForm(model.vocabulary, fields.logprobs is not None)
+        return _answer(serving, model, asked, fields, Writer(form, model.name), begun, "prompt")
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=responses)
+    async def chat(fields: ChatFields) -> Response:
+        """Answer a chat, by the template of the model's tokenizer."""
+        begun, model = perf_counter(), serving.find(fields.model)
+        if fields.top_logprobs and not fields.logprobs:
+            raise Refusal(400, "top_logprobs: needs logprobs; set that to true, or leave this out", "top_logprobs")
+        prompt = await serving.render([said.message for said in fields.messages], model.positions)
+        most = fields.max_completion_tokens or fields.max_tokens or model.positions
+        asked = [fields.asked(prompt, most, (fields.top_logprobs or 0) if fields.logprobs else None)]
+        form = ChatForm(model.vocabulary, bool(fields.logprobs))
+        return _answer(serving, model, asked, fields, Writer(form, model.name), begun, "messages")
+
+
+def _answer(
+    serving: Serving, model: Model, asked: list[Asked], fields: Fields, writer: Writer, begun: float, param: str
+) -> Answer:
+    streamed = bool(fields.stream)
+    handed = serving.submit(model, asked, streamed)
+    return Answer(handed, Told(writer, streamed, fields.usage_wanted, param), serving.counts(model), begun)
+
+
+def _add_health(app: FastAPI, serving: Serving) -> None:
+    failing: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "It does not."}}
+
+    def health(ready: bool) -> Response:
+        status = "dead" if not serving.alive else "closing" if ready and serving.closing else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/health", response_model=Health, responses=failing)
+    @app.get("/health/ready", response_model=Health, responses=failing)
+    async def ready() -> Response:
+        """Whether requests are taken in."""
+        return health(ready=True)
+
+    @app.get("/health/live", response_model=Health, responses=failing)
+    async def live() -> Response:
+        """Whether the loop that generates runs; start the server again where it does not."""
+        return health(ready=False)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Counts for Prometheus."""
+        return Response(serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,118 @@
+"""What answers look like, for the description at /openapi.json: nothing is built of these while serving."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+Reason = Literal["stop", "length"]
+
+
+class ModelObject(BaseModel):
+    """A model that can be asked."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    precision: Literal["fp8", "bf16"]
+    runtime: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class Health(BaseModel):
+    """Whether the server does its work."""
+
+    status: Literal["ok", "closing", "dead"]
+
+
+class Usage(BaseModel):
+    """Tokens, of all prompts and answers of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLists(BaseModel):
+    """Of each token its text, its log-probability, the best ones, and where it begins in the text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """The answer to one prompt."""
+
+    index: int
+    text: str
+    logprobs: TokenLists | None
+    finish_reason: Reason
+
+
+class Completion(BaseModel):
+    """What /v1/completions answers."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class OneToken(BaseModel):
+    """A token; `bytes` is null where it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(OneToken):
+    """A token, and the best ones in its place."""
+
+    top_logprobs: list[OneToken]
+
+
+class Logprobs(BaseModel):
+    """Each token of a message."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Message(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """The answer to a chat."""
+
+    index: int
+    message: Message
+    logprobs: Logprobs | None
+    finish_reason: Reason
+
+
+class ChatCompletion(BaseModel):
+    """What /v1/chat/completions answers."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage

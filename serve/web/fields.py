@@ -1,0 +1,187 @@
+"""What a request may hold: OpenAI's fields with their types and bounds, from which the OpenAPI description is made.
+
+A field that would change the answer and does nothing here is declared with the values that change nothing (`n: 1`,
+`tools: []`), and refused with any other; one that changes nothing anyway (`user`) may be anything. A field that is not
+declared is refused, as OpenAI itself does it: left out in silence, it would be another answer than was asked for.
+
+Strict types: a number in quotes is none. The prompt alone is read by hand (`prompts`): a union of lists would be tried
+for every item of each.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from ..request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHARACTERS, MOST_STOP_WORDS, Request
+from .refusals import Refusal
+
+#: Prompts in one request, and messages of a chat.
+MOST_PROMPTS, MOST_MESSAGES = 128, 2048
+#: Whatever it is, the answer is the same.
+Whatever = Annotated[Any, Field(description="Changes nothing here.")]
+Penalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)]
+StopWord = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+One = Annotated[int, Field(ge=1, le=1)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+NoMap = Annotated[dict[str, Any], Field(max_length=0)]
+Id = {"type": "integer", "minimum": 0}
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "description": "A text, or token ids taken as they are; or several of either.",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_PROMPTS},
+                {"type": "array", "items": Id, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": Id, "minItems": 1},
+                    "minItems": 1,
+                    "maxItems": MOST_PROMPTS,
+                },
+            ],
+        }
+    ),
+]
+
+
+class Strict(BaseModel):
+    """Fields of the types that are written here, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """How a stream is told."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Whatever = None
+
+
+class Fields(Strict):
+    """What both ways of asking share."""
+
+    model: str | None = Field(None, description="One that /v1/models lists; left out: the first of them.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=0, le=MOST_SEED)] | None = None
+    stop: StopWord | Annotated[list[StopWord], Field(max_length=MOST_STOP_WORDS)] | None = None
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token, as measuring wants it.")
+    n: One | None = None
+    logit_bias: NoMap | None = None
+    top_k: Annotated[int, Field(ge=-1, le=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    user: Whatever = None
+    store: Whatever = None
+    metadata: Whatever = None
+    service_tier: Whatever = None
+    safety_identifier: Whatever = None
+    prompt_cache_key: Whatever = None
+    prompt_cache_retention: Whatever = None
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def asked(self, prompt: str | tuple[int, ...], most: int, logprobs: int | None) -> Request:
+        """What is asked of the loop, at most `most` tokens of it; defaults are OpenAI's."""
+        words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Request(
+            prompt, most, words, _or(self.temperature, 1.0), _or(self.top_p, 1.0), self.frequency_penalty or 0.0,
+            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos),
+        )  # fmt: skip
+
+
+class CompletionFields(Fields):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: One | None = None
+
+
+class TextPart(Strict):
+    """A part of what was said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Said(Strict):
+    """A message; what clients send back of an answer they were given may come with it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)]
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Nothing | None = None
+    function_call: None = None
+    annotations: Nothing | None = None
+    audio: None = None
+
+    @property
+    def message(self) -> dict[str, str]:
+        """As the template is told it: parts are lines of their own."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+
+
+class TextFormat(Strict):
+    """Plain text is what is answered."""
+
+    type: Literal["text"]
+
+
+class ChatFields(Fields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Said], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    response_format: TextFormat | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Whatever = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def prompts(given: Any, positions: int) -> list[str | tuple[int, ...]]:
+    """The prompts that the field `prompt` holds; raises Refusal for what is none.
+
+    Sizes come before looks at every item: nothing longer than the model's `positions` is gone through.
+    """
+    items = given if isinstance(given, list) else [given]
+    if isinstance(given, list) and items and type(items[0]) is int:
+        items = [items]
+    if not 1 <= len(items) <= MOST_PROMPTS:
+        raise Refusal(400, f"prompt: holds {len(items):,} prompts; give from 1 to {MOST_PROMPTS}", "prompt")
+    for item in items:
+        if isinstance(item, list) and len(item) >= positions:
+            raise Refusal(
+                400,
+                f"the prompt has {len(item):,} tokens and the model {positions} positions for prompt and answer; "
+                f"shorten it to {positions - 1} tokens or fewer",
+                "prompt",
+                "context_length_exceeded",
+            )
+        if not isinstance(item, str) and not (isinstance(item, list) and {type(each) for each in item} <= {int}):
+            raise Refusal(400, "prompt: must be a text, token ids, or a list of either", "prompt")
+    return [item if isinstance(item, str) else tuple(item) for item in items]

@@ -1,0 +1,128 @@
+"""What every request passes before the application sees it: where it comes from, whether it may, how much it brings.
+
+A server on the loopback address answers browsers only under a name of that address: a page elsewhere can have its own
+name point to 127.0.0.1, and would be let read the answers (DNS rebinding). With a key that is not needed, for such a
+page does not have it. JSON is asked for by its content type, which makes a browser ask first, before it sends anything
+of another site's.
+"""
+
+import asyncio
+import hmac
+import logging
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .refusals import Refusal
+from .serving import Serving
+
+LOG = logging.getLogger("fp8q")
+#: Seconds that a request's body may take to come.
+BODY_SECONDS = 30.0
+#: Where bodies are read.
+ASKED = ("/v1/completions", "/v1/chat/completions")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+def names_of(host: str) -> frozenset[str] | None:
+    """The names under which a server that listens at `host` answers; None: any."""
+    try:
+        loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return None
+    return frozenset({*LOOPBACK, host, f"[{host}]"}) if loopback else None
+
+
+class Gate:
+    """The application behind its checks (ASGI)."""
+
+    def __init__(self, app: ASGIApp, serving: Serving):
+        """Let pass to `app` what `serving` takes."""
+        self._app, self._serving = app, serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the request, and let it through with its whole body."""
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, await self._checked(scope, receive), sending)
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._serving.closing:
+                raise
+            self._serving.cut += 1
+            if not started:
+                await Refusal(503, "the server has closed; ask another", code="closing").response()(
+                    scope, receive, send
+                )
+        except Exception:
+            LOG.exception("a request failed, which is a fault of fp8q")
+            if not started:
+                await Refusal(500, "a fault of the server; its log says more").response()(scope, receive, send)
+
+    async def _checked(self, scope: Scope, receive: Receive) -> Receive:
+        """The request's body, given once more; raises Refusal."""
+        headers, serving = Headers(scope=scope), self._serving
+        host = headers.get("host", "localhost").rpartition(":")
+        name = host[0] if host[0] and host[2].isdigit() else "".join(host)
+        if serving.hosts is not None and serving.key is None and name.lower() not in serving.hosts:
+            raise Refusal(
+                403,
+                f"this server is for its own machine, and is asked as {name}; ask it as localhost, or start it with "
+                "--api-key",
+                code="wrong_host",
+            )
+        if scope["path"].startswith("/v1/"):
+            self._admit(headers)
+        if scope["method"] != "POST" or scope["path"] not in ASKED:
+            return receive
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "the body must be JSON; send it with the header Content-Type: application/json")
+        body = await self._read(headers, receive)
+        given = False
+
+        async def again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return again
+
+    def _admit(self, headers: Headers) -> None:
+        key = self._serving.key
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+            raise Refusal(
+                401, "this server wants its API key; send it as Authorization: Bearer KEY", None, "invalid_api_key"
+            )
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body, as far as it may be long."""
+        most = self._serving.largest_body
+        said = headers.get("content-length", "0")
+        parts, length = [], int(said) if said.isdigit() else 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more, length = length <= most, 0 if length <= most else length
+                while more and length <= most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(400, "the body broke off")
+                    parts.append(message.get("body", b""))
+                    length, more = length + len(parts[-1]), message.get("more_body", False)
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {BODY_SECONDS:.0f} seconds; send it at once") from None
+        if length > most:
+            raise Refusal(413, f"the body has more than {most:,} bytes; send less", code="request_too_large")
+        return b"".join(parts)

@@ -1,0 +1,98 @@
+"""From the stepping thread to the event loop: one call a step, however many clients are told something in it.
+
+Waking a loop from another thread costs a system call, and every socket written there lets the stepping thread wait for
+the interpreter. So a mailbox keeps what arrives, and a client that is slower than the model finds several pieces in it,
+which go out together; one that wants the whole answer is woken once, at its end.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import perf_counter
+from typing import NamedTuple
+
+from ..request import Piece
+from ..service import Failed
+
+
+class Arrived(NamedTuple):
+    """What one of the answers that a client waits for has gained, and when (seconds of `perf_counter`)."""
+
+    answer: int
+    told: Piece | Failed
+    at: float
+
+
+class Courier:
+    """Wakes the mailboxes that something has arrived in, in the event loop that it was made in."""
+
+    def __init__(self) -> None:
+        """Nothing is under way yet."""
+        self._loop = asyncio.get_running_loop()
+        self._ringing: deque[Mailbox] = deque()
+        self._called = False
+
+    def ring(self, mailbox: "Mailbox") -> None:
+        """Wake `mailbox`, from any thread."""
+        self._ringing.append(mailbox)
+        if not self._called:  # two threads may both call, which does no harm
+            self._called = True
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._called = False  # before looking: what comes from now on calls again
+        while self._ringing:
+            self._ringing.popleft().wake()
+
+
+class Mailbox:
+    """What one client is told; all but `receiver`'s functions is for the event loop alone."""
+
+    def __init__(self, courier: Courier, eager: bool):
+        """`eager`: whether it wants each piece of text as it comes, or all at the end."""
+        self._courier, self._eager = courier, eager
+        self._arrived: deque[Arrived] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
+        self.gone = False
+
+    def receiver(self, answer: int) -> Callable[[Piece | Failed], None]:
+        """What the service calls with the pieces of this answer, in its own thread."""
+
+        def receive(told: Piece | Failed) -> None:
+            self._arrived.append(Arrived(answer, told, perf_counter()))
+            if isinstance(told, Failed) or told.finish_reason or (self._eager and told.text):
+                self._courier.ring(self)
+
+        return receive
+
+    def wake(self) -> None:
+        """Let whoever waits look."""
+        self._woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def hang_up(self) -> None:
+        """Say that the client has gone."""
+        self.gone = True
+        self.wake()
+
+    def fail(self, reason: str) -> None:
+        """Say that there is nothing more to come."""
+        self._arrived.append(Arrived(0, Failed(reason, "failed"), perf_counter()))
+        self.wake()
+
+    async def fetch(self) -> list[Arrived]:
+        """All that has arrived since the last time, as soon as there is something; nothing once the client has gone."""
+        if not self._woken:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._woken = False
+        if self.gone:
+            return []
+        found = []
+        while self._arrived:
+            found.append(self._arrived.popleft())
+        return found

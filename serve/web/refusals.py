@@ -1,0 +1,89 @@
+"""What goes wrong, as OpenAI's clients read it: `{"error": {"message", "type", "param", "code"}}` and a status.
+
+The official client makes its exceptions of the status alone (400 BadRequestError, 404 NotFoundError …), asks again by
+itself after 429 and 5xx, and waits as long as `Retry-After` says.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+#: Seconds after which a client that was told to come back may.
+RETRY_AFTER = "1"
+#: The most characters of a message: some repeat what was sent.
+LONGEST = 500
+
+
+class Fault(BaseModel):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is none."""
+
+    error: Fault
+
+
+class Refusal(HTTPException):
+    """A request ends here, with this status."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        """`param`: the field at fault; `code`: a word that programs may know."""
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        """What the client is sent."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        if self.status_code == 429:
+            kind = "rate_limit_error"
+        message = self.detail if len(self.detail) <= LONGEST else f"{self.detail[:LONGEST]}…"
+        param = self.param and self.param[:LONGEST]
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        headers = {"Retry-After": RETRY_AFTER} if self.status_code in (429, 503) else {}
+        if self.status_code == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
+        return JSONResponse(self.body(), self.status_code, headers)
+
+
+def of_fields(errors: Sequence[Any]) -> Refusal:
+    """The refusal of a body that is not what its fields say; `errors` are pydantic's.
+
+    The first field at fault is named; where it may be of several kinds, what is wrong with it as each of them.
+    """
+    first = _param(errors[0]["loc"])
+    found = [error for error in errors if _param(error["loc"]) == first]
+    if any(error["type"] == "extra_forbidden" for error in found):
+        return Refusal(
+            400,
+            f"{first}: is no field that this server knows; leave it out (docs/serve.md lists those it takes)",
+            first,
+        )
+    told = "; or ".join(dict.fromkeys(error["msg"][:1].lower() + error["msg"][1:] for error in found[:4]))
+    return Refusal(400, f"{first or 'the body'}: {told}", first)
+
+
+def _param(where: Sequence[int | str]) -> str | None:
+    """The name of a field, such as `messages[0].content`; of the branches of a union nothing is said."""
+    name = ""
+    for part in where[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not name:
+            name = part
+        elif name.endswith("]") and part.isidentifier() and part not in ("str", "list"):
+            name += f".{part}"
+        else:
+            break
+    return name or None

@@ -1,0 +1,160 @@
+"""What a server has: its models, its template, who waits for what, and whether it is to end."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ...errors import InputError
+from ..chat import ChatTemplate, Message
+from ..generate import Generator
+from ..request import CHARACTERS_A_POSITION, BusyError, Request
+from ..service import Ongoing, Service
+from .mailbox import Courier, Mailbox
+from .metrics import Metrics, ModelMetrics
+from .refusals import Refusal
+
+#: Bytes of a request: a text of as many characters as are tokenized, each in two bytes, beside all else.
+BODY, BODY_A_POSITION = 1 << 20, 2 * CHARACTERS_A_POSITION
+#: Chats that may wait for the process that renders them.
+MOST_RENDERING = 64
+
+
+class Model:
+    """A model that is served under a name."""
+
+    def __init__(self, name: str, precision: str, runtime: str, generator: Generator):
+        """`generator` is nobody else's from now on."""
+        self.name, self.precision, self.runtime = name, precision, runtime
+        self.vocabulary, self.positions = generator.vocabulary, generator.positions
+        self.service = Service(generator)
+
+    def load(self) -> tuple[int, int]:
+        """How many requests are being answered, and how many wait."""
+        return self.service.load
+
+
+@dataclass
+class Serving:
+    """The state of one server, for its event loop alone.
+
+    `template`: the model's, or why there is none. `closing`: nothing new is taken in any more. `cut`: how many requests
+    were broken off because the server could wait no longer.
+    """
+
+    models: Sequence[Model]
+    template: ChatTemplate | InputError
+    key: str | None = None
+    hosts: frozenset[str] | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    closing: bool = False
+    cut: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin to count."""
+        self.metrics = Metrics()
+        self._counts = {model.name: self.metrics.of(model.name, model.runtime, model.load) for model in self.models}
+        self._rendering, self._rendered = ThreadPoolExecutor(1, "fp8q-template"), 0
+        self._boxes: dict[Mailbox, Model] = {}
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes that a request may have."""
+        return BODY + BODY_A_POSITION * max(model.positions for model in self.models)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every model's loop runs."""
+        return all(model.service.alive for model in self.models)
+
+    def open(self) -> None:
+        """Take the running event loop for this server's."""
+        self._courier = Courier()
+        if isinstance(self.template, ChatTemplate):  # the process that renders takes seconds to start
+            self._rendering.submit(self.template.render, [{"role": "user", "content": "?"}])
+
+    def find(self, name: str | None) -> Model:
+        """The model of that name, or the first; raises Refusal for any other name."""
+        for model in self.models:
+            if name in (None, model.name):
+                return model
+        there = ", ".join(model.name for model in self.models)
+        raise Refusal(404, f"there is no model {name}; there is {there}", "model", "model_not_found")
+
+    def counts(self, model: Model) -> ModelMetrics:
+        """What is counted of a model."""
+        return self._counts[model.name]
+
+    async def render(self, messages: list[Message], positions: int) -> str:
+        """The prompt that a chat is; raises Refusal for one that is too long or that the template refuses."""
+        if isinstance(self.template, InputError):
+            raise Refusal(400, str(self.template), "messages")
+        said, most = sum(len(message["content"]) for message in messages), CHARACTERS_A_POSITION * positions
+        if said > most:
+            raise Refusal(
+                400,
+                f"the messages have {said:,} characters, more than {most:,}, and the model {positions} positions for "
+                "prompt and answer; shorten them",
+                "messages",
+                "context_length_exceeded",
+            )
+        if self._rendered >= MOST_RENDERING:
+            raise Refusal(429, f"{self._rendered} chats wait to be rendered already; try again later", code="busy")
+        self._rendered += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._rendering, self.template.render, messages)
+        except InputError as error:
+            raise Refusal(400, str(error), "messages") from None
+        finally:
+            self._rendered -= 1
+
+    def submit(self, model: Model, requests: Sequence[Request], eager: bool) -> "Handed":
+        """Hand requests in, all of them or none; raises Refusal where there is no room."""
+        if self.closing or not model.service.alive:
+            raise Refusal(503, "the server is closing; ask another", code="closing")
+        box = Mailbox(self._courier, eager)
+        handed = Handed(self, box, [])
+        try:
+            for index, request in enumerate(requests):
+                handed.ongoing.append(model.service.submit(request, box.receiver(index)))
+        except BusyError as error:
+            handed.let_go()
+            self.counts(model).ended("busy", len(requests))
+            raise Refusal(429, str(error), code="busy") from None
+        self._boxes[box] = model
+        return handed
+
+    def drop(self, box: Mailbox) -> None:
+        """Forget a client."""
+        self._boxes.pop(box, None)
+
+    async def watch(self) -> None:
+        """Tell those who wait for a model whose loop has ended, which is a fault, that nothing comes any more."""
+        while True:
+            await asyncio.sleep(1)
+            for box, model in list(self._boxes.items()):
+                if not model.service.alive:
+                    box.fail("the loop that generates has ended; start the server again")
+
+    def close(self) -> None:
+        """End all threads; whoever is still here is answered first."""
+        self._rendering.shutdown()
+        for model in self.models:
+            model.service.close()
+
+
+@dataclass
+class Handed:
+    """What was handed in for one client."""
+
+    serving: Serving
+    box: Mailbox
+    ongoing: list[Ongoing]
+
+    def let_go(self) -> None:
+        """Free the rows; what has ended is none to free."""
+        for each in self.ongoing:
+            each.cancel()
+        self.serving.drop(self.box)

@@ -1,0 +1,66 @@
+"""`fp8q serve`: a run's FP8 model behind OpenAI's API, and the BF16 model it was made of beside it where asked for."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from ..options import ServeOptions, model_name
+from ..run import Run
+from ..serve.chat import ChatTemplate
+from .generating import open_model, open_template, runtime_here
+from .steps import needs
+
+if TYPE_CHECKING:
+    from ..serve.web.server import Server
+    from ..serve.web.serving import Model
+
+#: What the extra `serve` brings, by the names they are imported under.
+SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
+KEY = "FP8Q_API_KEY"
+
+
+def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") -> int:
+    """Serve until told to end; returns how many requests were broken off then.
+
+    Raises InputError for a run that has no model, an address that is taken, BackendError for a runtime or library that
+    is not here.
+    """
+    needs("serve", SERVE_MODULES)
+    from ..serve.web.gate import names_of
+    from ..serve.web.server import Server
+    from ..serve.web.serving import Serving
+
+    if options.bf16 and options.runtime == "bf16":
+        raise InputError("--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out")
+    serving = Serving(
+        list(_models(run, options)),
+        _template(run),
+        options.api_key or os.environ.get(KEY) or None,
+        names_of(options.host),
+    )
+    try:
+        server = Server(serving, options.host, options.port, options.grace, ready)
+    except InputError:
+        serving.close()
+        raise
+    return server.serve_until_stopped()
+
+
+def _template(run: Run) -> ChatTemplate | InputError:
+    """The template, or why there is none, which those are told who ask for a chat."""
+    try:
+        return open_template(run)
+    except InputError as error:
+        return error
+
+
+def _models(run: Run, options: ServeOptions) -> "Iterator[Model]":
+    from ..serve.web.serving import Model
+
+    name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
+    runtime = runtime_here(options.runtime)
+    precision = "bf16" if runtime == "bf16" else "fp8"
+    yield Model(name, precision, runtime, open_model(run, options.runtime, options.max_batch))
+    if options.bf16:
+        yield Model(f"{name}-bf16", "bf16", "bf16", open_model(run, "bf16", options.max_batch))
