@@ -52,8 +52,12 @@ class Client:
         return cls(*await asyncio.open_connection(host, port), f"{host}:{port}")
 
     async def stream(self, fields: dict[str, Any], path: str = "/v1/completions") -> Heard:
-        """Send a request and listen to the end of its stream."""
-        body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+        """Ask for a stream, its usage last, and listen to its end."""
+        return await self.ask(fields | {"stream": True, "stream_options": {"include_usage": True}}, path)
+
+    async def ask(self, fields: dict[str, Any], path: str) -> Heard:
+        """Send a request and listen to the end of what comes."""
+        body = json.dumps(fields).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         begun = perf_counter()
         self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
