@@ -257,6 +257,8 @@ OF_A_RUN: dict[str, list[str]] = {
     "inspect": ["--json"],
     "generate": ["--prompt", "Once"],
     "serve": [],
+    "bench": [],
+    "sensitivity": [],
 }
 #: The public functions that are asked something of a run.
 ASKED = (api.generate, api.compare)
