@@ -215,8 +215,9 @@ def two_implementations() -> ModuleType:
 
 @pytest.fixture(scope="package")
 def attention_run(
-    tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any
-) -> Run:
+    tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any,
+    keeping_graphs: Any,
+) -> Run:  # fmt: skip
     """A Llama of one layer with a cache in FP8, two query heads to a key head, exported with attention in FP8."""
     folder = tmp_path_factory.mktemp("attention")
     model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
@@ -224,9 +225,10 @@ def attention_run(
     for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
         path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
-    return api.calibrate(
-        str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8")
-    )
+    with keeping_graphs():  # two files of tests have it
+        return api.calibrate(
+            str(model), str(texts[0]), folder / "run", str(texts[1]), options, api.ExportOptions(attention="fp8")
+        )
 
 
 @pytest.fixture(scope="module")

@@ -228,9 +228,10 @@ def test_a_triton_repository_takes_the_scales_along(copied: Run) -> None:
     assert written.read_bytes() == (copied.model / "attention.safetensors").read_bytes()
 
 
-def test_scales_chosen_again_keep_it_and_a_wide_export_takes_it_away(copied: Run) -> None:
+def test_scales_chosen_again_keep_it_and_a_wide_export_takes_it_away(copied: Run, keeping_graphs: Any) -> None:
     before = copied.queries.stat().st_mtime_ns
-    api.scales(copied.root, api.RescaleOptions(clip=api.Clipping("percentile", 99.0)))
+    with keeping_graphs():
+        api.scales(copied.root, api.RescaleOptions(clip=api.Clipping("percentile", 99.0)))
     assert {scale.method for scale in read_document(copied.attention, AttentionScales).tensors.values()} == {
         "percentile"
     }
