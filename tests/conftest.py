@@ -37,6 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo"
 SHARED = ROOT.parent / "shared"
 
+#: `make test-elsewhere` asks for it by name: it installs packages.
+collect_ignore = ["elsewhere"]
+
 
 #: Files of tests that share what is made once: one worker's, where several work.
 TOGETHER = {"pipeline/test_forms.py": "pipeline/test_architectures.py"}
