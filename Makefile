@@ -4,20 +4,25 @@
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
 # make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
+# make triton    serve RUN (runs/demo, made where it is missing) by a real Triton server on this machine, until Ctrl-C
+# make hostile   meet such a server with CASES (5000) of what is no proper request, proper ones beside them; SEED=1
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
 # PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
 # PARTS=…     which benchmarks; those of time want a quiet machine
+# LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the peer
+#                  is left out
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
+# PORT=…      of `make triton` (8000); gRPC and metrics take the next two
 # WORKERS=…   test files at once (2); 0 for none but this process, as a debugger wants it
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-elsewhere fuzz install lint format benchmarks clean
+.PHONY: help demo test suite test-elsewhere fuzz install lint format benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -30,19 +35,39 @@ help:
 demo: install
 	$(BIN)/fp8q run $(DEMO)/checkpoint --data $(DEMO)/calibration.txt --eval-data $(DEMO)/evaluation.txt --out runs/demo
 
-# A file of tests is one worker's, whose runs are made once (tests/conftest.py).
+# A file of tests is one worker's, and an architecture, whose runs are made once (tests/conftest.py has the order). The
+# lint needs one processor and a minute: beside the tests, not before them.
 WORKERS ?= 2
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+test: install
+	@$(MAKE) --no-print-directory --jobs 2 lint suite
+
+suite: install
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-elsewhere: install
-	$(BIN)/python -m pytest tests/elsewhere -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest tests/elsewhere -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20
 SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
+
+# The server and its environment go into .venv/triton, once.
+.PHONY: triton hostile repository
+RUN ?= runs/demo
+PORT ?= 8000
+CASES ?= 5000
+RIG := tests/serve/real/rig
+triton: repository
+	$(BIN)/python $(RIG)/tritonserver.py $(RUN)/triton --port $(PORT)
+
+hostile: repository
+	$(BIN)/python $(RIG)/hostile.py $(RUN)/triton --cases $(CASES) --seed $(SEED)
+
+repository: install
+	@[[ -e $(RUN) || $(RUN) != runs/demo ]] || $(MAKE) demo
+	$(BIN)/fp8q triton $(RUN) >/dev/null
 
 install: $(STAMP)
 
@@ -59,12 +84,23 @@ format: install
 
 # What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
 PARTS := kv_cache accumulator attention baselines engine_size two_terms fp16 probabilities forms choosing_scales \
-  weight_mse weight_rounding rescale lint_time calibration memory export_memory export_time two_implementations \
-  architectures unseen_architectures
+  weight_mse weight_rounding rescale lint_time calibration memory memory_sequential export_memory export_time \
+  two_implementations architectures unseen_architectures accuracy generate
+# Parts for those who installed what they need: mmaemu 0.1.0.
+BY_HAND := accumulator_mmaemu
+# Where a part is not benchmarks/PART.py by itself.
+PEER := $(LLMCOMPRESSOR:%=--llmcompressor %)
+COMMAND.accuracy := accuracy.py $(PEER)
+COMMAND.calibration := calibration.py $(PEER)
+COMMAND.generate := generate.py --peers --threads 1 --clock processor
+COMMAND.memory_sequential := memory.py --layers 3 11 --width 1024 --weight-rounding sequential
+COMMAND.accumulator_mmaemu := accumulator.py --mmaemu
+define measure
+echo "== $(1)"; $(BIN)/python benchmarks/$(or $(COMMAND.$(1)),$(1).py) --save $(1) >/dev/null || missed+=" $(1)";
+endef
 benchmarks: install
-	@missed=; for part in $(PARTS); do \
-	  echo "== $$part"; $(BIN)/python benchmarks/$$part.py --save $$part >/dev/null || missed+=" $$part"; \
-	done; $(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
+	@missed=; $(foreach part,$(PARTS),$(call measure,$(part))) \
+	$(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
 
 clean:
 	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,7 +7,7 @@ by default), and does nothing that a finished stage of the same inputs, options 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from .calibrate.measure.statistics import load_statistics
 from .calibrate.ranks.place import place
 from .errors import BackendError, Fp8qError, GateError, InputError
 from .options import (
+    BenchOptions,
     CalibrateOptions,
     Clipping,
     EngineOptions,
@@ -23,6 +24,8 @@ from .options import (
     GenerateOptions,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
+    TritonOptions,
     ValidateOptions,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -31,19 +34,21 @@ from .quantize.scales import load_scales, tensor_scale
 from .reporter import SILENT, Reporter
 from .run import Run
 from .serve.local import answer
-from .serve.repository import TritonOptions
 from .serve.request import Completion
 from .stages import (
     ahead,
     baselines,
+    benching,
     building,
     choosing,
     corpora,
+    deploying,
     engines,
     generating,
     graphs,
     inspecting,
     linting,
+    locating,
     measuring,
     merging,
     sources,
@@ -59,14 +64,17 @@ if TYPE_CHECKING:
     from .export.engine.info import EngineInfo
     from .quantize.policy import Products
     from .validate.accuracy import Accuracy
+    from .validate.bench import Bench
     from .validate.columns import Table
     from .validate.plots import Plot
+    from .validate.sensitivity.document import Sensitivity
 
 __all__ = [
     "E4M3",
     "E4M3FNUZ",
     "E5M2",
     "BackendError",
+    "BenchOptions",
     "CalibrateOptions",
     "Clipping",
     "EngineOptions",
@@ -81,8 +89,10 @@ __all__ = [
     "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
+    "SensitivityOptions",
     "TritonOptions",
     "ValidateOptions",
+    "bench",
     "build_engine",
     "calibrate",
     "chat",
@@ -104,6 +114,7 @@ __all__ = [
     "saturation",
     "scale_of",
     "scales",
+    "sensitivity",
     "sqnr_db",
     "squared_error",
     "tensor_scale",
@@ -267,12 +278,12 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     return found
 
 
-def lint(path: Path, run: Path | None = None) -> linting.Linted:
-    """Hold the ONNX file at `path`, whoever exported it, against the rules of `docs/lint.md`; what is found is
-    returned, and nothing is raised for it.
+def lint(path: Path, run: Path | None = None) -> linting.Linted | linting.LintedRun:
+    """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
+    repository, or all that a run holds; what is found is returned, and nothing is raised for it.
 
     The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
-    that lies elsewhere. Needs no torch.
+    that lies elsewhere. Needs no torch and no server.
     """
     return linting.lint(Path(path), open_run(run) if run else None)
 
@@ -333,6 +344,16 @@ def validate(
     return validating.validate(found, data, options, notes)
 
 
+def sensitivity(
+    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
+) -> "Sensitivity":
+    """What each tensor that the run at `path` quantizes costs alone, on its calibration windows, worst first; written
+    to `sensitivity.json`.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    return locating.sensitivity(open_run(path), options, Notes(progress))
+
+
 def generate(
     path: Path,
     prompt: str,
@@ -357,16 +378,28 @@ def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions(
 
 
 @alone("path")
-def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
-    """Write the Triton model repository of the run at `path`; returns its files."""
-    from .serve.repository import write_repository
+def bench(
+    path: Path,
+    against: Sequence[Path] = (),
+    options: BenchOptions = BenchOptions(),
+    plot: Path | None = None,
+    progress: Reporter = SILENT,
+) -> "Bench":
+    """Time answers of the models that the run at `path` holds (BF16, INT8, FP8), and of the FP8 models of the runs
+    `against` it; write `bench.json`, and a picture of it at `plot`.
 
-    found, notes = open_run(path), Notes(progress)
-    inputs, chosen = graphs.fp8_files(found), asdict(options)
-    if not found.is_current("triton", inputs, chosen):
-        with stage(found, "triton", inputs, chosen, notes) as log:
-            log.outputs += write_repository(found, options, notes)
-    return [found.root / name for name in found.record().stages["triton"].outputs]
+    Raises InputError for runs of different models, and for sizes that the model does not take.
+    """
+    return benching.bench(open_run(path), against, options, plot, Notes(progress))
+
+
+@alone("path")
+def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
+    """Write the Triton model repository of the run at `path`, in RUN/triton or at `options.out`; returns its files.
+
+    Raises InputError for a directory there that is not empty and that fp8q did not write.
+    """
+    return deploying.deploy(open_run(path), options, Notes(progress))
 
 
 @alone("path")

@@ -21,9 +21,9 @@ from .errors import InputError
 #: The largest dimension that a runtime takes: int32.
 LARGEST_SIZE = 2**31 - 1
 # How the help groups them, in this order.
-OPTIONS, TEXT, SCALES, MODEL, ENGINE, EVALUATION, GENERATION = map(
+OPTIONS, TEXT, SCALES, MODEL, ENGINE, EVALUATION, GENERATION, MEASUREMENT = map(
     Group.create_ordered,
-    ("Options", "Text", "Scales", "Model and machine", "Graph and engine", "Evaluation", "Generation"),
+    ("Options", "Text", "Scales", "Model and machine", "Graph and engine", "Evaluation", "Generation", "Measurement"),
 )
 
 

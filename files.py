@@ -96,11 +96,14 @@ def disk_errors(where: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends
     well. Raises InputError, naming `path`, for what the disk refuses.
+
+    A directory that is there is renamed first and removed last: between the two renames alone is there none.
     """
-    partial = path.parent / f".{path.name}{PARTIAL}"
+    partial, old = (path.parent / f".{path.name}{part}{PARTIAL}" for part in ("", ".old"))
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
+        remove(old)
         try:
             yield partial
             _readable(partial)
@@ -108,10 +111,13 @@ def replacing(path: Path) -> Iterator[Path]:
                 with open(partial, "rb+") as handle:
                     os.fsync(handle.fileno())
             elif path.is_dir():
-                remove(path)
+                path.rename(old)
             partial.rename(path)
+            remove(old)
         finally:
             remove(partial)
+            if old.exists() and not path.exists():
+                old.rename(path)
 
 
 def _readable(path: Path) -> None:
@@ -201,24 +207,31 @@ def _not_followed(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def regular_file(path: Path) -> int:
+def regular_file(path: Path, remedy: str = "") -> int:
     """The size of a file in bytes, links followed, before any of it is read.
 
-    Raises InputError for one that is not there, may not be read, or is a directory, pipe, socket or device.
+    Raises InputError, which ends with `remedy`, for one that is not there, may not be read, or is a directory, pipe,
+    socket or device.
     """
     try:
         found = path.stat()
     except FileNotFoundError:
         what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        raise InputError(f"{path}: {what}") from None
+        raise InputError(f"{path}: {what}{remedy and f'; {remedy}'}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise unreadable(path, error, remedy) from None
     for is_one, kind in NO_FILES:
         if is_one(found.st_mode):
-            raise InputError(f"{path}: is a {kind}; name a file")
+            raise InputError(f"{path}: is a {kind}; {remedy or 'name a file'}")
     if not os.access(path, os.R_OK):
-        raise InputError(f"{path}: cannot be read ({os.strerror(errno.EACCES)})")
+        raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), remedy)
     return found.st_size
+
+
+def unreadable(path: Path, error: OSError | ValueError, remedy: str = "") -> InputError:
+    """What is said of a file that the system does not give."""
+    why = getattr(error, "strerror", None) or error
+    return InputError(f"{path}: cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
 
 
 def write_document(path: Path, document: BaseModel) -> None:

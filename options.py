@@ -3,8 +3,10 @@
 Frozen; nonsense is refused when they are made. Nothing heavy is imported here: `--help` must answer at once.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
@@ -13,7 +15,10 @@ from .declare import (
     ENGINE,
     EVALUATION,
     GENERATION,
+    LARGEST_SIZE,
+    MEASUREMENT,
     MODEL,
+    OPTIONS,
     SCALES,
     TEXT,
     Of,
@@ -39,6 +44,8 @@ WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8
 LARGEST_MARGIN = 16
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20
+#: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
+LONGEST_MODEL_NAME = 200
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -55,6 +62,10 @@ Precision = Literal["fp8", "bf16", "int8"]
 Accumulator = Literal["fp32", "fp22", "two-level"]
 PrecisionOption = Annotated[
     Precision, option(ENGINE, "The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
+]
+RuntimeOption = Annotated[
+    Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
+    option(GENERATION, "What runs the model; bf16: the source model."),
 ]
 
 #: What stands for a default of `fp8q scales`.
@@ -337,6 +348,23 @@ class ValidateOptions(Options):
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
 
 
+@dataclass(frozen=True)
+class SensitivityOptions(Options):
+    """Options of `fp8q sensitivity`. `measure` None: as many as less than one more pass pays for."""
+
+    windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
+    measure: Annotated[
+        int | None,
+        option(
+            EVALUATION,
+            "Measure so many of the worst by running the model, instead of predicting them.",
+            "N",
+            "as many as one more pass pays for",
+        ),
+        between(0),
+    ] = None
+
+
 def temperature_of(option: str, value: float) -> float:
     """The rule of a temperature."""
     if not 0 <= value < float("inf"):
@@ -372,10 +400,70 @@ class GenerateOptions(Options):
         between(0, 2**64 - 1),
     ] = None
     stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
-    runtime: Annotated[
-        Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
-        option(GENERATION, "What runs the model; bf16: the source model."),
-    ] = "auto"
+    runtime: RuntimeOption = "auto"
+
+
+def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
+    """The rule of a list of sizes, separated by commas as text: ascending, each once."""
+    words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
+    sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
+    if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
+        raise InputError(
+            f"{option} {','.join(words) or '(none)'}: is no list of whole numbers from 1 to {LARGEST_SIZE:,}; give one "
+            "such as 1,8"
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def above_zero(option: str, value: float) -> float:
+    """The rule of a quantity that there is some of."""
+    if not 0 < value < float("inf"):
+        raise InputError(f"{option} {value}: must be above 0, and finite")
+    return value
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """Options of `fp8q bench`.
+
+    `batch_sizes` None: 1 and 8, lowered to what the runtime takes; `prompt_lengths` None: 32 and 256, lowered to what
+    the model's positions hold beside the answer. `memory`, in GB of 10⁹ bytes, is what the largest batches are computed
+    for (None: all that the device here has); `gpu_hour_price` in any currency.
+    """
+
+    runtime: RuntimeOption = "auto"
+    batch_sizes: Annotated[
+        tuple[int, ...] | None,
+        option(
+            MEASUREMENT,
+            "Sequences answered together; separated by commas.",
+            "LIST",
+            "1,8, or what the runtime takes",
+            sizes_of,
+        ),
+    ] = None
+    prompt_lengths: Annotated[
+        tuple[int, ...] | None,
+        option(
+            MEASUREMENT,
+            "Tokens of each prompt; separated by commas.",
+            "LIST",
+            "32,256, or what the model's positions hold",
+            sizes_of,
+        ),
+    ] = None
+    tokens: Annotated[int, option(MEASUREMENT, "Tokens of each answer.", "N"), between(2)] = 64
+    rounds: Annotated[int, option(MEASUREMENT, "Answers timed of each model and size.", "N"), between(1)] = 5
+    memory: Annotated[
+        float | None,
+        option(MEASUREMENT, "Memory that the largest batches are computed for.", "GB", "what is here"),
+        above_zero,
+    ] = None
+    gpu_hour_price: Annotated[
+        float | None,
+        option(MEASUREMENT, "What an hour of the GPU costs; adds the cost of a million tokens.", "PRICE", "not told"),
+        above_zero,
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -458,3 +546,42 @@ class EngineOptions(Options):
     def share(self) -> float:
         """The fraction of promised products that must run in FP8."""
         return 1.0 if self.min_fp8_share is None else self.min_fp8_share
+
+
+def model_name(text: str) -> str:
+    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
+    '_' and '-' become '-'.
+    """
+    named = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).lstrip(".-")
+    return named[:LONGEST_MODEL_NAME].rstrip(".-") or "model"
+
+
+def name_of_a_model(option: str, value: str) -> str:
+    """The rule of a Triton model's name: one part of a path, and of a URL."""
+    if value != model_name(value):
+        raise InputError(
+            f"{option} {value}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "
+            f"{model_name(value)}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class TritonOptions(Options):
+    """Options of `fp8q triton`. `out` None: RUN/triton."""
+
+    out: Annotated[
+        Path | None,
+        option(OPTIONS, "The repository to write; what fp8q wrote there is replaced.", "REPO", "RUN/triton"),
+    ] = None
+    name: Annotated[
+        str | None, option(OPTIONS, "What clients call the model.", "NAME", "that of the source"), name_of_a_model
+    ] = None
+    max_batch: Annotated[int, option(OPTIONS, "Most requests that are generated together.", "N"), between(1)] = 8
+    engine_model: Annotated[
+        bool,
+        option(
+            OPTIONS,
+            "Also the plain TensorRT model where the run has no plan yet, which is put in its place on the GPU host.",
+        ),
+    ] = False

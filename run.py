@@ -61,6 +61,8 @@ class Run:
     engines = _Path("engines")
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
+    sensitivity = _Path("sensitivity.json")
+    bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")
     report_ipynb = _Path("report.ipynb")

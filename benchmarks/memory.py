@@ -29,8 +29,9 @@ FIXED_BYTES, LAYERS_HELD = 1_200_000_000, 3
 #: A layer may add this share of itself to the peak, or so many bytes: what its statistics weigh (seven histograms of
 #: 32,768 counts), and the sampling.
 GROWTH_SHARE, GROWTH_BYTES = 0.02, 2_000_000
-#: Bytes for each number of H: while it is factored, and kept beside it by `sequential`; and for rounding in all.
-FACTORING, BESIDE, ROUNDING_BYTES = 24, 24, 500_000_000
+#: Bytes for each number of H: while it is factored, and kept by `sequential`, of both halves of the batches; and for
+#: rounding in all.
+FACTORING, BESIDE, ROUNDING_BYTES = 24, 8, 500_000_000
 
 
 def limit_bytes(config: LlamaConfig, rounding: WeightRounding) -> tuple[int, int]:

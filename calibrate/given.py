@@ -10,28 +10,21 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import Fp8qError, InputError
+from ..files import regular_file, unreadable
 
 #: Bytes that a JSON file may have, and how deep its values may be nested. The largest of a published checkpoint, an
 #: index of some 100,000 tensors, has 10 MB.
 JSON_BYTES, JSON_DEPTH = 64 << 20, 64
 #: Characters of another library's message that are worth repeating.
 MESSAGE = 400
-KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
+#: What is to be done about a file that is not as it should be: it came from elsewhere.
+AGAIN = "copy or download it again"
 #: Bytes that are asked for beyond a file's size: all that is asked for is taken of memory at once.
 SPARE = 1 << 20
 
@@ -56,39 +49,18 @@ def exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def regular(path: Path) -> int:
-    """Look at the file at `path`, opened without waiting; returns its size in bytes.
-
-    Raises InputError, naming it, when it is not there, is no regular file or may not be read.
-    """
-    with opened(path) as handle:
-        return os.fstat(handle).st_size
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
     """A descriptor of the regular file at `path`; InputError, naming it, for all that keeps it from being read."""
+    regular_file(path, AGAIN)
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
-        if kind != stat.S_IFREG:
-            raise InputError(f"{path}: is {KINDS.get(kind, 'something else')}, and not a file; put the file there")
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
     except OSError as error:
-        raise _unreadable(path, error) from None
-    try:
-        yield handle
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    finally:
-        os.close(handle)
-
-
-def _unreadable(path: Path, error: OSError) -> InputError:
-    if isinstance(error, FileNotFoundError):
-        what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        return InputError(f"{path}: {what}; copy or download it again")
-    why = (error.strerror or str(error)).lower()
-    return InputError(f"{path}: cannot be read ({why}); mend that, or copy or download it again")
+        raise unreadable(path, error, AGAIN) from None
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

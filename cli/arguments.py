@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..declare import EVALUATION, GENERATION, MODEL, OPTIONS, TEXT, Options, option
+from ..declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, TEXT, Options, option
 
 #: Marks what may be a path or a name on the hub: in a file of options a path is relative to that file.
 PATH_OR_NAME = "a path, or a name on the hub"
@@ -21,7 +21,12 @@ RunPath = Annotated[Path, Parameter(help="The run directory that `fp8q calibrate
 RunPaths = Annotated[
     list[Path], Parameter(name="RUN", help="The run directories to add, two or more; they stay as they are.")
 ]
-OnnxPath = Annotated[Path, Parameter(name="PATH", help="An ONNX file; its external data stay where they are, unread.")]
+LintPath = Annotated[
+    Path,
+    Parameter(
+        name="PATH", help="An ONNX file (its external data stay where they are, unread), a repository, or a run."
+    ),
+]
 Out = Annotated[Path, option(OPTIONS, "The run directory to write, or to go on with.", "RUN")]
 OfRun = Annotated[
     Path | None,
@@ -65,6 +70,11 @@ Against = Annotated[
     option(OPTIONS, "Also measure this text, and show which tensors would saturate on it.", "TEXT"),
     PATH_OR_NAME,
 ]
+OtherRuns = Annotated[
+    tuple[Path, ...],
+    option(MEASUREMENT, "Measure the FP8 model of this run too, of the same source. Repeatable.", "RUN"),
+]
+PlotFile = Annotated[Path | None, option(OPTIONS, "Draw it, as SVG.", "FILE")]
 Prompt = Annotated[
     str | None, option(GENERATION, "What to go on from, or what is said first.", "TEXT", "standard input")
 ]

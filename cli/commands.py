@@ -20,6 +20,7 @@ from ..calibrate.ranks.place import place
 from ..declare import OPTIONS, first_given
 from ..errors import GateError, InputError
 from ..options import (
+    BenchOptions,
     CalibrateOptions,
     EngineOptions,
     ExportOptions,
@@ -27,6 +28,8 @@ from ..options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    SensitivityOptions,
+    TritonOptions,
     ValidateOptions,
 )
 from . import config
@@ -40,12 +43,14 @@ from .arguments import (
     Delayed,
     EvalData,
     Json,
+    LintPath,
     Model,
     OfRun,
-    OnnxPath,
     OtherData,
+    OtherRuns,
     Out,
     PlanFile,
+    PlotFile,
     Prompt,
     RunPath,
     RunPaths,
@@ -220,9 +225,9 @@ def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common:
 
 
 @app.command
-def lint(path: OnnxPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
-    """Check an FP8 ONNX graph, whoever exported it, against what is known to go wrong on the way to an engine.
-    docs/lint.md explains the rules.
+def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
+    """Check an FP8 ONNX graph, a Triton repository, or all that a run holds against what is known to go wrong on the
+    way to an engine and to a server. docs/lint.md explains the rules.
     """
     from .. import api
     from ..stages.linting import check_findings
@@ -300,13 +305,35 @@ def generate(
 
 
 @app.command
-def triton(run: RunPath, /, *, common: Common = Common()) -> None:
-    """Write a Triton model repository that serves the model."""
+def bench(
+    run: RunPath,
+    /,
+    *,
+    against: OtherRuns = (),
+    plot: PlotFile = None,
+    options: BenchOptions = BenchOptions(),
+    common: Common = Common(),
+) -> None:
+    """Measure what answers take (first token, token to token, throughput, memory, energy), of all precisions that a run
+    holds; docs/bench.md says how.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.benched(speak, api.bench(run, against, options, plot, speak), common.as_json)
+
+
+@app.command
+def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common: Common = Common()) -> None:
+    """Write a Triton model repository that serves the model, in the run or elsewhere: with Dockerfile and README, and
+    the plain engine beside the model where TensorRT built one.
+    """
     from .. import api
 
     speak = terminal()
     with showing(speak, run, common):
-        api.triton(run, progress=speak)
+        api.triton(run, options, speak)
 
 
 @app.command
@@ -339,6 +366,20 @@ def inspect(
         raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
+
+
+@app.command
+def sensitivity(
+    run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
+) -> None:
+    """Say which tensor the loss comes from: the KL that each weight, activation and cache tensor causes when it alone
+    is quantized, worst first, and what two terms or BF16 would leave of it.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.losses(speak, api.sensitivity(run, options, speak), common.as_json)
 
 
 @app.command

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Fp8qError, visible
 from ..run import Run
+from ..validate.bench import Bench, bench_table, capacity_table
 from ..validate.columns import (
     Table,
     accuracy_table,
@@ -19,6 +20,7 @@ from ..validate.columns import (
     engine_table,
     finding_table,
     kept_table,
+    loss_table,
     module_table,
     size_table,
     stage_table,
@@ -29,7 +31,8 @@ from ..validate.tables import accuracy_rows, engine_rows, module_rows, size_rows
 if TYPE_CHECKING:
     from ..api import Inspection
     from ..stages.engines import EngineView
-    from ..stages.linting import Linted
+    from ..stages.linting import Linted, LintedRun
+    from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
 
 #: Findings of one rule that are shown; the rest are counted.
@@ -43,6 +46,7 @@ FILES = (
     "baselines",
     "engines",
     "accuracy.json",
+    "bench.json",
     "triton",
     "report.html",
     "report.ipynb",
@@ -147,33 +151,56 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
             draw(speak, table)
 
 
-def linted(found: "Linted", as_json: bool) -> None:
+def losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:
+    """Show what `fp8q sensitivity` found: the worst last, where a terminal leaves the eye."""
+    if as_json:
+        emit(found.model_dump(by_alias=True, mode="json"))
+        return
+    draw(speak, loss_table(found.modules[::-1]))
+
+
+def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:
+    """Show what `fp8q bench` measured and computed, each by itself, and by which protocol."""
+    if as_json:
+        emit(found.model_dump(by_alias=True))
+        return
+    its = found.protocol
+    speak.say(
+        f"{its.runtime} {its.version} on {its.device}; answers of {its.tokens:,} tokens, rounds: {its.rounds:,}. "
+        f"{its.method}"
+    )
+    draw(speak, bench_table(found.rows))
+    draw(speak, capacity_table(found))
+
+
+def linted(found: "Linted | LintedRun", as_json: bool) -> None:
     """Show what `fp8q lint` found: a line each, of one rule the first few, or all of it as one JSON object."""
     if as_json:
         emit(
             {
                 "findings": [
-                    {key: value for key, value in asdict(finding).items() if key not in ("name", "places")}
-                    for finding in found.findings
+                    {"file": str(part.path)}
+                    | {key: value for key, value in asdict(finding).items() if key not in ("name", "places")}
+                    for part in found.parts
+                    for finding in part.findings
                 ]
             }
         )
         return
-    against = f"held against {found.promised_by}" if found.promised_by else "nothing promised of it"
-    lines = [
-        (
-            f"{found.path}: opset {found.opset}, {found.products} products, {found.fp8_products} on FP8 codes on both "
-            f"sides; {against}"
-        )
-    ]
-    for rule, group in groupby(found.findings, lambda finding: finding.rule):
+    lines = [line for part in found.parts for line in part_lines(part)]
+    sys.stdout.write("\n".join(map(visible, lines)) + "\n")
+
+
+def part_lines(part: "Linted") -> list[str]:
+    """What was linted, and what was found in it."""
+    lines = [f"{part.path}: {part.what}"]
+    for rule, group in groupby(part.findings, lambda finding: finding.rule):
         shown = list(group)
         lines += [f"{finding.severity:<8}{finding}" for finding in shown[:LISTED]]
         more = sum(finding.places for finding in shown[LISTED:])
         listed = "all" if shown[-1].places == 1 else f"the first {len(shown) - 1}"
         lines += [f"{'':<8}{rule}: {more} more (--json has {listed})"] if more else []
-    lines += ["no findings"] if not found.findings else []
-    sys.stdout.write("\n".join(map(visible, lines)) + "\n")
+    return [*lines, *(["no findings"] if not part.findings else [])]
 
 
 def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:

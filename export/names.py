@@ -5,6 +5,7 @@ to the model.
 """
 
 import re
+from typing import NamedTuple
 
 #: What the products of attention make, in the order of work.
 ATTENTION_PRODUCTS = ("scores", "values")
@@ -15,6 +16,20 @@ _MODULE = re.compile(
     r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
     r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
+
+
+class Pair(NamedTuple):
+    """The QuantizeLinear and the DequantizeLinear of a tensor."""
+
+    quantize: str
+    dequantize: str
+
+
+class Halves(NamedTuple):
+    """The Split of a product in two terms, and the Add of its halves."""
+
+    split: str
+    add: str
 
 
 def matmul(module: str) -> str:
@@ -47,49 +62,29 @@ def weight_dequantize(module: str) -> str:
     return f"{module}.weight.dequantize"
 
 
-def input_quantize(module: str) -> str:
-    """QuantizeLinear of the input of group G."""
-    return f"{module}.input.quantize"
+def input_pair(module: str) -> Pair:
+    """Q and DQ of the input of group G; of both terms together, where it has two."""
+    return Pair(f"{module}.input.quantize", f"{module}.input.dequantize")
 
 
-def input_dequantize(module: str) -> str:
-    """DequantizeLinear of the input of group G."""
-    return f"{module}.input.dequantize"
+def first_pair(module: str) -> Pair:
+    """Q and DQ of the first of two terms of the input of group G."""
+    return Pair(f"{module}.input.first.quantize", f"{module}.input.first.dequantize")
 
 
-def first_quantize(module: str) -> str:
-    """QuantizeLinear of the first of two terms of the input of group G; both terms together are `input_quantize`'s."""
-    return f"{module}.input.first.quantize"
-
-
-def first_dequantize(module: str) -> str:
-    """Its DequantizeLinear."""
-    return f"{module}.input.first.dequantize"
-
-
-def halves(module: str) -> str:
-    """The Split of M's product in two terms."""
-    return f"{module}.halves"
-
-
-def terms_add(module: str) -> str:
-    """The sum of its halves."""
-    return f"{module}.terms_add"
+def halves(module: str) -> Halves:
+    """What is behind M's product in two terms."""
+    return Halves(f"{module}.halves", f"{module}.terms_add")
 
 
 def narrow(module: str) -> str:
-    """The Cast of that sum, and the bias with it, from FP32 to the compute type."""
+    """The Cast of the sum of its halves, and the bias with it, from FP32 to the compute type."""
     return f"{module}.narrow"
 
 
-def cache_quantize(module: str, part: str) -> str:
-    """QuantizeLinear of A's new keys or values."""
-    return f"{module}.{part}.quantize"
-
-
-def cache_dequantize(module: str, part: str) -> str:
-    """DequantizeLinear of A's new keys or values."""
-    return f"{module}.{part}.dequantize"
+def cache_pair(module: str, part: str) -> Pair:
+    """Q and DQ of A's new keys or values."""
+    return Pair(f"{module}.{part}.quantize", f"{module}.{part}.dequantize")
 
 
 def cache_dequantize_past(module: str, part: str) -> str:
@@ -97,14 +92,9 @@ def cache_dequantize_past(module: str, part: str) -> str:
     return f"{module}.{part}.dequantize_past"
 
 
-def attention_quantize(module: str, part: str) -> str:
-    """QuantizeLinear in front of a product of A's attention; parts q, k, v, and p for probabilities."""
-    return f"{module}.{part}.attention_quantize"
-
-
-def attention_dequantize(module: str, part: str) -> str:
-    """Its DequantizeLinear."""
-    return f"{module}.{part}.attention_dequantize"
+def attention_pair(module: str, part: str) -> Pair:
+    """Q and DQ in front of a product of A's attention; parts q, k, v, and p for probabilities."""
+    return Pair(f"{module}.{part}.attention_quantize", f"{module}.{part}.attention_dequantize")
 
 
 def attention_product(module: str, product: str) -> str:
@@ -112,24 +102,14 @@ def attention_product(module: str, product: str) -> str:
     return f"{module}.attention_{product}"
 
 
-def attention_first_quantize(module: str, part: str) -> str:
-    """QuantizeLinear of the first of two terms of A's queries or probabilities."""
-    return f"{module}.{part}.attention_first_quantize"
+def attention_first_pair(module: str, part: str) -> Pair:
+    """Q and DQ of the first of two terms of A's queries or probabilities."""
+    return Pair(f"{module}.{part}.attention_first_quantize", f"{module}.{part}.attention_first_dequantize")
 
 
-def attention_first_dequantize(module: str, part: str) -> str:
-    """Its DequantizeLinear."""
-    return f"{module}.{part}.attention_first_dequantize"
-
-
-def attention_halves(module: str, product: str) -> str:
-    """The Split of a product of A's attention in two terms."""
-    return f"{module}.attention_{product}_halves"
-
-
-def attention_terms_add(module: str, product: str) -> str:
-    """The sum of its halves."""
-    return f"{module}.attention_{product}_terms_add"
+def attention_halves(module: str, product: str) -> Halves:
+    """What is behind a product of A's attention in two terms."""
+    return Halves(f"{module}.attention_{product}_halves", f"{module}.attention_{product}_terms_add")
 
 
 def product_of(node: str) -> str:

@@ -34,6 +34,14 @@ class Cost:
         return self.weight_bytes + positions * self.cache_bytes
 
 
+def largest_batch(memory: int, held: int, sequence: int) -> int:
+    """How many sequences of so many bytes of cache fit into `memory` bytes, beside the `held` bytes of weights; none
+    where these alone do not. What a step needs besides (activations, the runtime itself) is left out: no more than
+    these fit.
+    """
+    return max(0, (memory - held) // sequence)
+
+
 def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], scales: Scales | None = None) -> Cost:
     """What `scales` (None: the BF16 model) cost on a model with products of `weights` (module -> its weight's shape)
     that keeps `cache` (each cache tensor, `<module>.k` or `.v` -> its values a position).

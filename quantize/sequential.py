@@ -186,41 +186,57 @@ class Sequence(Chain):
             chosen = [name for name in members if name in self.activations and name in inside]
             if chosen:
                 at = Place(first, chosen[0], added.get(first) if members == [first] else None)
-                found, halves = self._moments(at, entering, through, weights)
-                for name in chosen:
-                    self._round(name, found, halves, weights)
+                rows = {name: _rows(self.products[name]) for name in chosen}
+                found, wanted = self._goals(at, rows, entering, through, weights)
+                for name, weight in rows.items():
+                    made = quantize_weight(weight, self.method, found, wanted=wanted.get(name))
+                    if isinstance(made, QuantizedWeight):
+                        self.rounded.add(name, made)
+                        weights[name] = self._numbers(name, made)
         for batch in self.batches:
             leaving[0].write(batch, through(entering[0], batch))
             with self._quantized(weights):
                 leaving[1].write(batch, through(entering[1], batch))
 
-    def _round(
-        self, name: str, found: Compensation, halves: tuple[Sums, Sums] | None, weights: dict[str, torch.Tensor]
-    ) -> None:
-        """Round one module and add it to `weights`, the numbers its codes stand for, shaped as the module has them."""
-        module = self.products[name]
-        axis = output_axis(module)
-        rows = _weight(module).movedim(axis, 0).cpu().to(torch.bfloat16).contiguous()
-        wanted = None if halves is None else target(rows, *halves)
-        made = quantize_weight(rows, self.method, found, wanted=wanted)
-        if isinstance(made, QuantizedWeight):
-            self.rounded.add(name, made)
-            numbers = made.codes.float() * made.scale[:, None]
-            weights[name] = numbers.movedim(0, axis).contiguous().to(self.device)
+    def _numbers(self, name: str, made: QuantizedWeight) -> torch.Tensor:
+        """The numbers that the codes of a module stand for, shaped as the module has them."""
+        numbers = made.codes.float() * made.scale[:, None]
+        return numbers.movedim(0, output_axis(self.products[name])).contiguous().to(self.device)
 
-    def _moments(
+    def _goals(
         self,
         at: "Place",
+        rows: Mapping[str, torch.Tensor],
         entering: tuple[HiddenStates, HiddenStates],
         through: Callable[[HiddenStates, int], torch.Tensor],
         weights: Mapping[str, torch.Tensor],
-    ) -> tuple[Compensation, tuple[Sums, Sums] | None]:
-        """What the input at a place is like: its compensation in the quantized model, and the sums of every other batch
-        and of those between, None where the two models give it other tokens.
+    ) -> tuple[Compensation, dict[str, torch.Tensor]]:
+        """The compensation of what a place gets in the quantized model, and what each of its weights `rows` is to come
+        close to, where that is not the weight itself.
         """
-        module, same = self.products[at.first], True
-        out, width = (_weight(module).shape[axis] for axis in (output_axis(module), 1 - output_axis(module)))
-        halves = tuple(Sums(width, out if at.base is not None else None) for _ in range(2))
+        halves, same = self._sums(at, rows, entering, through, weights)
+        wanted: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, weight in rows.items() if same else ():
+            wanted[name] = target(weight, *halves, slice(start, start + len(weight)))
+            start += len(weight)
+        moments = halves[0].moments.add_(halves[1].moments)
+        del halves  # before H is factored: of a wide input they are gigabytes
+        return compensation_of(at.first, moments), wanted
+
+    def _sums(
+        self,
+        at: "Place",
+        rows: Mapping[str, torch.Tensor],
+        entering: tuple[HiddenStates, HiddenStates],
+        through: Callable[[HiddenStates, int], torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+    ) -> tuple[tuple[Sums, Sums], bool]:
+        """What a place gets and has lost, over every other batch and over those between, and whether the two models
+        give it the same tokens: where they do not, only the moments of both halves together mean anything.
+        """
+        width, same = next(iter(rows.values())).shape[1], True
+        halves = Sums(width, out := sum(map(len, rows.values()))), Sums(width, out)
         for number, (batch, ids) in enumerate(self.batches.items()):
             exact = self._seen(at, entering[0], batch, through)
             with self._quantized(weights):
@@ -231,11 +247,12 @@ class Sequence(Chain):
             tokens = self.seen(got[0], self.activations[at.member])
             same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
             if same and exact is not None:
-                halves[number % 2].add(tokens, exact[0] - tokens, exact[1] - got[1])
+                drift = exact[0] - tokens
+                lost = torch.cat([drift @ weight.to(drift).T for weight in rows.values()], dim=1)
+                halves[number % 2].add(tokens, lost if at.base is None else lost + (exact[1] - got[1]))
             else:
                 add_product(halves[0].moments, tokens, tokens)
-        found = compensation_of(at.first, halves[0].moments + halves[1].moments)
-        return found, (halves[0], halves[1]) if same else None
+        return halves, same
 
     def _seen(
         self,
@@ -282,6 +299,11 @@ class Sequence(Chain):
             finally:
                 for name, module in modules.items():
                     module._parameters["weight"] = before[name]
+
+
+def _rows(module: nn.Module) -> torch.Tensor:
+    """The weight of a product, BF16 [out, in] in memory."""
+    return _weight(module).movedim(output_axis(module), 0).cpu().to(torch.bfloat16).contiguous()
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

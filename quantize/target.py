@@ -20,6 +20,8 @@ r is what the product is added to, the residual stream of most decoders: what it
 No list of architectures says where: `residual.bases` finds tensors of the layer that are the sum to the last bit.
 """
 
+import math
+
 import torch
 
 from ..calibrate.measure.moments import add_product
@@ -31,51 +33,46 @@ CHANNELS = 256
 
 
 class Sums:
-    """What the quantized model gets at a product, and what it has lost before it, added up over some of the batches.
+    """What the quantized model gets at products of one input, and what they have lost, added up over some of the
+    batches.
 
-    `moments` float32 [in, in]: Σ x~ x~ᵀ; `drift` float32 [in, in]: Σ x~ (x - x~)ᵀ; `residue` float32 [in, out]:
-    Σ x~ (r - r~)ᵀ, None for a product that is added to nothing.
+    `moments` float32 [in, in]: Σ x~ x~ᵀ; `lost` float32 [in, out]: Mᵀ, of all of them side by side. M is added up
+    itself, and not from Σ x~ (x - x~)ᵀ, which would be another matrix as large as H.
     """
 
-    def __init__(self, width: int, out: int | None = None):
-        """Nothing yet, of an input of `width` channels; `out`: of a product that is added to something."""
-        self.moments, self.drift = torch.zeros(width, width), torch.zeros(width, width)
-        self.residue = None if out is None else torch.zeros(width, out)
+    def __init__(self, width: int, out: int):
+        """Nothing yet, of an input of `width` channels and `out` channels of products."""
+        self.moments, self.lost = torch.zeros(width, width), torch.zeros(width, out)
 
-    def add(self, tokens: torch.Tensor, drift: torch.Tensor, residue: torch.Tensor) -> None:
-        """Add x~, x - x~ [tokens, in] and r - r~ [tokens, out] of a batch."""
+    def add(self, tokens: torch.Tensor, lost: torch.Tensor) -> None:
+        """Add x~ [tokens, in] and w · (x - x~) + r - r~ [tokens, out] of a batch."""
         add_product(self.moments, tokens, tokens)
-        add_product(self.drift, tokens, drift)
-        if self.residue is not None:
-            add_product(self.residue, tokens, residue)
-
-    def lost(self, weight: torch.Tensor, channels: slice = slice(None)) -> torch.Tensor:
-        """Mᵀ float32 [in, some] of `channels` of `weight` [out, in]."""
-        lost = self.drift @ weight[channels].float().T
-        return lost if self.residue is None else lost + self.residue[:, channels]
+        add_product(self.lost, tokens, lost)
 
 
-def target(weight: torch.Tensor, learned: Sums, judged: Sums) -> torch.Tensor:
-    """w* float32 [out, in] of `weight` [out, in], by the sums of two halves of the batches, of which the second chooses
-    λ.
+def target(weight: torch.Tensor, learned: Sums, judged: Sums, channels: slice = slice(None)) -> torch.Tensor:
+    """w* float32 [out, in] of `weight` [out, in], by the sums of two halves of the batches, in which it has these
+    `channels`; the second half chooses λ.
     """
-    moments, some = learned.moments + judged.moments, slice(None, None, max(1, len(weight) // CHANNELS))
-    mean, found = float(moments.diagonal().double().mean()), weight.float()
-    own, others = learned.lost(weight, some), judged.lost(weight, some)
+    some, found = slice(None, None, max(1, len(weight) // CHANNELS)), weight.float()
+    mean = float((learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean())
+    if not math.isfinite(mean):  # whoever factors H says so
+        return found
+    own, others = (sums.lost[:, channels][:, some] for sums in (learned, judged))
     best, chosen = 0.0, 0.0
     for ridge in RIDGES if bool(own.any()) else ():
-        step = regression(learned.moments, ridge * mean, own)
+        step = regression(learned.moments.double(), ridge * mean, own)
         loss = float((step * (judged.moments @ step - 2 * others)).sum(dtype=torch.float64))
         if loss < best:
             best, chosen = loss, ridge
     if not chosen:
         return found
-    return found + regression(moments, chosen * mean, learned.lost(weight) + judged.lost(weight)).T
+    both = learned.moments.double().add_(judged.moments)
+    return found + regression(both, chosen * mean, learned.lost[:, channels] + judged.lost[:, channels]).T
 
 
 def regression(moments: torch.Tensor, ridge: float, lost: torch.Tensor) -> torch.Tensor:
-    """(H + λ)^-1 Mᵀ float32 [in, some]."""
-    damped = moments.double()
-    damped.diagonal().add_(ridge)
-    torch.linalg.cholesky(damped, out=damped)
-    return torch.cholesky_solve(lost, damped.float())
+    """(H + λ)^-1 Mᵀ float32 [in, some] of `moments` float64 [in, in], which are used up."""
+    moments.diagonal().add_(ridge)
+    torch.linalg.cholesky(moments, out=moments)
+    return torch.cholesky_solve(lost, moments.float())

@@ -30,7 +30,7 @@ class ChatTemplate:
         """
         config = _read(directory / "tokenizer_config.json")
         file = directory / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _default(config.get("chat_template"))
+        source = _text(file) if file.is_file() else _default(config.get("chat_template"))
         if source is None:
             raise InputError(
                 f"{directory}: its tokenizer has no chat template; put the one that the model was trained with there "
@@ -54,10 +54,17 @@ class ChatTemplate:
             raise InputError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is no text in UTF-8 ({error}); copy it again from the model") from None
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:  # brackets without end
         raise InputError(f"{path}: is not JSON ({error}); copy it again from the model") from None
     return content if isinstance(content, dict) else {}
 

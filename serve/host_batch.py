@@ -29,17 +29,10 @@ def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bo
     return np.concatenate([np.arange(capacity) < filled[:, None], real], axis=1).astype(np.int64)
 
 
-class HostGraph(Protocol):
-    """What runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
+class Forward(Protocol):
+    """A graph with the interface of DESIGN section 7, run as it is."""
 
     layout: CacheLayout
-    vocabulary: int
-
-    def new_cache(self, rows: int, capacity: int) -> HostCache:
-        """Make an empty cache."""
-
-    def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
-        """A step that reads and writes arrays where they lie."""
 
     def forward(
         self,
@@ -48,7 +41,25 @@ class HostGraph(Protocol):
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
-        """Run the graph once."""
+        """Run the graph once.
+
+        `input_ids` and `position_ids` [batch, seq]; `attention_mask` [batch, capacity + seq] is 1 for the filled slots
+        of the past and for the new tokens that are real; `past` [batch, kv_heads, capacity, head_size] each, None for
+        capacity 0. Returns logits [batch, seq, vocabulary] and the new keys and values [batch, kv_heads, seq,
+        head_size].
+        """
+
+
+class HostGraph(Forward, Protocol):
+    """What runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
+
+    vocabulary: int
+
+    def new_cache(self, rows: int, capacity: int) -> HostCache:
+        """Make an empty cache."""
+
+    def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        """A step that reads and writes arrays where they lie."""
 
 
 @dataclass(frozen=True)

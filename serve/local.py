@@ -3,22 +3,54 @@
 from collections.abc import Callable, Sequence
 
 from ..errors import BackendError, Fp8qError, InputError
+from ..export.engine.info import engine_stage, engines_of, load_engines
+from ..export.engine.targets import MODULES, Runtime, gpu_target
 from ..export.lint.check import sound_graph
-from ..run import Run
+from ..options import Precision
+from ..quantize.stored import checkpoint_of
+from ..run import GRAPH_FP32, Run
+from .engine_session import EngineSession
 from .generate import GenerationError, Generator, complete, completion
 from .request import Completion, Request, RequestError
 from .sessions import Session, SessionError, open_session
 from .text import ModelFileError, Vocabulary
 
 
-def open_run_session(run: Run, runtime: str = "onnxruntime") -> Session:
-    """The FP8 model in `run` on a runtime that needs no torch.
+def open_run_session(run: Run, runtime: str = "onnxruntime", precision: Precision = "fp8") -> Session:
+    """The model in `run` of a precision on a runtime that needs no torch.
 
     Raises InputError when the run has no graph, BackendError when the runtime does not serve.
     """
-    sound_graph(run.require(run.onnx_fp32, "export"))
+    for engines in MODULES:
+        if runtime == engines:
+            return open_run_engine(run, engines, precision)
+    directory = checkpoint_of(run, precision)
+    sound_graph(run.require(directory / GRAPH_FP32, "export" if precision == "fp8" else f"export-{precision}"))
     try:
-        return open_session(run.model, runtime)
+        return open_session(directory, runtime)
+    except SessionError as error:
+        raise BackendError(str(error)) from error
+
+
+def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8") -> Session:
+    """The engine of a precision that the run has for this machine's GPU.
+
+    Raises BackendError when there is no GPU, or the runtime does not serve; InputError when the run has no engine for
+    it.
+    """
+    gpu = gpu_target()
+    if gpu is None:
+        raise BackendError(f"{runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime")
+    run.refuse_stale(engine_stage(precision))
+    built = [info.target for info in load_engines(run, precision) if info.runtime == runtime]
+    if gpu not in built:
+        raise InputError(
+            f"{engines_of(run, precision)}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
+            f"{', '.join(built) or 'none'}); run `fp8q build-engine {run.root} --runtime {runtime} --target {gpu}`"
+        )
+    plan = run.require(engines_of(run, precision) / f"{gpu}.plan", engine_stage(precision))
+    try:
+        return EngineSession(plan, runtime)
     except SessionError as error:
         raise BackendError(str(error)) from error
 

@@ -1,30 +1,35 @@
 """`RUN/triton`: a model repository that Triton serves as it is, and that can be copied away alone.
 
     triton/
-      README.md                 how to start the server and how to call it
+      README.md                 how to start the server, how to call it, what to tune
+      Dockerfile                Triton's image with what it lacks for this (`images`)
+      repository.json           what fp8q wrote here (`ownership`)
       <name>/config.pbtxt
       <name>/1/model.py         triton_model.py, copied
       <name>/1/generate.py …    the loop and its neighbours, copied (`LOOP`): the server needs no fp8q
       <name>/1/weights/         the graph, the safetensors it points into, tokenizer and configuration
+      <name>_engine/…           the plain model of an engine, where there is one for TensorRT (`engine_model`)
 
 Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A
 path to `../model` would take none anywhere, but a repository is what people copy, mount and upload, and one that breaks
 then is none. With hard links ONNX's checker, and with it `onnx.load`, refuses the graphs on both sides.
 """
 
-import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from pydantic import BaseModel
-
-from ..errors import BackendError, InputError
-from ..files import read_document, replacing, share
+from ..errors import InputError
+from ..files import replacing, share
+from ..options import TritonOptions, model_name
 from ..reporter import Reporter
 from ..run import Run
+from .engine_model import DESCRIPTION, PLAN, SUFFIX, EngineModel, engine_config
+from .images import PINS, TEMPLATES, dockerfile, image_name, release_in
+from .ownership import own
+from .triton_schema import import_schema
 
 LOOP = (
     "cache.py", "generate.py", "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
@@ -56,65 +61,102 @@ OUTPUTS = {
 
 
 @dataclass(frozen=True)
-class TritonOptions:
-    """Options of `fp8q triton`: the model's `name` in the repository (None: that of the source model), and how many
-    requests are generated together.
-    """
+class Engine:
+    """The plain engine of a repository: what it reads and answers, and its plan (None: to be put there)."""
 
-    name: str | None = None
-    max_batch: int = 8
-
-    def __post_init__(self) -> None:
-        """Refuse names that are no single path segment of a URL, and batches of nothing."""
-        if self.name is not None and self.name != model_name(self.name):
-            raise InputError(
-                f"--name {self.name}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for "
-                f"example {model_name(self.name)}"
-            )
-        if self.max_batch < 1:
-            raise InputError(f"--max-batch {self.max_batch}: must be at least 1")
+    model: EngineModel
+    plan: Path | None
 
 
-class Engine(BaseModel):
-    """Of `engines/<target>.json`, what matters to a repository."""
-
-    runtime: str
-
-
-def model_name(text: str) -> str:
-    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
-    '_' and '-' become '-'.
-    """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).strip(".-") or "model"
-
-
-def write_repository(run: Run, options: TritonOptions, report: Reporter) -> list[Path]:
-    """Write `RUN/triton` in the place of the one that is there; returns its files.
+def write_repository(run: Run, options: TritonOptions, report: Reporter, engine: Engine | None = None) -> list[Path]:
+    """Write the model repository of a run in the place of the one that is there; returns its files.
 
     Raises InputError when the checkpoint or the FP32 graph is missing or changed, BackendError when Triton's protobuf
     schema is not installed.
     """
+    out = options.out or run.triton
     name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
     config = config_text(name, options.max_batch)
+    engine_text = engine_config(name + SUFFIX, engine.model) if engine else ""
     weights = weight_files(run)
-    note_engines(run, report)
+    plans = [engine.plan] if engine and engine.plan else []
     with (
-        report.track("Writing the Triton repository", len(weights), "files") as advance,
-        replacing(run.triton) as partial,
+        report.track("Writing the Triton repository", len(weights) + len(plans), "files") as advance,
+        replacing(out) as partial,
     ):
-        version = partial / name / "1"
-        (version / WEIGHTS).mkdir(parents=True)
-        for path in weights:
-            share(path, version / WEIGHTS / path.name)
-            advance(1)
-        here = Path(__file__).parent
-        shutil.copyfile(here / "triton_model.py", version / "model.py")
-        for file in LOOP:
-            shutil.copyfile(here / file, version / file)
-        (partial / name / "config.pbtxt").write_text(config, encoding="utf-8")
-        readme = Template((here / "templates" / "triton_readme.md").read_text(encoding="utf-8"))
-        (partial / "README.md").write_text(readme.substitute(name=name, max_batch=options.max_batch), encoding="utf-8")
-    return sorted(path for path in run.triton.rglob("*") if path.is_file())
+        _write_model(partial / name, config, weights, advance)
+        if engine:
+            folder = partial / (name + SUFFIX)
+            (folder / "1").mkdir(parents=True)
+            (folder / "config.pbtxt").write_text(engine_text, encoding="utf-8")
+            (folder / DESCRIPTION).write_text(engine.model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            for plan in plans:
+                share(plan, folder / "1" / PLAN)
+                advance(1)
+        built_by = engine.model.tensorrt if engine else None
+        image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans)
+        (partial / "Dockerfile").write_text(image, encoding="utf-8")
+        (partial / "README.md").write_text(readme(name, options, engine, image), encoding="utf-8")
+        own(partial)
+    return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def _write_model(folder: Path, config: str, weights: list[Path], advance: Callable[[int], None]) -> None:
+    """Write the Python model: configuration, code, and copies of the weights."""
+    version = folder / "1"
+    (version / WEIGHTS).mkdir(parents=True)
+    for path in weights:
+        share(path, version / WEIGHTS / path.name)
+        advance(1)
+    here = Path(__file__).parent
+    shutil.copyfile(here / "triton_model.py", version / "model.py")
+    for file in LOOP:
+        shutil.copyfile(here / file, version / file)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def readme(name: str, options: TritonOptions, engine: Engine | None, image: str) -> str:
+    """The repository's own README.md; `image`: its Dockerfile."""
+    awaits = engine is not None and engine.plan is None
+    alone = f" --model-control-mode=explicit --load-model={name}" if awaits else ""
+    return _template("triton_readme.md").substitute(
+        name=name,
+        image=image_name(name),
+        max_batch=options.max_batch,
+        both=f" Beside it lies `{name}{SUFFIX}`, the plain engine." if engine else "",
+        build="" if release_in(image) else " --build-arg TRITON=YY.MM",
+        gpus=" --gpus=all" if engine else "",
+        serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
+        serve_bare=alone,
+        packages=" ".join(f"{package}=={version}" for package, version in PINS.items()),
+        engine=_engine_section(name, engine) if engine else "",
+    )
+
+
+def _engine_section(name: str, engine: Engine) -> str:
+    """What the README says of the plain engine, and how its plan comes to its place where it is not there."""
+    model = engine.model
+    shown = "; ".join(
+        f"`{profile.name}` of {profile.batch[0]} to {profile.batch[2]} rows, {profile.seq[0]} to {profile.seq[2]} "
+        f"tokens, {profile.capacity[0]} to {profile.capacity[2]} slots"
+        for profile in model.profiles
+    )
+    if engine.plan is not None:
+        plan = f"The plan is of TensorRT {model.tensorrt} for {model.target}, and runs on that version and GPU alone."
+    else:
+        plan = _template("triton_awaits.md").substitute(
+            name=name,
+            place=f"{name}{SUFFIX}/1/{PLAN}",
+            max_batch=model.max_batch,
+            max_seq_len=max(profile.capacity[2] for profile in model.profiles),
+        )
+    return _template("triton_engine.md").substitute(
+        name=name + SUFFIX, max_batch=model.max_batch, profiles=shown, plan=plan.rstrip("\n")
+    )
+
+
+def _template(name: str) -> Template:
+    return Template((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
 def weight_files(run: Run) -> list[Path]:
@@ -165,34 +207,3 @@ def config_text(name: str, max_batch: int) -> str:
     for key, value in {"runtime": "onnxruntime", "weights": WEIGHTS, "max_batch": str(max_batch)}.items():
         config.parameters[key].string_value = value
     return str(text_format.MessageToString(config))
-
-
-def import_schema() -> tuple[Any, Any]:
-    """Triton's `model_config_pb2` and protobuf's `text_format`; raises BackendError, naming the extra, where they are
-    not installed.
-    """
-    try:
-        from google.protobuf import text_format
-        from tritonclient.grpc import model_config_pb2
-    except (ImportError, RuntimeError) as error:  # tritonclient turns a missing grpcio into a RuntimeError
-        raise BackendError(
-            f"Triton's protobuf schema cannot be imported ({error}); install it with `pip install 'tritonclient[grpc]'`"
-        ) from error
-    return model_config_pb2, text_format
-
-
-def note_engines(run: Run, report: Reporter) -> None:
-    """Say what becomes of the engines in the run."""
-    runtimes = {path.stem: read_document(path, Engine).runtime for path in sorted(run.engines.glob("*.json"))}
-    foreign = [name for name, runtime in runtimes.items() if runtime == "tensorrt-rtx"]
-    if foreign:
-        report.note(
-            f"engines {', '.join(foreign)}: stay out of the Triton repository, whose tensorrt backend reads TensorRT "
-            "plans and no TensorRT-RTX engines; the model runs on ONNX Runtime"
-        )
-    plans = [name for name, runtime in runtimes.items() if runtime == "tensorrt"]
-    if plans:
-        report.note(
-            f"engines {', '.join(plans)}: stay out of the Triton repository in this version; the model runs on ONNX "
-            "Runtime"
-        )

@@ -140,6 +140,8 @@ def prepare(request: Request, vocabulary: Vocabulary, positions: int, tokens: in
             f"the prompt has {len(prompt):,} characters, more than {most:,}, and the model {positions} positions for "
             "prompt and answer; shorten it"
         )
+    if isinstance(prompt, str) and not _is_text(prompt):
+        raise RequestError("the prompt has half a character (a lone surrogate), which is no text; leave it out")
     ids = tuple(vocabulary.encode(prompt) if isinstance(prompt, str) else prompt)
     if not ids:
         raise RequestError("the prompt has no tokens; write something to continue")
@@ -152,6 +154,14 @@ def prepare(request: Request, vocabulary: Vocabulary, positions: int, tokens: in
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise RequestError(f"the prompt has the token {wrong}, and the model's go from 0 to {tokens - 1}")
     return Prepared(request, ids)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass
@@ -191,6 +201,8 @@ class Row:
         """
         try:
             return self._accept(logits)
+        except (KeyboardInterrupt, SystemExit):  # of whoever steps, and of no request
+            raise
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic in Rust, and the others must go on
             self.ended = self.failed = True
             told = f"{type(error).__name__}: {error}"

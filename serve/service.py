@@ -151,7 +151,7 @@ class Service:
             ready = self._generator.prepare(request)
         except RequestError as error:
             told = Failed(str(error), "refused")
-        except BaseException as error:  # noqa: BLE001  # what tokenizers cannot read may end in a panic, which is no Exception
+        except BaseException as error:  # noqa: BLE001  # tokenizers may panic, which is no Exception, and the client waits
             told = Failed(f"the prompt cannot be tokenized: {type(error).__name__}: {error}", "refused")
         self.run_between_steps((lambda: self.end(ongoing, told)) if told else (lambda: self._admit(ready, ongoing)))
 
@@ -173,9 +173,7 @@ class Service:
             self._ask(ongoing)
         try:
             pieces = self._generator.step()
-        except (
-            BaseException
-        ) as error:  # a panic in Rust is no Exception, and without this thread all would wait for ever
+        except BaseException as error:  # panics are no Exception, and without this thread all would wait for ever
             LOG.exception("generation failed")
             told = Failed(f"generation failed: {type(error).__name__}: {error}", "failed")
             for ticket in self._generator.drop():
@@ -188,7 +186,7 @@ class Service:
         """Let a request go that nobody waits for, or that cannot say so."""
         try:
             gone = ongoing.gone is not None and ongoing.gone()
-        except Exception as error:  # the client's own
+        except Exception as error:  # the client's own question may raise anything, and is nobody else's misfortune
             LOG.exception("whether a client has gone cannot be told")
             self.end(ongoing, Failed(f"whether the client has gone cannot be told: {error}", "failed"))
             return
@@ -209,7 +207,7 @@ def _tell(ongoing: Ongoing, told: Piece | Failed) -> bool:
     """Call the client back; whether it took what it was told."""
     try:
         ongoing.receive(told)
-    except Exception:  # the client's own
+    except Exception:  # the client's own callback may raise anything, and is nobody else's misfortune
         LOG.exception("a response could not be sent")
         return False
     return True

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import CacheLayout, HostCache, KeyValues
-from .host_batch import HostBatch
+from .host_batch import Forward, HostBatch
 
 #: onnx.TensorProto.DataType of logits and of tokens.
 FLOAT, INT64 = 1, 7
@@ -113,25 +113,8 @@ class Session(Protocol):
         """Make room for up to `rows` sequences of up to `positions` positions, where this runtime reads it fastest."""
 
 
-class Graph(Session, Protocol):
-    """A graph with the interface of DESIGN section 7, which can also be run as it is."""
-
-    layout: CacheLayout
-
-    def forward(
-        self,
-        input_ids: NDArray[np.int64],
-        attention_mask: NDArray[np.int64],
-        position_ids: NDArray[np.int64],
-        past: KeyValues | None = None,
-    ) -> tuple[NDArray[np.float32], KeyValues]:
-        """Run the graph once.
-
-        `input_ids` and `position_ids` [batch, seq]; `attention_mask` [batch, capacity + seq] is 1 for the filled slots
-        of the past and for the new tokens that are real; `past` [batch, kv_heads, capacity, head_size] each, None for
-        capacity 0. Returns logits [batch, seq, vocabulary] and the new keys and values [batch, kv_heads, seq,
-        head_size].
-        """
+class Graph(Session, Forward, Protocol):
+    """A session whose graph can also be run as it is."""
 
 
 class OnnxRuntimeSession:
@@ -228,7 +211,7 @@ class OnnxRuntimeSession:
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
-        """Run the graph once: `Graph.forward`.
+        """Run the graph once: `Forward.forward`.
 
         The arrays are read where they lie, and the results are ONNX Runtime's own memory.
         """
@@ -257,13 +240,11 @@ def open_session(directory: Path, runtime: str = "onnxruntime") -> Graph:
     """Open the graph in `directory` (a run's `model/`, or `weights/` in a Triton repository) on the runtime of that
     name.
 
-    Raises SessionError for a runtime that is unknown or not served yet, and for all that its session refuses.
+    Raises SessionError for a runtime that is unknown or runs engines (`engine_session`), and for all that its session
+    refuses.
     """
     if runtime == "onnxruntime":
         return OnnxRuntimeSession(directory / "model.fp32.onnx")
     if runtime in ("tensorrt", "tensorrt-rtx"):
-        raise SessionError(
-            f"{runtime}: this version builds engines for it but does not generate text with them yet; use the runtime "
-            "onnxruntime"
-        )
+        raise SessionError(f"{runtime}: runs engines, and this is a graph; use the runtime onnxruntime")
     raise SessionError(f"{runtime}: there is no such runtime; use onnxruntime")

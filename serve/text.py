@@ -25,6 +25,7 @@ NEIGHBOURS = 32
 #: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
 #: called it.
 POSITIONS = "max_position_embeddings"
+MOST_POSITIONS = 2**31 - 1
 
 
 class ModelFileError(ValueError):
@@ -48,19 +49,16 @@ class Vocabulary:
 
         Raises ModelFileError when a file is missing or damaged, or config.json names no number of positions.
         """
-        config = _read_json(directory / "config.json")
-        generation = directory / "generation_config.json"
-        tokens = config | (_read_json(generation) if generation.is_file() else {})
-        text = config.get("text_config", config)  # models of text and images keep the language model's numbers there
-        if not text.get(POSITIONS):
-            raise ModelFileError(f"{directory / 'config.json'}: names no number of positions; add {POSITIONS}")
-        end = tokens.get("eos_token_id")
-        return cls(
-            _read_tokenizer(directory / "tokenizer.json"),
-            tokens.get("bos_token_id"),
-            frozenset(_as_list(end)),
-            int(text[POSITIONS]),
-        )
+        config, generation = directory / "config.json", directory / "generation_config.json"
+        fields = _read_json(config)
+        tokens = fields | (_read_json(generation) if generation.is_file() else {})
+        text = fields.get("text_config", fields)  # models of text and images keep the language model's numbers there
+        positions = text.get(POSITIONS) if isinstance(text, dict) else None
+        if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
+            raise ModelFileError(f"{config}: names no number of positions; add {POSITIONS}")
+        begin, end = (_token_ids(tokens, name, directory) for name in ("bos_token_id", "eos_token_id"))
+        tokenizer = _read_tokenizer(directory / "tokenizer.json")
+        return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of `prompt`, with the special tokens that the tokenizer puts around a text.
@@ -81,7 +79,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelFileError(f"{path}: there is no such file; copy it from the model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # brackets without end
         raise ModelFileError(f"{path}: is not JSON ({error}); copy it again from the model") from None
     if not isinstance(content, dict):
         raise ModelFileError(f"{path}: holds no JSON object; copy it again from the model")
@@ -106,8 +104,16 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
     return tokenizer
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def _token_ids(fields: dict[str, Any], name: str, directory: Path) -> list[int]:
+    """The token ids of a field that may be one, a list of them, or nothing."""
+    given = fields.get(name)
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(each) is int for each in ids):
+        raise ModelFileError(
+            f"{directory}: its {name} is {str(given)[:60]!r}, and no token id or list of them; mend it in "
+            "generation_config.json or config.json"
+        )
+    return ids
 
 
 class TextStream:

@@ -132,7 +132,7 @@ def _request(request: Any) -> Request:
     }
     prompts = _texts(request, "text_input")
     if len(prompts) != 1:
-        raise RequestError(f"text_input holds {len(prompts)} prompts; send each in a request of its own")
+        raise RequestError(f"text_input holds {len(prompts)} prompts; send one a request")
     return Request(
         prompts[0],
         stop_words=tuple(_texts(request, "stop_words")),

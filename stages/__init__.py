@@ -15,6 +15,9 @@ In the order of work:
     baselines   `export-bf16`, `export-int8`: the same model in the precisions FP8 is compared with
     building    `build-engine`, also of those: engines, and what is proven of them
     validating  `validate`: the held-out text through the runtimes, and the gate on what is lost
+    deploying   `triton`: the model repository, and in it the plain model of an engine
+    locating    `sensitivity`: the loss that each tensor causes alone
+    benching    `bench`: what answers take on a runtime, in each precision and beside other runs
 
 Of what is there, without writing:
 
@@ -22,7 +25,7 @@ Of what is there, without writing:
     inspecting  `fp8q inspect`: every module, and what stands out
     engines     `fp8q engine`: what engines run, read from them anew
     generating  `fp8q generate`: text from its FP8 model, from the BF16 model it was made of, or from both
-    linting     `fp8q lint`: an ONNX file against the rules, and a run's promises
+    linting     `fp8q lint`: an ONNX file, a Triton repository or all of a run against the rules
 
 For all of them:
 

@@ -173,10 +173,28 @@ def share_out(
 
     Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
     """
-    from ..calibrate.measure.statistics import TextSource
     from ..calibrate.text import corpus, mixture
 
-    weights, available = [part.weight for part in parts], [len(ids) // seq_len for ids in kept]
+    counts = _shares(parts, texts, [len(ids) // seq_len for ids in kept], seq_len, options, report)
+    cut = [
+        corpus.windows(ids, seq_len, count, None if options.seed is None else (options.seed, number))
+        for number, (ids, count) in enumerate(zip(kept, counts, strict=True))
+    ]
+    return mixture.interleave(cut), list(map(_source, parts, texts, kept, counts))
+
+
+def _shares(
+    parts: "list[Part]",
+    texts: list[Text],
+    available: list[int],
+    seq_len: int,
+    options: CalibrateOptions,
+    report: Reporter,
+) -> list[int]:
+    """How many windows each part gives, of those `available`."""
+    from ..calibrate.text import corpus, mixture
+
+    weights = [part.weight for part in parts]
     most = mixture.largest_total(available, weights)
     scarcest = min(range(len(parts)), key=lambda number: available[number] / weights[number])
     because = f"the windows of {seq_len:,} tokens in {texts[scarcest].name}"
@@ -188,40 +206,37 @@ def share_out(
         )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
     counts = mixture.shares(samples, weights)
-    if any(
-        count > there for count, there in zip(counts, available, strict=True)
-    ):  # rounded shares do not all shrink with the whole
+    # rounded shares do not all shrink with the whole
+    if any(count > there for count, there in zip(counts, available, strict=True)):
         nearest = mixture.largest_total(available, weights, samples)
         raise InputError(
             f"--samples {samples:,}: cannot be shared out by these weights, {because}; ask for {nearest:,} or {most:,}"
         )
-    for text, part, count in zip(texts, parts, counts, strict=True):
+    for text, weight, count in zip(texts, weights, counts, strict=True):
         if not count:
             raise InputError(
-                f"--data {text.name}: its weight {float(part.weight):g} of {float(sum(weights)):g} is no window of "
+                f"--data {text.name}: its weight {float(weight):g} of {float(sum(weights)):g} is no window of "
                 f"{samples:,}; give it more, or more --samples"
             )
-    cut = [
-        corpus.windows(ids, seq_len, count, None if options.seed is None else (options.seed, number))
-        for number, (ids, count) in enumerate(zip(kept, counts, strict=True))
-    ]
     if len(parts) > 1:
-        report.note(
-            f"--data: {samples:,} windows, "
-            f"{', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
-        )
-    records = [
-        TextSource(
-            name=text.name,
-            weight=float(part.weight),
-            windows=count,
-            tokens=len(ids),
-            fingerprint=corpus.fingerprint(text.documents.texts),
-            chat=text.documents.chat,
-        )
-        for part, text, ids, count in zip(parts, texts, kept, counts, strict=True)
-    ]
-    return mixture.interleave(cut), records
+        given = (f"{count:,} of {text.name}" for text, count in zip(texts, counts, strict=True))
+        report.note(f"--data: {samples:,} windows, {', '.join(given)}")
+    return counts
+
+
+def _source(part: "Part", text: Text, kept: Tokens, windows: int) -> "TextSource":
+    """The record of a part."""
+    from ..calibrate.measure.statistics import TextSource
+    from ..calibrate.text import corpus
+
+    return TextSource(
+        name=text.name,
+        weight=float(part.weight),
+        windows=windows,
+        tokens=len(kept),
+        fingerprint=corpus.fingerprint(text.documents.texts),
+        chat=text.documents.chat,
+    )
 
 
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import InputError
-from ..options import GenerateOptions
+from ..options import GenerateOptions, Precision
 from ..record import FP8_STAGES
 from ..run import Run
 from ..serve.chat import ChatTemplate, Message
@@ -28,16 +28,24 @@ def open_model(run: Run, options: GenerateOptions) -> Generator:
     that is not here.
     """
     run.refuse_stale(*FP8_STAGES)
-    return open_generator(run, _session(run, options.runtime), max_batch=1)
-
-
-def _session(run: Run, runtime: str) -> Session:
-    if runtime in TORCH_RUNTIMES:
+    if options.runtime in TORCH_RUNTIMES:
         _check(run, "config.json", "tokenizer.json", "generation_config.json")
+    session = session_of(run, options.runtime)
+    if options.runtime not in TORCH_RUNTIMES:
+        weight_files(run)
+    return open_generator(run, session, max_batch=1)
+
+
+def session_of(run: Run, runtime: str, precision: Precision = "fp8") -> Session:
+    """The model in `run` of a precision on a runtime (`bf16`: the model it was made of)."""
+    if runtime in TORCH_RUNTIMES:
         return _torch_session(run, runtime)
-    session = open_run_session(run, "onnxruntime" if runtime == "auto" else runtime)
-    weight_files(run)
-    return session
+    return open_run_session(run, runtime_here(runtime), precision)
+
+
+def runtime_here(runtime: str) -> str:
+    """What runs the model where `runtime` is asked for: `auto` is the fastest of what is here."""
+    return "onnxruntime" if runtime == "auto" else runtime
 
 
 def _check(run: Run, *names: str) -> None:

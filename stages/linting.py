@@ -1,8 +1,9 @@
-"""`fp8q lint`: an ONNX file held against the rules, and against a run's promises where it is a run's graph.
+"""`fp8q lint`: what is at a path held against the rules: an ONNX file, a Triton repository, or all that a run holds.
 
-No torch, no GPU, no weight read.
+No torch, no GPU, no server, no weight read.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from ..errors import GateError, InputError
-from ..files import read_document
+from ..files import disk_errors, read_document
 from ..run import Run
+from .opening import open_run
 
 if TYPE_CHECKING:
     from ..export.lint.rules import Finding, Promise
@@ -24,24 +26,92 @@ DAMAGE = ("F402", "F403")
 
 @dataclass(frozen=True)
 class Linted:
-    """What the lint has to say of an ONNX file.
+    """What the lint has to say of an ONNX file, a repository, or the engines of a run; `what` it is, in a line.
 
-    `promised_by`: the scales.json it was held against (None: a graph of which nothing is promised).
+    `promised_by`: the scales.json that a graph was held against (None: a graph of which nothing is promised).
     """
 
     path: Path
-    opset: int
-    products: int
-    fp8_products: int
-    promised_by: Path | None
+    what: str
     findings: "list[Finding]"
+    promised_by: Path | None = None
+
+    @property
+    def parts(self) -> "tuple[Linted, ...]":
+        """Itself: `LintedRun` has several."""
+        return (self,)
 
 
-def lint(path: Path, run: Run | None) -> Linted:
-    """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in.
+@dataclass(frozen=True)
+class LintedRun:
+    """What the lint has to say of all that a run holds."""
 
-    Raises InputError for what is no ONNX file, and for a run whose promises do not read.
+    path: Path
+    parts: tuple[Linted, ...]
+
+    @property
+    def findings(self) -> "list[Finding]":
+        """All of them."""
+        return [finding for part in self.parts for finding in part.findings]
+
+
+def lint(path: Path, run: Run | None) -> Linted | LintedRun:
+    """Lint what is at `path`: an ONNX file, against the promises of `run`, or else of the run whose `model/` it lies
+    in; a Triton repository; a run, with its graphs, engines and repository.
+
+    Raises InputError for what is none of these, and for a run whose promises do not read.
     """
+    from ..serve.lint.folder import is_repository
+
+    if not os.path.isdir(path):  # of a name that is too long, too
+        return lint_graph(path, run)
+    if run is not None:
+        raise InputError(f"--run {run.root}: is for an ONNX file, and {path} is a directory; leave it out")
+    with disk_errors(path):
+        if not Run(path).exists() and not (path / "config.json").exists() and is_repository(path):
+            return lint_repository(path)
+        return lint_run(path)
+
+
+def lint_run(path: Path) -> LintedRun:
+    """Lint all that a run holds; raises InputError for a folder that is none."""
+    from ..serve.lint.check import lint_engines
+
+    if not Run(path).exists():
+        if (path / "config.json").exists():
+            raise InputError(
+                f"{path}: is a checkpoint, and this version has no rules for those; name an ONNX file, a Triton "
+                "repository or a run"
+            )
+        raise InputError(
+            f"{path}: is a directory that holds neither run.json nor models of Triton (folders with config.pbtxt); "
+            "name an ONNX file, a Triton repository or a run"
+        )
+    run = open_run(path)
+    parts = [lint_graph(graph, run) for graph in (run.onnx, run.onnx_fp32)]
+    engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
+    parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
+    if run.triton.is_dir():
+        parts.append(lint_repository(run.triton))
+    return LintedRun(path, tuple(parts))
+
+
+def _outputs(run: Run, stage: str) -> list[str]:
+    stages = run.record().stages
+    return [*stages[stage].outputs] if stage in stages else []
+
+
+def lint_repository(path: Path) -> Linted:
+    """Lint a Triton repository."""
+    from ..serve.lint.check import lint_repository
+
+    repository, findings = lint_repository(path)
+    names = ", ".join(model.folder.name for model in repository.models)
+    return Linted(path, f"a Triton repository of {names or 'no model'}", findings)
+
+
+def lint_graph(path: Path, run: Run | None) -> Linted:
+    """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
     from ..export.lint.check import FORM, lint_graph
     from ..export.lint.loading import load_graph
     from ..export.lint.rules_products import is_fp8
@@ -51,7 +121,9 @@ def lint(path: Path, run: Run | None) -> Linted:
     findings = lint_graph(graph, promise(around) if around else None)
     products = [] if any(finding.rule == FORM for finding in findings) else graph.products
     fp8_products = sum(is_fp8(product) for product in products)
-    return Linted(path, graph.opset, len(products), fp8_products, around.scales if around else None, findings)
+    against = f"held against {around.scales}" if around else "nothing promised of it"
+    what = f"opset {graph.opset}, {len(products)} products, {fp8_products} on FP8 codes on both sides; {against}"
+    return Linted(path, what, findings, around.scales if around else None)
 
 
 def run_around(path: Path) -> Run | None:
@@ -85,17 +157,20 @@ def promise(run: Run) -> "Promise":
     )
 
 
-def check_findings(linted: Linted) -> None:
-    """Raise GateError when a rule is broken that is an error, InputError when that is for a file that is missing or cut
-    short.
+def check_findings(linted: Linted | LintedRun) -> None:
+    """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
+    missing or cut short.
     """
     from ..export.lint.rules import places
 
-    errors = [finding for finding in linted.findings if finding.severity == "error"]
+    errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:
         return
-    damage = [finding for finding in errors if finding.rule in DAMAGE]
-    if damage:
-        raise InputError(f"{linted.path}: {damage[0]}")
-    what = f"{places(errors)} errors, first " if len(errors) > 1 else ""
-    raise GateError(f"{linted.path}: {what}{errors[0]}")
+    for part, finding in errors:
+        if finding.rule in DAMAGE:
+            raise InputError(f"{part.path}: {finding}")
+    first, finding = errors[0]
+    count = places(finding for _, finding in errors)
+    what = f"{count} errors, first " if len(errors) > 1 else ""
+    of = "" if first.path == linted.path else f"{first.path}: "
+    raise GateError(f"{linted.path}: {what}{of}{finding}")

@@ -5,14 +5,19 @@ summed, so that tests see the same values on every machine; and the threads of t
 """
 
 import ctypes
+import fcntl
 import functools
+import gc
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +31,12 @@ from fp8q.run import Run
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from fp8q.export.graph.modules import GraphPlan
+    from fp8q.reporter import Reporter
+
+MadeOnce = Callable[[str, Callable[[Path], object]], Path]
+KeepingGraphs = Callable[[], AbstractContextManager[None]]
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -41,17 +52,40 @@ SHARED = ROOT.parent / "shared"
 collect_ignore = ["elsewhere"]
 
 
-#: Files of tests that share what is made once: one worker's, where several work.
-TOGETHER = {"pipeline/test_forms.py": "pipeline/test_architectures.py"}
+#: What takes longest, begun in this order where several workers are at it, so that none has half a minute's work left
+#: when the others have done; each the beginning of a group's name.
+LONGEST = (
+    "faults/test_campaign", "architecture", "pipeline", "calibrate/ranks", "test_merge", "cli/test_signals",
+    "cli/test_scales", "quantize/test_kv_cache", "export/engine", "validate",
+)  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file to one worker, and skip what is marked `gpu` where the driver finds none."""
-    for item in items:
-        file = str(item.path.relative_to(Path(__file__).parent))
-        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(file, file)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each architecture and each other file to one worker, and skip what is marked `gpu` where the driver finds
+    none.
+    """
+    groups = {item: group_of(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if groups[item].startswith(name)), 99))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look no more through the libraries that are imported, and the tests themselves: of a
+    graph's trace that is one part in twenty.
+    """
+    gc.freeze()
+
+
+def group_of(item: pytest.Item) -> str:
+    """Which tests share what is made once: those of a finished run of an architecture, and those of a file."""
+    case = getattr(item, "callspec", None)
+    if case and "finished" in case.params:
+        return f"architecture {case.params['finished'].name}"
+    return str(item.path.relative_to(Path(__file__).parent))
 
 
 @functools.cache
@@ -209,20 +243,84 @@ def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture(scope="session")
-def demo_run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts) -> Run:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """`made_once("demo", make)`: the folder `demo`, which `make` has filled, in this worker or in another: whoever
+    comes first makes it, and the others wait. All read it, and none changes it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what a worker left that failed
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def keeping_graphs(made_once: MadeOnce) -> KeepingGraphs:
+    """`with keeping_graphs():` graphs that were made so before, by any worker, are taken and not traced again, which
+    takes ten seconds: for tests of what lies around them. They follow from what the key is made of, and no weight
+    (docs/decisions/0008); `pipeline/test_stamped.py` and whoever exports without this hold that.
+    """
+
+    @functools.cache
+    def tracing() -> Callable[[Path, "GraphPlan", "Reporter"], list[Path]]:
+        from fp8q.export.graph.trace import export_graphs
+
+        return export_graphs
+
+    @contextmanager
+    def keeping() -> Iterator[None]:
+        from fp8q.export.graph import trace
+        from fp8q.export.graph.carry import layout
+
+        traced = tracing()  # also where another `with` is within this one
+
+        def export_graphs(directory: Path, plan: "GraphPlan", report: "Reporter") -> list[Path]:
+            planned = [sorted(value) if isinstance(value, frozenset) else value for value in vars(plan).values()]
+            key = sha256(repr([layout(directory), planned]).encode()).hexdigest()
+            kept = made_once(
+                f"graphs-{key}",
+                lambda folder: [shutil.copy(path, folder) for path in traced(directory, plan, report)],
+            )
+            return [Path(shutil.copy(path, directory)) for path in sorted(kept.iterdir(), reverse=True)]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trace, "export_graphs", export_graphs)
+            yield
+
+    return keeping
+
+
+@pytest.fixture(scope="session")
+def demo_run(
+    made_once: MadeOnce, keeping_graphs: KeepingGraphs, tmp_path_factory: pytest.TempPathFactory,
+    demo_checkpoint: Path, demo_texts: Texts,
+) -> Run:  # fmt: skip
     """A finished run of the demo with an FP8 cache, made once for all tests; they read it and copy it, and change
-    nothing in it.
+    nothing in it. Each worker has a copy, since two processes do not work in one run.
     """
     from fp8q import api
 
-    folder = tmp_path_factory.mktemp("demo")
-    evaluation = folder / "evaluation.txt"
-    evaluation.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
-    options = api.RunOptions(
-        calibrate=api.CalibrateOptions(kv_cache="fp8", samples=24, seq_len=256),
-        engine=api.EngineOptions(runtime="tensorrt-rtx", max_seq_len=256),
-    )
-    return api.run(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
+    def make(folder: Path) -> None:
+        evaluation = folder / "evaluation.txt"
+        evaluation.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+        options = api.RunOptions(
+            calibrate=api.CalibrateOptions(kv_cache="fp8", samples=24, seq_len=256),
+            engine=api.EngineOptions(runtime="tensorrt-rtx", max_seq_len=256),
+        )
+        with keeping_graphs():
+            api.run(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
+
+    return Run(Path(shutil.copytree(made_once("demo", make), tmp_path_factory.mktemp("demo") / "demo")) / "run")
 
 
 @pytest.fixture

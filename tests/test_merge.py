@@ -23,7 +23,7 @@ from fp8q.files import sha256_file
 from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.reporter import SILENT
 from fp8q.run import Run
-from fp8q.stages import merging
+from fp8q.stages import choosing, merging, sources
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.steps import Notes
 
@@ -90,17 +90,39 @@ def test_other_texts_are_put_one_after_the_other(part: Measure, demo_checkpoint:
     assert both.evaluation.read_bytes() == one.evaluation.read_bytes()  # the same tokens, held out of both
 
 
+def test_parts_in_two_terms_have_the_scales_and_codes_of_the_text_measured_at_once(
+    part: Measure, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = open_source(str(demo_checkpoint))
+    whole = Run(Path(shutil.copytree(part(0, 5).root, tmp_path / "whole")))
+    added = merged(tmp_path / "merged", demo_checkpoint, part(0, 2), part(2, 3), part(3, 5))
+    options = ScaleOptions(kv_cache="fp8", two_terms=("*.v_proj", "*.down_proj"))
+    for run in (whole, added):
+        choosing.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+    assert added.scales.read_bytes() == whole.scales.read_bytes()
+    (weights,) = whole.model.glob("*.safetensors")
+    assert (added.model / weights.name).read_bytes() == weights.read_bytes()
+    told = json.loads(added.scales.read_text(encoding="utf-8"))["activations"]
+    assert {name.rpartition(".")[2] for name, scale in told.items() if scale["terms"] == 2} == {
+        "q_proj", "k_proj", "v_proj", "down_proj",
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_merged_run_is_a_run_like_any_other_and_merging_again_does_nothing(
-    part: Measure, demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: Measure, keeping_graphs: Any, tmp_path: Path
 ) -> None:
-    run = api.merge([part(0, 2).root, part(2, 5).root], tmp_path / "run", options=ScaleOptions(kv_cache="fp8"))
+    options = ScaleOptions(kv_cache="fp8", two_terms=("*.down_proj",))
+    with keeping_graphs():
+        run = api.merge([part(0, 2).root, part(2, 5).root], tmp_path / "run", options=options)
     assert list(run.record().stages) == ["corpus", "measure", "quantize", "export"]
     assert run.record().stages["measure"].options["runs"] == [str(part(0, 2).root), str(part(2, 5).root)]
     before = {path: path.stat().st_mtime_ns for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}
-    api.merge([part(2, 5).root, part(0, 2).root], run.root, options=ScaleOptions(kv_cache="fp8"))
+    api.merge([part(2, 5).root, part(0, 2).root], run.root, options=options)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert len(api.inspect(run.root).modules) == 4 * 7 + 1 + 8
+    shown = api.inspect(run.root).modules
+    assert len(shown) == 4 * 7 + 1 + 8
+    assert {row.module.rpartition(".")[2] for row in shown if row.terms == 2} == {"down_proj"}
     assert not any(run.is_stale(stage) for stage in run.record().stages)
     accuracy = api.validate(run.root, options=api.ValidateOptions(runtimes=("bf16", "reference")))
     assert abs(accuracy.runtimes["reference"].perplexity_increase or 1) < 0.02

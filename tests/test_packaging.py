@@ -169,6 +169,7 @@ def test_help_lists_the_commands_with_nothing_but_the_base_install(
         "engine",
         "validate",
         "generate",
+        "bench",
         "triton",
         "report",
         "inspect",

@@ -8,11 +8,14 @@ sizes in decimal units, and what does not apply is left empty rather than zero.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..export.engine.info import listed
 from .findings import AgainstRow, DelayedRow, Finding
 from .tables import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
+
+if TYPE_CHECKING:
+    from .sensitivity.document import Loss
 
 Row = TypeVar("Row")
 
@@ -202,6 +205,19 @@ def finding_table(rows: Sequence[Finding]) -> Table[Finding]:
         Column[Finding]("what to do", lambda row: row.remedy, numeric=False),
     )
     return Table("What stands out", rows, columns, "Nothing: every number is within its limit.")
+
+
+def loss_table(rows: "Sequence[Loss]") -> "Table[Loss]":
+    """What each tensor costs alone, the worst last, where a terminal leaves the eye."""
+    columns = (
+        Column[Any]("tensor", lambda row: row.module, numeric=False),
+        Column[Any]("kind", lambda row: row.kind, numeric=False),
+        Column[Any]("KL alone", lambda row: row.kl_nats, nats),
+        Column[Any]("in two terms", lambda row: row.kl_after.two_terms, nats),
+        Column[Any]("SQNR", lambda row: row.sqnr_db, decibels),
+        Column[Any]("measured", lambda row: "yes" if row.measured else None, numeric=False),
+    )
+    return Table("What each tensor costs alone", rows, columns, "Nothing is quantized.")
 
 
 def delayed_table(rows: Sequence[DelayedRow]) -> Table[DelayedRow]:

@@ -102,7 +102,8 @@ def _svg(draw: Callable[[float], "Figure"], width: float) -> str:
     return re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", svg)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def figure_of(width: float, height: float) -> "Figure":
+    """An empty figure, in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -134,7 +135,7 @@ def histogram_plot(row: ModuleRow, histogram: Histogram) -> Plot:
     right = max(edges[-1], ceiling)
 
     def draw(width: float) -> "Figure":
-        figure = _figure(width, 3.1)
+        figure = figure_of(width, 3.1)
         axes = figure.add_subplot()
         axes.stairs(values, edges, fill=True, color=FAINT)
         axes.stairs(error, error_edges, color=VERMILLION)
@@ -237,7 +238,7 @@ def layer_plot(rows: Sequence[ModuleRow]) -> Plot:
     def draw(width: float) -> "Figure":
         lines = -(-len(kinds) // (5 if width == WIDE else 3))
         columns = -(-len(kinds) // lines)
-        figure = _figure(width, 0.4 + 1.5 * lines)
+        figure = figure_of(width, 0.4 + 1.5 * lines)
         panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
         for axes in panels.flat[len(kinds) :]:
             axes.set_axis_off()
@@ -307,7 +308,7 @@ def position_plot(nll: Mapping[str, npt.NDArray[np.float32]], base: str = "bf16"
     differences = {name: along_window(nll[name].astype(np.float64) - nll[base], spans) for name in others}
 
     def draw(width: float) -> "Figure":
-        figure = _figure(width, 4.4 if differences else 2.4)
+        figure = figure_of(width, 4.4 if differences else 2.4)
         panels = figure.subplots(
             2 if differences else 1, 1, sharex=True, squeeze=False, height_ratios=[2, 3] if differences else None
         )[:, 0]
@@ -341,17 +342,23 @@ def _position_caption(names: Sequence[str], base: str | None) -> str:
 
 
 def _at_the_end(axes: "Axes", curves: Mapping[str, Curve], others: Sequence[str]) -> None:
-    """Name each curve at its right end, in the order of their ends, far enough apart to read."""
+    name_lines(axes, {name: (float(curve.mean[-1]), _color(others, name)) for name, curve in curves.items()})
+
+
+def name_lines(axes: "Axes", ends: Mapping[str, tuple[float, str]]) -> None:
+    """Write the name of each line at its right end (its value there, and its colour), in the order of their ends, far
+    enough apart to read.
+    """
     low, high = axes.get_ylim()
     position = -1.0
-    for name, curve in sorted(curves.items(), key=lambda item: float(item[1].mean[-1])):
-        position = max(position + 0.11, (float(curve.mean[-1]) - low) / (high - low))
+    for name, (value, color) in sorted(ends.items(), key=lambda item: item[1][0]):
+        position = max(position + 0.11, (value - low) / (high - low))
         axes.annotate(
             name,
             (1.01, position),
             xycoords="axes fraction",
             va="center",
-            color=_color(others, name),
+            color=color,
             fontsize=8,
             annotation_clip=False,
         )

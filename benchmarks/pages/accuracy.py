@@ -49,7 +49,11 @@ def compared(titles: Iterable[tuple[str, str]], arithmetic: str) -> str:
     """KL of rows on every model, under that of BF16 itself."""
     found = models()
     yardstick = ["BF16 itself", *(f"{rows[BF16]['bf16 arithmetic']:.3g}" for rows in found.values())]
-    rows = [[title, *(kl(rows, name, arithmetic) for rows in found.values())] for name, title in titles]
+    rows = [
+        [title, *(kl(rows, name, arithmetic) for rows in found.values())]
+        for name, title in titles
+        if all(name in rows for rows in found.values())  # a peer that was not installed
+    ]
     return table(["", *found], [yardstick, *rows])
 
 
@@ -133,7 +137,7 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
         color = COLORS[rounding]
         axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, linewidth=0.8,
                   markerfacecolor=color if terms == 2 else "white")  # fmt: skip
-    for peer in (MODELOPT, COMPRESSOR):
+    for peer in filter(rows.__contains__, (MODELOPT, COMPRESSOR)):
         axes.plot(cost(rows, peer)[kind], rows[peer]["fp32"], color=MUTED, marker="x", markersize=4)
     axes.set_yscale("log")
     axes.set_xlim(0.45, 1.05)

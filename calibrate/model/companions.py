@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...files import sha256_file
-from ..given import exists, read_json, regular
+from ...files import regular_file, sha256_file
+from ..given import AGAIN, exists, read_json
 from .fields import check_token_ids, shown
 
 COMPANIONS = (
@@ -78,7 +78,7 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
     for file in [*companions(path), *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
         if file.suffix == ".json":
             _check_json(file, read_json(file, COMPANION_BYTES, finite=file.name not in VOCABULARY), vocabulary)
-        elif regular(file) > COMPANION_BYTES:
+        elif regular_file(file, AGAIN) > COMPANION_BYTES:
             raise InputError(f"{file}: has more than {COMPANION_BYTES:,} bytes, as no tokenizer's file has; {REMEDY}")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ..given import AGAIN
 
 #: What configurations call the number of positions.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -30,7 +31,6 @@ LARGEST_INT = 2**31 - 1
 _SIZE = re.compile(r"(\w+_(size|dim|heads|rank|groups)|n_(embd|inner|head|heads)|d_(model|ff|kv))")
 _NO_SIZE = re.compile(r"window|chunk|block|batch|cache|image|patch|kernel")
 _EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
-REMEDY = "copy or download it again"
 
 
 def check_fields(file: Path, config: Mapping[str, Any]) -> None:
@@ -41,14 +41,14 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         for keys, right, kind in KINDS:
             if keys(key) and value is not None and not right(value):
-                raise InputError(f"{file}: {key} is {shown(value)}, and not {kind}; {REMEDY}")
+                raise InputError(f"{file}: {key} is {shown(value)}, and not {kind}; {AGAIN}")
 
 
 def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
     """The same for the ids of special tokens alone: of generation_config.json."""
     for key in TOKEN_IDS:
         if config.get(key) is not None and not _ids(config[key]):
-            raise InputError(f"{file}: {key} is {shown(config[key])}, and not a token id or a list of them; {REMEDY}")
+            raise InputError(f"{file}: {key} is {shown(config[key])}, and not a token id or a list of them; {AGAIN}")
 
 
 def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[int, ...]]) -> None:
@@ -67,7 +67,7 @@ def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[
             held = "are not those of so many"
         else:
             continue
-        raise InputError(f"{file}: {key} is {size:,}, and the weights {held}; {REMEDY}")
+        raise InputError(f"{file}: {key} is {size:,}, and the weights {held}; {AGAIN}")
 
 
 def shown(value: object) -> str:

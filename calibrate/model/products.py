@@ -10,6 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+#: What ModelOpt's registry is known to hold. It is not asked of these: its import takes as long as torch's and
+#: transformers' together.
+KNOWN = (nn.Linear, Conv1D)
 #: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm,
 #: OPTLearnedPositionalEmbedding, but no NormalProjection.
 NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
@@ -48,6 +51,8 @@ def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def takes_quantizers(module: nn.Module) -> bool:
     """Whether ModelOpt's registry knows the module's class."""
+    if type(module) in KNOWN:
+        return True
     from modelopt.torch.quantization.nn import QuantModuleRegistry
 
     return module in QuantModuleRegistry

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import InputError
+from ...files import regular_file
 from ...reporter import SILENT, Reporter
-from ..given import exists, foreign, local_path, one_line, read_json, regular
+from ..given import AGAIN, exists, foreign, local_path, one_line, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +143,7 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
 
     headers: dict[str, Header] = {}
     for file in files:
-        regular(file)
+        regular_file(file, AGAIN)
         with foreign(partial(_damaged, file)), safe_open(file, framework="numpy") as opened:
             views = {name: opened.get_slice(name) for name in opened.offset_keys()}
             found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}

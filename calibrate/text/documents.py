@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...files import regular_file
 from ...reporter import SILENT, Reporter
-from ..given import exists, local_path, one_line, read_bytes, regular
+from ..given import AGAIN, exists, local_path, one_line, read_bytes
 from ..hub import is_hub_name
 from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
 from .rows import Documents, Reading, choose_column, documents, kinds_of
@@ -49,7 +50,7 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
             raise InputError(
                 f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}"
             )
-        regular(path)
+        regular_file(path, AGAIN)
         found = reader(path, str(path), reading, report)
     elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
         found = read_hub(spec, reading, report)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
+from ...files import regular_file
 from ...reporter import Reporter
 from ...undo import scratch
-from ..given import foreign, one_line, regular
+from ..given import AGAIN, foreign, one_line
 from ..hub import hub_errors, quiet_hub
 from .excerpts import spread, told
 from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
@@ -94,7 +95,7 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
     import datasets
 
     for file in sorted(found for ending in ("json", "arrow") for found in path.rglob(f"*.{ending}")):
-        regular(file)
+        regular_file(file, AGAIN)
     with quiet_datasets(), unreadable(spec, "save or copy it again"):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.DatasetDict):

@@ -97,7 +97,7 @@ def _quantizes(product: Product) -> set[str]:
     return {
         layer.removesuffix("dequantize") + "quantize"
         for layer in product.layers
-        if layer == names.input_dequantize(names.module_of(layer) or "")
+        if layer == names.input_pair(names.module_of(layer) or "").dequantize
     }
 
 
@@ -135,7 +135,7 @@ def _attention_module(kernels: Sequence[Kernel]) -> str | None:
         names.module_of(layer)
         for kernel in kernels
         for layer in kernel.layers
-        if layer == names.input_quantize(names.module_of(layer) or "")
+        if layer == names.input_pair(names.module_of(layer) or "").quantize
     )
     first = next(modules, None)
     return first.rpartition(".")[0] if first else None

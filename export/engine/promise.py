@@ -66,7 +66,7 @@ def attended(graph: Indexed, promised: Mapping[str, tuple[float, float]]) -> Ite
     values = {value.name: value for value in graph.model.graph.value_info}
     made = {node.name: node.output[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
     for node, (scale, _) in promised.items():
-        quantizer = names.attention_quantize(names.module_of(node) or "", "q" if node.endswith("scores") else "p")
+        quantizer = names.attention_pair(names.module_of(node) or "", "q" if node.endswith("scores") else "p").quantize
         value = values.get(made.get(quantizer, ""))
         dims = [dim.dim_param for dim in value.type.tensor_type.shape.dim] if value is not None else []
         rows = _ROWS.fullmatch(dims[_ROW_AXIS]) if len(dims) == _RANK else None

@@ -143,7 +143,7 @@ def _fused(kernels: Sequence[Kernel], node: str, profile: str) -> Difference:
     kernel = next((kernel for kernel in kernels if node in kernel.layers), None)
     if kernel is None:
         return Difference(node, profile, "types", "the engine has no such product", "one on FP8 codes")
-    if names.attention_quantize(module, quantized) in kernel.layers:
+    if names.attention_pair(module, quantized).quantize in kernel.layers:
         return Difference(node, profile, INSIDE, f"{kernel.name} quantizes and multiplies in one", "", told=False)
     return Difference(node, profile, "types", f"{kernel.name} attends in it without codes", "FP8 on both sides")
 
@@ -192,7 +192,7 @@ def _cache_types(pledge: Pledge) -> dict[str, str]:
     """The type of every `past_key_values.N.key`, `new_key_values.N.value` …: FP8 where scales.json has a scale for it,
     and the graph's elsewhere.
     """
-    graph, promised = pledge.graph, {names.cache_quantize(*name.rsplit(".", 1)) for name in pledge.cache}
+    graph, promised = pledge.graph, {names.cache_pair(*name.rsplit(".", 1)).quantize for name in pledge.cache}
     codes = {node.output[0] for node in graph.nodes if node.name in promised}
     return {
         name: "fp8"

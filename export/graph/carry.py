@@ -19,7 +19,7 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
     where what they were made of no longer reads.
     """
     try:
-        same = _layout(run.model) == _layout(checkpoint)
+        same = layout(run.model) == layout(checkpoint)
     except (InputError, FileNotFoundError):
         return
     if same:
@@ -27,8 +27,8 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
             shutil.copyfile(graph, checkpoint / graph.name)
 
 
-def _layout(checkpoint: Path) -> dict[str, bytes]:
-    """config.json and the shards' headers, by file name."""
+def layout(checkpoint: Path) -> dict[str, bytes]:
+    """What graphs follow from: config.json and the shards' headers, by file name."""
     return {"config.json": (checkpoint / "config.json").read_bytes()} | {
         shard.name: header_bytes(shard) for shard in sorted(checkpoint.glob("*.safetensors"))
     }

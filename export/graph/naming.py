@@ -113,21 +113,16 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     if ".fp8q_attention." in scope:
         return _attention_node_name(node, *scope.split(".fp8q_attention."))
     if last == "input":
-        return {"QuantizeLinear": names.input_quantize(owner), "DequantizeLinear": names.input_dequantize(owner)}.get(
-            node.op_type
-        )
+        return _among(node, names.input_pair(owner))
     if last == "first" and owner.endswith(".input"):
-        group = owner.removesuffix(".input")
-        return {"QuantizeLinear": names.first_quantize(group), "DequantizeLinear": names.first_dequantize(group)}.get(
-            node.op_type
-        )
+        return _among(node, names.first_pair(owner.removesuffix(".input")))
     if last == "halves":
-        return {"Split": names.halves(owner), "Add": names.terms_add(owner)}.get(node.op_type)
+        return _among(node, names.halves(owner))
     if last in ("fp8q_k", "fp8q_v"):
         part = last[-1]
         past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
-        dequantize = names.cache_dequantize_past(owner, part) if past else names.cache_dequantize(owner, part)
-        return {"QuantizeLinear": names.cache_quantize(owner, part), "DequantizeLinear": dequantize}.get(node.op_type)
+        pair = names.cache_pair(owner, part)
+        return _among(node, pair._replace(dequantize=names.cache_dequantize_past(owner, part)) if past else pair)
     if linear:
         stored = any(value is not None and value.is_initializer() for value in node.inputs)  # a bias on its way to FP32
         kinds = {
@@ -149,15 +144,14 @@ def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
     if part in names.ATTENTION_PRODUCTS:
         return names.attention_product(module, part)
     if part.endswith("_halves"):
-        product = part.removesuffix("_halves")
-        kinds = {"Split": names.attention_halves(module, product), "Add": names.attention_terms_add(module, product)}
-        return kinds.get(node.op_type)
-    quantize, dequantize = (
-        (names.attention_first_quantize, names.attention_first_dequantize)
-        if of_two
-        else (names.attention_quantize, names.attention_dequantize)
-    )
-    return {"QuantizeLinear": quantize(module, part), "DequantizeLinear": dequantize(module, part)}.get(node.op_type)
+        return _among(node, names.attention_halves(module, part.removesuffix("_halves")))
+    return _among(node, (names.attention_first_pair if of_two else names.attention_pair)(module, part))
+
+
+def _among(node: ir.Node, called: names.Pair | names.Halves) -> str | None:
+    """Which of these names is the node's, by what it does."""
+    operators = ("QuantizeLinear", "DequantizeLinear") if isinstance(called, names.Pair) else ("Split", "Add")
+    return dict(zip(operators, called, strict=True)).get(node.op_type)
 
 
 def name_the_rest(model: ir.Model, stored: Collection[str]) -> None:

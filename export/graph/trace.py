@@ -46,17 +46,13 @@ def export_model(
     """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32, `attention` as `GraphPlan`
     has it; returns their paths.
     """
-    return export_graphs(
-        run.model,
-        GraphPlan(
-            promised_groups(record.groups, scales),
-            scales.cache_parts,
-            DTYPES[dtype],
-            two_terms=frozenset(scales.two_terms),
-            attention=attention,
-        ),
-        report,
-    )
+    return export_graphs(run.model, graph_plan(record, scales, dtype, attention), report)
+
+
+def graph_plan(record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: int = 0) -> GraphPlan:
+    """What of a checkpoint with these `scales` runs in FP8."""
+    groups, two_terms = promised_groups(record.groups, scales), frozenset(scales.two_terms)
+    return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, attention=attention)
 
 
 def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:

@@ -5,7 +5,7 @@ why the rule is there.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
@@ -99,18 +99,27 @@ class Rule:
         """Where the graph breaks the rule: the first places, and how many more."""
         if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
             return
-        broken = iter(self.check(graph, promise) if self.scope == "promised" else self.check(graph))
-        for node, message in islice(broken, MOST_PLACES):
-            yield self._finding(node, message, graph)
-        if more := sum(1 for _ in broken):
-            message = f"{more:,} more places break this rule; mend those that are listed first"
-            yield replace(self._finding("", message, graph), places=more)
+        broken = self.check(graph, promise) if self.scope == "promised" else self.check(graph)
 
-    def _finding(self, node: str, message: str, graph: Indexed) -> Finding:
+        def module(node: str) -> str | None:
+            return names.module_of(node) or _owner(node, graph) or names.scope_of(node)
+
+        yield from listed((self.number, self.name, self.severity), broken, module)
+
+
+def listed(rule: tuple[str, str, Severity], broken: Broken, module: Callable[[str], str | None]) -> Iterator[Finding]:
+    """The places where a rule (its number, name and severity) is broken: the first ones, and how many more."""
+    places_left = iter(broken)
+
+    def found(node: str, message: str, count: int = 1) -> Finding:
         node = shortened(node, LONGEST_TEXT)
-        module = names.module_of(node) or _owner(node, graph) or names.scope_of(node)
         line = shortened(visible(shortened(message, LONGEST_MESSAGE)), LONGEST_MESSAGE)  # an escape is up to ten long
-        return Finding(self.number, self.name, self.severity, node, module, line)
+        return Finding(*rule, node, module(node), line, count)
+
+    for node, message in islice(places_left, MOST_PLACES):
+        yield found(node, message)
+    if more := sum(1 for _ in places_left):
+        yield found("", f"{more:,} more places break this rule; mend those that are listed first", more)
 
 
 def _owner(tensor: str, graph: Indexed) -> str | None:

@@ -58,13 +58,13 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
                 f"dequantizes the weight of {module}; name it {names.weight_dequantize(module)}",
             )
         first, quantize = names.module_of(activation.dequantize.name) or "", quantize_of(graph, activation)
-        if first not in promise.input_scales or activation.dequantize.name != names.input_dequantize(first):
+        if first not in promise.input_scales or activation.dequantize.name != names.input_pair(first).dequantize:
             yield (
                 activation.dequantize.name,
                 f"dequantizes the input of {module}; name it after the first module that reads it",
             )
-        elif quantize is not None and quantize.name != names.input_quantize(first):
-            yield quantize.name, f"quantizes the input of {module}; name it {names.input_quantize(first)}"
+        elif quantize is not None and quantize.name != names.input_pair(first).quantize:
+            yield quantize.name, f"quantizes the input of {module}; name it {names.input_pair(first).quantize}"
 
 
 @promise_rule("F306", "interface")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def test_a_result_is_of_the_defaults_of_today(path: Path) -> None:
         today = defaults(getattr(options, name))
         changed = {field: value for field, value in measured.items() if today.get(field, value) != value}
         assert not changed, f"{path.name}: measured with {changed}; run `make benchmarks PARTS={path.stem}` again"
+
+
+def test_every_result_is_made_by_a_part_of_make_benchmarks_and_every_part_has_one() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    parts = " ".join(re.findall(r"^(?:PARTS|BY_HAND) := (.*)", text, re.MULTILINE)).split()
+    command = ["make", "--dry-run", "benchmarks", f"PARTS={' '.join(parts)}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    made = {saved: script for script, saved in re.findall(r"benchmarks/(\w+)\.py [^;>]*--save (\w+)", printed)}
+    assert sorted(parts) == sorted(made)
+    assert made == {path.stem: read(path)["benchmark"] for path in RESULTS}
 
 
 def test_the_tables_in_docs_are_those_of_the_results() -> None:

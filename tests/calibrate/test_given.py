@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.given import JSON_DEPTH, foreign, local_path, one_line, read_bytes, read_json, regular
+from fp8q.calibrate.given import JSON_DEPTH, foreign, local_path, one_line, read_bytes, read_json
 from fp8q.errors import InputError
+
+AGAIN = "copy or download it again"
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -23,33 +25,33 @@ def refusal(call: Callable[[], object]) -> str:
 def test_what_is_no_file_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     os.mkfifo(path)
-    assert refusal(lambda: regular(path)) == f"{path}: is a FIFO, and not a file; put the file there"
+    assert refusal(lambda: read_bytes(path, 9)) == f"{path}: is a pipe; {AGAIN}"
     path.unlink()
     path.mkdir()
-    assert refusal(lambda: regular(path)) == f"{path}: is a directory, and not a file; put the file there"
+    assert refusal(lambda: read_bytes(path, 9)) == f"{path}: is a directory; {AGAIN}"
     path.rmdir()
     path.symlink_to("/dev/zero")
-    assert refusal(lambda: regular(path)) == f"{path}: is a device, and not a file; put the file there"
+    assert refusal(lambda: read_bytes(path, 9)) == f"{path}: is a device; {AGAIN}"
     path.unlink()
     monkeypatch.chdir(tmp_path)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("x")
-        assert refusal(lambda: regular(path)) == f"{path}: is a socket, and not a file; put the file there"
+        assert refusal(lambda: read_bytes(path, 9)) == f"{path}: is a socket; {AGAIN}"
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    assert refusal(lambda: regular(path)) == f"{path}: there is no such file; copy or download it again"
+    assert refusal(lambda: read_bytes(path, 9)) == f"{path}: there is no such file; {AGAIN}"
     path.symlink_to(tmp_path / "gone")
-    assert refusal(lambda: regular(path)) == f"{path}: is a link to a file that is not there; copy or download it again"
+    assert refusal(lambda: read_bytes(path, 9)) == f"{path}: is a link to a file that is not there; {AGAIN}"
     path.unlink()
     path.symlink_to(path)
-    assert refusal(lambda: regular(path)) == (
-        f"{path}: cannot be read (too many levels of symbolic links); mend that, or copy or download it again"
+    assert refusal(lambda: read_bytes(path, 9)) == (
+        f"{path}: cannot be read (Too many levels of symbolic links); mend that, or {AGAIN}"
     )
     memory = Path("/proc/self/mem")
     assert refusal(lambda: read_bytes(memory, 9)) == (
-        f"{memory}: cannot be read (input/output error); mend that, or copy or download it again"
+        f"{memory}: cannot be read (Input/output error); mend that, or {AGAIN}"
     )
 
 
@@ -65,7 +67,7 @@ def test_a_file_of_mode_0_is_named(tmp_path: Path) -> None:
         found = refusal(lambda: read_json(path))
     finally:
         os.seteuid(0)
-    assert found == f"{path}: cannot be read (permission denied); mend that, or copy or download it again"
+    assert found == f"{path}: cannot be read (Permission denied); mend that, or {AGAIN}"
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_json_that_python_should_not_believe(tmp_path: Path, content: str, why: 
     path.write_text(content, encoding="utf-8")
     found = refusal(lambda: read_json(path))
     assert found.startswith(f"{path}: {why}")
-    assert found.endswith("; copy or download it again")
+    assert found.endswith(f"; {AGAIN}")
 
 
 @given(

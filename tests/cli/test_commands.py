@@ -136,7 +136,7 @@ def test_a_directory_of_other_things_is_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
-@pytest.mark.parametrize("command", ["export", "build-engine", "validate", "triton", "report", "inspect"])
+@pytest.mark.parametrize("command", ["export", "build-engine", "validate", "bench", "triton", "report", "inspect"])
 def test_a_run_that_is_not_there(fp8q: Fp8q, tmp_path: Path, command: str) -> None:
     line = fp8q(command, tmp_path / "run").complaint()
     assert line == (

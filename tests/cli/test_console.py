@@ -83,7 +83,7 @@ def test_progress_shows_it_escaped_on_a_terminal_and_in_a_log(
 
 
 def test_a_finding_of_the_lint_shows_it_escaped_and_json_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Linted(Path("g.onnx"), 23, 1, 0, None, [Finding("F101", "scale", "error", EVIL, None, "is no scale")])
+    found = Linted(Path("g.onnx"), "opset 23", [Finding("F101", "scale", "error", EVIL, None, "is no scale")])
     views.linted(found, False)
     assert "model.\\x1b[2Klayers\\u202e.0" in capsys.readouterr().out
     views.linted(found, True)

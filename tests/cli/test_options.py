@@ -16,6 +16,7 @@ from fp8q.cli.arguments import Common
 from fp8q.declare import SCALES, Options, between, option
 from fp8q.errors import InputError
 from fp8q.options import (
+    BenchOptions,
     CalibrateOptions,
     Clipping,
     EngineOptions,
@@ -24,6 +25,7 @@ from fp8q.options import (
     History,
     RescaleOptions,
     ScaleOptions,
+    TritonOptions,
     ValidateOptions,
 )
 
@@ -35,7 +37,9 @@ CLASSES = (
     ExportOptions,
     ValidateOptions,
     GenerateOptions,
+    BenchOptions,
     EngineOptions,
+    TritonOptions,
     Common,
 )
 #: What a command must be given.
@@ -83,6 +87,15 @@ def test_every_field_of_every_option_class_is_an_option_of_a_command() -> None:
                 assert kind.declared()[field.name].option in offered
 
 
+def test_whatever_chooses_scales_takes_the_terms_of_activations() -> None:
+    offering = {name for name in COMMANDS for argument in arguments_of(name) if argument.name == "--two-terms"}
+    assert offering == {"calibrate", "scales", "merge", "run"}
+    for name in offering:
+        _, given, _ = commands.understand([name, *WORDS.get(name, ["run"]), "--two-terms", "a", "--two-terms", "b*"])
+        (made,) = (each for each in given.arguments.values() if isinstance(each, ScaleOptions))
+        assert (made.activation_terms, made.two_terms) == (1, ("a", "b*"))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_defaults_of_the_command_line_are_those_of_the_option_classes(command: str) -> None:
     _, given, _ = commands.understand([command, *WORDS.get(command, ["run"])])
@@ -92,7 +105,9 @@ def test_the_defaults_of_the_command_line_are_those_of_the_option_classes(comman
         assert made
 
 
-@pytest.mark.parametrize("function", [api.calibrate, api.merge, api.export, api.scales, api.build_engine, api.validate])
+@pytest.mark.parametrize(
+    "function", [api.calibrate, api.merge, api.export, api.scales, api.build_engine, api.validate, api.bench]
+)
 def test_the_defaults_of_python_are_those_of_the_option_classes(function: Callable[..., Any]) -> None:
     defaults = [parameter.default for parameter in inspect.signature(function).parameters.values()]
     made = [default for default in defaults if isinstance(default, Options)]

@@ -47,14 +47,17 @@ def test_scales_are_chosen_again_from_the_statistics_and_what_is_not_asked_for_s
     assert stored == {f"{name}.input_scale": scale.scale for name, scale in after.activations.items()}
 
 
-def test_what_was_skipped_is_taken_back_by_an_empty_pattern(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+def test_what_was_skipped_is_taken_back_by_an_empty_pattern(
+    fp8q: Fp8q, demo_run: Run, keeping_graphs: Any, tmp_path: Path
+) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
     everything = load_scales(run).weights.keys()
-    assert fp8q("scales", run.root, "--skip", "*.down_proj", "--only", "*.mlp.*").code == 0
-    assert {name.rsplit(".", 1)[1] for name in load_scales(run).weights} == {"gate_proj", "up_proj"}
-    assert fp8q("scales", run.root, "--skip", "").code == 0
-    assert {name.rsplit(".", 1)[1] for name in load_scales(run).weights} == {"gate_proj", "up_proj", "down_proj"}
-    assert fp8q("scales", run.root, "--only", "").code == 0
+    with keeping_graphs():
+        assert fp8q("scales", run.root, "--skip", "*.down_proj", "--only", "*.mlp.*").code == 0
+        assert {name.rsplit(".", 1)[1] for name in load_scales(run).weights} == {"gate_proj", "up_proj"}
+        assert fp8q("scales", run.root, "--skip", "").code == 0
+        assert {name.rsplit(".", 1)[1] for name in load_scales(run).weights} == {"gate_proj", "up_proj", "down_proj"}
+        assert fp8q("scales", run.root, "--only", "").code == 0
     assert load_scales(run).weights.keys() == everything
 
 
@@ -106,9 +109,12 @@ def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_
     assert all(row["sqnr_best_db"] >= row["sqnr_db"] for row in found["modules"] if "scale" in row)
 
 
-def test_inspect_shows_what_fp8_would_do_to_a_cache_in_bf16(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+def test_inspect_shows_what_fp8_would_do_to_a_cache_in_bf16(
+    fp8q: Fp8q, demo_run: Run, keeping_graphs: Any, tmp_path: Path
+) -> None:
     run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
-    assert fp8q("scales", run.root, "--kv-cache", "v").code == 0
+    with keeping_graphs():
+        assert fp8q("scales", run.root, "--kv-cache", "v").code == 0
     rows = json.loads(fp8q("inspect", run.root, "--json").out)["bf16_cache"]
     assert {row["tensor"]: row["scale"] for row in rows} == {
         name: scale.scale for name, scale in load_scales(demo_run).kv_cache.items() if name.endswith(".k")
@@ -156,6 +162,14 @@ def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path
         ),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
+        (["--two-terms", "*.nothing"], "--two-terms *.nothing: matches no module; names are like "),
+        (
+            ["--activation-terms", 2, "--two-terms", "*.q_proj"],
+            (
+                "--two-terms *.q_proj: --activation-terms 2 takes two for every module; leave one of them out, or give "
+                "--activation-terms 1"
+            ),
+        ),
     ],
 )
 def test_scales_that_cannot_be_chosen(fp8q: Fp8q, demo_run: Run, options: list[object], message: str) -> None:

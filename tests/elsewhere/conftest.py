@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments import UnavailableError
 
 from fp8q import api
 from fp8q.run import Run
 from fp8q.stages import graphs
 
 from ..architectures import Architecture, random_checkpoint, texts
-from .environments import UnavailableError, environment
+from .packages import installed
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
 
@@ -20,12 +21,12 @@ SCORED = 256
 
 
 @pytest.fixture(scope="session")
-def bin_of() -> Callable[[str], Path]:
-    """`bin_of("vllm")`: the `bin` of that environment, or a skip that says why it cannot be had."""
+def home_of() -> Callable[[str], Path]:
+    """`home_of("vllm")`: that environment, or a skip that says why it cannot be had."""
 
     def find(name: str) -> Path:
         try:
-            return environment(name)
+            return installed(name)
         except UnavailableError as error:
             pytest.skip(f"{name} cannot be installed here: {error}")
 
@@ -58,16 +59,19 @@ def quantized(
 
 
 @pytest.fixture(scope="session")
-def demo_validated(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Any) -> Run:
+def demo_validated(
+    made_once: Callable[[str, Callable[[Path], object]], Path], demo_checkpoint: Path, demo_texts: Any
+) -> Run:
     """The demo with its cache in FP8, and what `fp8q validate` says of a text that begins with BOS, in windows of which
     each scores `SCORED` tokens and begins with the last one of the window before.
     """
-    folder = tmp_path_factory.mktemp("demo")
-    evaluation = folder / "evaluation.txt"
-    evaluation.write_text("<s>" + demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
-    options = api.CalibrateOptions(kv_cache="fp8", samples=16, seq_len=256)
-    run = api.calibrate(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
-    api.validate(
-        run.root, options=api.ValidateOptions(runtimes=("bf16", "reference"), context=SCORED + 1, stride=SCORED)
-    )
-    return run
+
+    def make(folder: Path) -> None:
+        evaluation = folder / "evaluation.txt"
+        evaluation.write_text("<s>" + demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+        options = api.CalibrateOptions(kv_cache="fp8", samples=16, seq_len=256)
+        run = api.calibrate(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
+        asked = api.ValidateOptions(runtimes=("bf16", "reference"), context=SCORED + 1, stride=SCORED)
+        api.validate(run.root, options=asked)
+
+    return Run(made_once("demo-validated", make) / "run")

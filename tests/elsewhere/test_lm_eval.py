@@ -91,14 +91,15 @@ def texts(
 
 
 @pytest.fixture(scope="module")
-def evaluated(bin_of: Callable[[str], Path], texts: Texts) -> Evaluate:
+def evaluated(home_of: Callable[[str], Path], texts: Texts) -> Evaluate:
     """Both tasks of a checkpoint, by lm-eval."""
-    program = bin_of("lm-eval") / "lm_eval"
+    program = home_of("lm-eval") / "bin" / "lm_eval"
 
     def evaluate(model: Path) -> dict[str, dict[str, float]]:
         out = texts.folder / f"{model.parent.name}.json"
         command: list[str | Path] = [
-            program, "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16,max_length={SCORED}",
+            program, "--model", "hf", "--model_args",
+            f"pretrained={model},dtype=bfloat16,softmax_dtype=float32,max_length={SCORED}",
             "--tasks", "fp8q_documents,fp8q_text", "--include_path", TASKS, "--device", "cpu", "--batch_size", "8",
             "--output_path", out,
         ]  # fmt: skip
@@ -135,8 +136,8 @@ def after_bos(forward: Forward, texts: Texts) -> float:
     return total
 
 
-#: Another order of the same sums in BF16, and beside it another cache: the reference's attention reads codes.
-LIMITS = {"bf16": 1e-3, "reference": 1e-2}
+#: The same sums in batches of another shape; and of FP8, products of another implementation.
+LIMITS = {"bf16": 1e-3, "reference": 5e-3}
 
 
 def test_validates_perplexity_is_lm_evals_of_the_same_text(

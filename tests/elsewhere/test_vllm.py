@@ -26,6 +26,7 @@ from fp8q.validate.perplexity import cut
 from fp8q.validate.runtimes import reference
 
 from ..architectures import ARCHITECTURES, Architecture
+from .packages import site_packages
 
 MENDED = "model_executor/kernels/linear/scaled_mm/pytorch.py"
 BEFORE = "        x_scale = torch.narrow(As, 0, 0, num_tokens)\n"
@@ -87,16 +88,15 @@ def ask(python: Path, jobs: list[Asked]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def python(bin_of: Callable[[str], Path]) -> Path:
+def python(home_of: Callable[[str], Path]) -> Path:
     """vLLM's Python, the line mended."""
-    found = bin_of("vllm")
-    (package,) = found.parent.glob("lib/*/site-packages/vllm")
-    kernel = package / MENDED
+    home = home_of("vllm")
+    kernel = site_packages(home) / "vllm" / MENDED
     source = kernel.read_text(encoding="utf-8")
     if AFTER not in source:
         assert source.count(BEFORE) == 1, "vLLM's line is another: is it mended there?"
         kernel.write_text(source.replace(BEFORE, AFTER), encoding="utf-8")
-    return found / "python"
+    return home / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

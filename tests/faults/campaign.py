@@ -40,7 +40,8 @@ if os.environ.get("FP8Q_FUZZ") != "1":  # what libraries read when they are impo
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | QUIET | {"FP8Q_FUZZ": "1"})
 
 import world as worlds
-from cases import ON_A_RUN, Case, copy_world, draw_case
+from case import ON_A_RUN, Case, copy_world
+from cases import SUBJECTS, draw_case
 from findings import Findings, table
 from kills import kill_cases
 from options_drawn import names
@@ -57,8 +58,11 @@ TOLD_EVERY = 500
 class Campaign:
     """A world, what is known of its commands, and the cases drawn from it."""
 
-    def __init__(self, root: Path, kept: Path | None = None, hang_s: float = HANG_S):
-        """Work in `root`; the world is made there, or in `kept`, where it is found again."""
+    def __init__(self, root: Path, kept: Path | None = None, hang_s: float = HANG_S, subject: str | None = None):
+        """Work in `root`; the world is made there, or in `kept`, where it is found again. All cases are of `subject`,
+        where it is given.
+        """
+        self.subjects = {subject: 1} if subject else SUBJECTS
         self.root, self.world = root, (kept or root / "world") / "w"
         self.hang_s, self.stopped = hang_s, False
         self.modules = self.world.with_name("modules")
@@ -158,7 +162,7 @@ class Campaign:
         streamed = "--stream" in case.argv
         folder = self.root / "other-way"
         self.clear(folder)
-        again = draw_case(case.seed, case.index, self.world, folder, self.known)
+        again = draw_case(case.seed, case.index, self.world, folder, self.known, self.subjects)
         argv = [word for word in again.argv if word != "--stream"] + ["--stream"] * (not streamed)
         end = self.run(Start(argv, folder))
         if end.code:
@@ -172,8 +176,8 @@ class Campaign:
         """Draw a case and start it."""
         folder = self.root / f"case-{index}"
         self.clear(folder)
-        case = draw_case(seed, index, self.world, folder, self.known)
-        start = Start(case.argv, folder, case.environment, case.start, real)
+        case = draw_case(seed, index, self.world, folder, self.known, self.subjects)
+        start = Start(case.argv, folder, case.environment, case.start, real, typed=case.typed)
         return case, snapshot(folder), launch(start)
 
     def cases(
@@ -210,6 +214,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=10**9, help="at most so many")
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--subject", choices=SUBJECTS, help="cases of this one alone; so --case wants it again")
     parser.add_argument("--hang", type=float, default=HANG_S, help="seconds after which a case hangs")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once")
     parser.add_argument("--kills", type=int, default=0, help="how many calibrations to kill and finish")
@@ -238,7 +243,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the world is cleared away then too
     root = Path(tempfile.mkdtemp(prefix="fp8q-faults-"))
     try:
-        campaign, begun = Campaign(root, asked.world, asked.hang), time.monotonic()
+        campaign, begun = Campaign(root, asked.world, asked.hang, asked.subject), time.monotonic()
         campaign.make_world()
         if asked.case:
             return show(campaign, asked.case)

@@ -1,86 +1,19 @@
-"""A case: a world of its own with one thing wrong in it, and the command that meets it; told by seed and index."""
+"""Cases drawn, each told by its seed and its index: what is wrong, by subject."""
 
 import json
 import random
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mutate_bytes import mutate_bytes, mutate_npz, mutate_safetensors
+from case import ON_A_RUN, TEXT, VALIDATE, Case, calibrate, change, copy_world, rewrite
+from case_generate import of_generate
 from mutate_files import PLACES, mutate_place
-from mutate_json import mutate_json
 from mutate_onnx import mutate_onnx
-from mutate_text import MUST_BE_SAID, mutate_parquet, mutate_rows, mutate_saved, mutate_text
+from mutate_text import MUST_BE_SAID, mutate_saved
 from mutate_toml import mutate_toml
 from options_drawn import mutate_options
-from world import SHORT, TARGET, WEIGHTS
+from world import TARGET, WEIGHTS
 
-Mutation = Callable[[random.Random, bytes], tuple[str, bytes]]
-#: How a file is mutated, by how its name ends; bytes alone, where nothing is said.
-BY_SUFFIX: dict[str, Mutation] = {
-    ".json": mutate_json,
-    ".safetensors": mutate_safetensors,
-    ".npz": mutate_npz,
-    ".onnx": mutate_onnx,
-    ".txt": mutate_text,
-    ".jsonl": mutate_rows,
-    ".parquet": mutate_parquet,
-}
-TEXT = ("--data", "texts/text.txt", "--eval-data", "texts/other.txt")
-
-
-@dataclass
-class Case:
-    """What is run, in `folder`, and what is known of it beforehand."""
-
-    seed: int
-    index: int
-    subject: str
-    folder: Path
-    argv: list[str]
-    #: the same command without what is wrong: what its result is held against
-    base: tuple[str, ...]
-    what: str = "nothing"
-    environment: dict[str, str] = field(default_factory=dict)
-    #: "closed stdout" and the like: how the process is started
-    start: frozenset[str] = frozenset()
-    #: accepting it without a word would be wrong
-    must_be_said: bool = False
-
-    @property
-    def out(self) -> str | None:
-        """The run that the command writes, where its arguments tell."""
-        if "--out" in self.argv[:-1]:
-            last = len(self.argv) - self.argv[-2::-1].index("--out") - 1  # given twice, the last one counts
-            return self.argv[last]
-        return self.base[1] if self.base[0] in IN_PLACE else None
-
-    def __str__(self) -> str:
-        return f"{self.seed}:{self.index} [{self.subject}] {self.what} | fp8q {' '.join(self.argv)}"
-
-
-def calibrate(model: str = "tiny", *more: str, text: tuple[str, ...] = TEXT) -> list[str]:
-    """Measure the first batch: all of `calibrate` but scales and graphs, which take seconds."""
-    return ["calibrate", model, *text, "--out", "out", "--batches", "0:1", *SHORT, *more]
-
-
-#: Commands that write into the run that is their argument.
-IN_PLACE = ("scales", "export", "build-engine", "validate", "triton", "report")
-ENGINE = ("--runtime", "tensorrt-rtx", "--target", TARGET, "--max-batch", "2")
-VALIDATE = ("validate", "run", "--runtimes", "bf16,reference")
-ON_A_RUN: tuple[tuple[list[str], int], ...] = (
-    (["scales", "run", "--method", "mse"], 5),
-    (["inspect", "run", "--json"], 4),
-    (["lint", "run/model/model.onnx", "--json"], 4),
-    (["engine", "run", "--json"], 3),
-    (["build-engine", "run", *ENGINE], 3),
-    ([*VALIDATE, "--max-ppl-increase", "5%"], 4),
-    (["triton", "run"], 3),
-    (["merge", "part-0", "part-1", "--out", "run", "--kv-cache", "fp8", "--method", "percentile"], 4),
-    (["calibrate", "tiny", *TEXT, "--out", "run", "--kv-cache", "fp8", *SHORT], 3),
-    (["report", "run"], 0),
-)
 #: The parts of the world that cases of a subject need; the others need all.
 PARTS = {
     "model": ("tiny", "sharded", "texts", "run"),
@@ -88,39 +21,29 @@ PARTS = {
     "run": ("tiny", "texts", "run", "part-0", "part-1"),
     "onnx": ("run", "alone"),
     "config": ("tiny", "texts", "run", "options"),
+    "generate": ("tiny", "texts", "run"),
 }
 #: Subjects, and how often each is drawn.
-SUBJECTS = {"model": 26, "text": 16, "run": 24, "onnx": 12, "options": 10, "config": 5, "files": 8, "environment": 4}
+SUBJECTS = {
+    "model": 26, "text": 16, "run": 24, "onnx": 12, "options": 10, "config": 5, "files": 8, "environment": 4,
+    "generate": 6,
+}  # fmt: skip
 
 
-def draw_case(seed: int, index: int, world: Path, folder: Path, known: dict[str, tuple[str, ...]]) -> Case:
+def draw_case(
+    seed: int, index: int, world: Path, folder: Path, known: dict[str, tuple[str, ...]],
+    subjects: Mapping[str, int] = SUBJECTS,
+) -> Case:  # fmt: skip
     """Case `index` of a campaign; its world is made in `folder`, from that in `world`. `known`: the options of each
-    command.
+    command. `subjects`: how often each is drawn.
     """
     draw = random.Random(f"{seed}:{index}")
-    subject = draw.choices(list(SUBJECTS), list(SUBJECTS.values()))[0]
+    subject = draw.choices(list(subjects), list(subjects.values()))[0]
     copy_world(world, folder, None if subject in ("options", "files", "environment") else PARTS[subject])
     case: Case = DRAWN[subject](draw, Case(seed, index, subject, folder, [], ()), known)
     if not case.base:
         case.base = tuple(case.argv)
     return case
-
-
-def copy_world(world: Path, folder: Path, parts: tuple[str, ...] | None = None) -> None:
-    """The world as it stands, or the `parts` of it; the paths in its runs' records are those of the copy."""
-    folder.mkdir()
-    for name in parts or [path.name for path in world.iterdir()]:
-        shutil.copytree(world / name, folder / name, symlinks=True)
-    for record in folder.glob("*/run.json"):
-        record.write_bytes(record.read_bytes().replace(str(world).encode(), str(folder).encode()))
-
-
-def change(draw: random.Random, path: Path, mutation: Mutation | None = None) -> str:
-    """Mutate one file in its place; what was done to it."""
-    mutate = mutation or (mutate_bytes if draw.random() < 0.1 else BY_SUFFIX.get(path.suffix, mutate_bytes))
-    what, content = mutate(draw, path.read_bytes())
-    path.write_bytes(content)
-    return f"{path.parent.name}/{path.name} {what}"
 
 
 def of_model(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
@@ -171,19 +94,6 @@ def of_run(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -
     case.what = rewrite(draw, path, case.folder / name / "run.json")
     case.argv, case.base = argv, tuple(argv)
     return case
-
-
-def rewrite(draw: random.Random, path: Path, record: Path) -> str:
-    """Mutate a file of a run and, half of the time, its SHA-256 in the record; what was done."""
-    from hashlib import sha256
-
-    before = sha256(path.read_bytes()).hexdigest()
-    what = change(draw, path)
-    if path != record and draw.random() < 0.5:
-        after = sha256(path.read_bytes()).hexdigest()
-        record.write_text(record.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
-        what += ", and recorded so"
-    return what
 
 
 def of_onnx(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
@@ -287,4 +197,5 @@ DRAWN: dict[str, Callable[[random.Random, Case, dict[str, tuple[str, ...]]], Cas
     "config": of_config,
     "files": of_files,
     "environment": of_environment,
+    "generate": of_generate,
 }

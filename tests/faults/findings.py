@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cases import Case
+from case import Case
 from kills import Killed
 from oracle import Verdict
 from workers import Ended

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cases import copy_world
+from case import copy_world
 from oracle import TRACES, snapshot
 from workers import Ended, Start, ended, launch, wait
 from world import SHORT

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from cases import Case
+from case import GENERATE, Case
 from workers import SMALL_FILE, Ended
 
 #: Exit codes of whatever is foreseen; with a closed or full output, 1 too.
@@ -31,7 +31,7 @@ Snapshot = dict[str, tuple[int, int, int, int]]
 #: What a record that was mutated makes its reader here raise.
 NO_RECORD = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 #: Commands that write no file, and print what they read of a run.
-ON_ITSELF = (("inspect", "run", "--json"), ("engine", "run", "--json"))
+ON_ITSELF = (("inspect", "run", "--json"), ("engine", "run", "--json"), *GENERATE)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ def of_words(case: Case, end: Ended) -> list[Verdict]:
         faults.append(Verdict("line", f"{len(said)} lines of fp8q's: {end.err[-500:]!r}"))
     if any(len(line) > LONGEST for line in said):
         faults.append(Verdict("line", f"{max(map(len, said)):,} characters: {said[0][:200]!r}"))
-    control = {char for char in end.err + end.out if unicodedata.category(char) == "Cc"} - {"\n"}
+    # a model may write anything, and to a pipe it goes as it is
+    printed = end.err if case.argv[0] == "generate" and "--json" not in case.argv else end.err + end.out
+    control = {char for char in printed if unicodedata.category(char) == "Cc"} - {"\n"}
     if control:
         faults.append(Verdict("control", f"{sorted(control)} in {(end.err + end.out)[-300:]!r}"))
     as_json = "--json" in case.argv and "--print-config" not in case.argv  # which shows the command, and does nothing
@@ -203,7 +205,7 @@ def result(case: Case, before: Snapshot, end: Ended) -> Result:
                 made[name] = sha256(content(path)).hexdigest()
         told |= record_told(run, case)
     if case.base in ON_ITSELF:
-        told["asked"] = case.argv  # what is shown follows from what was asked, which is recorded nowhere
+        told["asked"] = [*case.argv, case.typed]  # what is shown follows from what was asked, which is recorded nowhere
         told["record"] = content(case.folder / "run" / "run.json").decode("utf-8", "replace")
         made["stdout"] = sha256(end.out.replace(str(case.folder), "").encode()).hexdigest()
     return Result(made, json.dumps(told, sort_keys=True).replace(str(case.folder), ""))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import Case
+from case import Case
 from mutate_json import mutate_json
 from options_drawn import names
 from oracle import Result, Verdict, judge, result, snapshot

@@ -67,7 +67,7 @@ class Ended:
 class Start:
     """How a process is started: arguments, folder, variables, and what is odd about it ("closed stdout" …).
 
-    `before`: called in the child before the command.
+    `before`: called in the child before the command. `typed`: the file on its standard input.
     """
 
     argv: Sequence[str]
@@ -76,6 +76,7 @@ class Start:
     odd: frozenset[str] = frozenset()
     real: bool = False
     before: Callable[[], None] | None = None
+    typed: str = "/dev/null"
 
 
 def launch(start: Start) -> Running:
@@ -109,7 +110,7 @@ def prepare(start: Start) -> None:
     environment = {"TMPDIR": str(temporary), "HOME": str(temporary.parent), "TERM": "dumb", **start.environment}
     os.environ.update(environment)
     tempfile.tempdir = None
-    streams = {0: "/dev/null", 1: f"{start.folder}.out", 2: f"{start.folder}.err"}
+    streams = {0: start.typed, 1: f"{start.folder}.out", 2: f"{start.folder}.err"}
     if "full stdout" in start.odd:
         streams[1] = "/dev/full"
     for number, path in streams.items():

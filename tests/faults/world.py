@@ -130,6 +130,7 @@ def make_runs(fp8q: Command) -> None:
     fp8q("validate", "run", "--runtimes", "bf16,reference")
     fp8q("build-engine", "run", "--runtime", "tensorrt-rtx", "--target", TARGET, "--max-batch", "2")
     fp8q("triton", "run")
+    fp8q("generate", "run", "--prompt", "the scale of", "--max-tokens", "1", "--json")
     Path("alone").mkdir()
     for name, called in ((GRAPH, "graph.onnx"), (WEIGHTS, WEIGHTS)):
         shutil.copyfile(Path("run", "model", name), Path("alone", called))

@@ -15,7 +15,7 @@ import torch
 import transformers
 from onnx.external_data_helper import uses_external_data
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
@@ -68,25 +68,23 @@ def as_if_quantized_fixture() -> Callable[..., GraphPlan]:
     return as_if_quantized
 
 
-@pytest.fixture(params=ARCHITECTURES, ids=lambda case: case.name)
-def deep(
-    request: pytest.FixtureRequest, tmp_path: Path, shared_checkpoint: Callable[[str], Path]
-) -> tuple[Path, GraphPlan]:
-    """Each architecture with four layers, as if quantized: a checkpoint whose weights mean nothing, and what of it is
-    in FP8.
+@pytest.fixture(params=[case for case in ARCHITECTURES if not case.trained], ids=lambda case: case.name)
+def deep(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, GraphPlan]:
+    """Each random architecture with four layers, as if quantized: a checkpoint whose weights mean nothing, and what of
+    it is in FP8.
     """
     case: Architecture = request.param
-    fields = {**TINY, **case.fields, "num_hidden_layers": 4}
-    config = (
-        AutoConfig.from_pretrained(shared_checkpoint(case.name), num_hidden_layers=4)
-        if case.trained
-        else getattr(transformers, case.config)(**fields)
-    )
-    dtype = torch.float16 if case.dtype == "fp16" else torch.bfloat16
-    return tmp_path, as_if_quantized(tmp_path, config, {"off": "", "fp8": "kv", "v": "v"}[case.kv_cache], dtype)
+    config = getattr(transformers, case.config)(**{**TINY, **case.fields, "num_hidden_layers": 4})
+    cache = {"off": "", "fp8": "kv", "v": "v"}[case.kv_cache]
+    return tmp_path, as_if_quantized(tmp_path, config, cache, torch.bfloat16)
 
 
-@pytest.fixture(scope="package", params=ARCHITECTURES, ids=lambda case: f"{case.name}, {case.what}")
+def what_it_is(case: Architecture) -> str:
+    """What a test of it is called."""
+    return f"{case.name}, {case.what}"
+
+
+@pytest.fixture(scope="package", params=ARCHITECTURES, ids=what_it_is)
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared_checkpoint: Callable[[str], Path],
     random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]],

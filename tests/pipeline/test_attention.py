@@ -182,11 +182,12 @@ def test_the_lint_holds_the_scales_of_attention_to_attention_json(copied: Run) -
 
 
 def test_in_two_terms_it_loses_what_keys_and_values_lose(
-    copied: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
+    copied: Run, keeping_graphs: Any, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
 ) -> None:
     ids = load_tokens(copied, copied.evaluation)[:48].reshape(4, 12)
     positions = np.ascontiguousarray(np.broadcast_to(np.arange(12), ids.shape))
-    api.scales(copied.root, api.RescaleOptions(activation_terms=2))
+    with keeping_graphs():
+        api.scales(copied.root, api.RescaleOptions(activation_terms=2))
     stored = read_document(copied.attention, AttentionScales)
     assert (stored.terms, stored.probabilities) == (2, 2.0**-8)
     assert {name[-1]: scale.terms for name, scale in stored.tensors.items()} == {"q": 2, "k": 1, "v": 1}
@@ -203,9 +204,10 @@ def test_in_two_terms_it_loses_what_keys_and_values_lose(
     assert np.abs(in_codes - wide).mean() < np.abs(in_one - wide).mean() / 4
 
 
-def test_the_lint_sees_both_terms_of_attention(copied: Run) -> None:
+def test_the_lint_sees_both_terms_of_attention(copied: Run, keeping_graphs: Any) -> None:
     """The engine's are seen in `test_two_terms_proof`."""
-    api.scales(copied.root, api.RescaleOptions(activation_terms=2))
+    with keeping_graphs():
+        api.scales(copied.root, api.RescaleOptions(activation_terms=2))
     assert api.lint(copied.onnx).findings == []
     model = onnx.load(copied.onnx, load_external_data=False)
     nodes = {node.name: node for node in model.graph.node}

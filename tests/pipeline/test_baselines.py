@@ -2,6 +2,7 @@
 validated in one table.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from fp8q.quantize.scales import Scales, load_scales
 from fp8q.quantize.stored import checkpoint_of
 from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
+from fp8q.validate.bench import Bench
 from fp8q.validate.report import summary
 from fp8q.validate.tables import accuracy_rows, engine_rows, module_rows, size_rows
 
@@ -35,7 +37,10 @@ RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any,
+    keeping_graphs: Any,
+) -> Run:  # fmt: skip
     """A Llama of one layer, calibrated and exported in all three precisions."""
     folder = tmp_path_factory.mktemp("baselines")
     model = random_checkpoint(
@@ -45,9 +50,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..
     for path, source in zip(texts, (demo_texts.calibration, demo_texts.evaluation), strict=True):
         path.write_text(source.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8")
-    made = api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options)
-    for precision in ("bf16", "int8"):
-        api.export(made.root, api.ExportOptions(precision=precision))
+    with keeping_graphs():
+        made = api.calibrate(str(model), str(texts[0]), folder / "run", str(texts[1]), options)
+        for precision in ("bf16", "int8"):
+            api.export(made.root, api.ExportOptions(precision=precision))
     return made
 
 
@@ -216,7 +222,7 @@ def test_all_precisions_stand_in_one_table_and_the_gate_is_for_fp8_alone(copied:
     assert "int8" not in str(gate.value)
 
 
-def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(copied: Run) -> None:
+def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(copied: Run, keeping_graphs: Any) -> None:
     before = (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns
     api.export(copied.root, api.ExportOptions(precision="int8"))
     assert (copied.baselines / "int8" / "model.onnx").stat().st_mtime_ns == before
@@ -228,7 +234,8 @@ def test_finished_work_is_not_done_again_and_int8_goes_stale_with_the_scales(cop
         f"{copied.root} --precision int8` again"
     )
     api.validate(copied.root, options=api.ValidateOptions(("bf16", "onnxruntime-bf16")))
-    api.export(copied.root, api.ExportOptions(precision="int8"))
+    with keeping_graphs():
+        api.export(copied.root, api.ExportOptions(precision="int8"))
     int8 = read_document(checkpoint_of(copied, "int8") / "scales.json", Scales)
     assert {scale.method for scale in int8.activations.values()} == {"percentile"}
     assert all(0 < scale.saturation <= 0.01 for scale in int8.activations.values())
@@ -297,3 +304,82 @@ def test_the_compute_type_is_for_the_fp8_graph() -> None:
         str(error.value)
         == "--dtype fp16: is for the FP8 graph, and --precision int8 computes in BF16; leave one of them out"
     )
+
+
+def test_all_precisions_and_another_run_are_measured_beside_each_other(
+    copied: Run, tmp_path: Path, fp8q: Callable[..., Any]
+) -> None:
+    other = Path(shutil.copytree(copied.root, tmp_path / "other"))
+    plot = tmp_path / "bench.svg"
+    found = fp8q(
+        "bench", copied.root, "--against", other, "--batch-sizes", "1,2", "--prompt-lengths", "9,4", "--tokens", 3,
+        "--rounds", 2, "--memory", 0.001, "--gpu-hour-price", 2, "--plot", plot, "--json",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    names = ["bf16", "int8", "fp8", f"fp8 {other}"]
+    told = json.loads(found.out)
+    assert [(row["batch"], row["prompt"], row["variant"]) for row in told["rows"]] == [
+        (batch, prompt, name) for batch in (1, 2) for prompt in (4, 9) for name in names
+    ]
+    for row in told["rows"]:
+        assert 0 < row["ttft_ms"] < row["latency_ms"]
+        assert 0 < row["itl_p50_ms"] <= row["itl_p95_ms"] <= row["itl_p99_ms"]
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] * 3 / row["latency_ms"] * 1e3)
+        assert row["cost_per_million_tokens"] == pytest.approx(2 / 3600 / row["tokens_per_second"] * 1e6)
+        assert (row["improvement"], row["joules_per_token"]) == (None, None)
+    assert told["protocol"]["emulated"]
+    assert "FP8 is emulated here" in found.err
+    # 122,880 weights of products, 896 channels, a head of 2048 × 128, a cache of 128 values a position; the rest: three
+    # norms, and four bytes for each of seven inputs and two of the cache
+    steps = {"bf16": 2 * 122_880 + 524_288 + 12 * 256, "int8": 122_880 + 4 * 896 + 524_288 + 12 * 256}
+    steps |= {"fp8": steps["int8"] - 12 * 128, names[3]: steps["int8"] - 12 * 128}
+    stored = {"bf16": 770_816, "int8": 651_556 - 8, "fp8": 651_556, names[3]: 651_556}
+    for row in told["capacity"]:
+        name = row["variant"]
+        assert (row["weight_bytes"], row["step_bytes"]) == (stored[name], steps[name])
+        assert row["improvement"] == pytest.approx(steps["bf16"] / steps[name])
+        assert row["largest_batch"] == {
+            form: (1_000_000 - stored[name]) // (12 * taken) for form, taken in (("bf16", 256), ("fp8", 128))
+        }
+    assert read_document(copied.bench, Bench).rows[0].variant == "bf16"
+    assert "bench" in copied.record().stages
+    assert plot.read_text().startswith("<svg")
+    assert "prompts of 9 tokens" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--plot", "bench.png"], 2, "--plot bench.png: is no name of an SVG file; give one that ends in .svg"),
+        (
+            ["--prompt-lengths", "128"],
+            2,
+            "--prompt-lengths 128: is, with --tokens 64, more than 128, the model's positions; ask for less of either",
+        ),
+        (
+            ["--batch-sizes", "1,2.5"],
+            2,
+            "--batch-sizes 1,2.5: is no list of whole numbers from 1 to 2,147,483,647; give one such as 1,8",
+        ),
+        (["--tokens", "1"], 2, "--tokens 1: must be at least 2"),
+        (["--memory", "0"], 2, "--memory 0.0: must be above 0, and finite"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_and_nothing_written(
+    run: Run, fp8q: Callable[..., Any], options: list[str], code: int, message: str
+) -> None:
+    assert fp8q("bench", run.root, *options).complaint(code) == message
+    assert not run.bench.exists()
+
+
+def test_a_run_without_graphs_is_not_measured(copied: Run, fp8q: Callable[..., Any]) -> None:
+    copied.onnx_fp32.unlink()
+    assert fp8q("bench", copied.root).complaint() == (
+        f"{copied.onnx_fp32}: is missing; `fp8q export {copied.root}` writes it, run that first"
+    )
+
+
+def test_a_serving_host_without_torch_measures_too(copied: Run, base_install: Callable[..., Any]) -> None:
+    shown = base_install("bench", copied.root, "--tokens", "3", "--rounds", "1", "--prompt-lengths", "8")
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[0] for line in shown.stdout.splitlines()[3:9]] == ["bf16", "int8", "fp8"] * 2

@@ -20,11 +20,13 @@ from tritonclient.grpc import model_config_pb2
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
+from fp8q.export.engine.profiles import profiles
 from fp8q.export.lint.check import lint
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.run import Run
+from fp8q.serve.engine_model import describe, engine_config
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy
 from fp8q.validate.accuracy import load_tokens as load_nll
@@ -175,6 +177,35 @@ def test_the_triton_configuration_parses_with_tritons_own_schema(demo_run: Run) 
     assert config.backend == "python"
     assert "text_input" in [entry.name for entry in config.input]
     assert (file.parent / "1" / "model.py").is_file()
+
+
+def test_the_plain_engine_of_a_whole_model_has_triton_types_but_for_its_fp8_cache(demo_run: Run) -> None:
+    described = describe(demo_run.onnx, profiles(8, 256), None)
+    kinds = ("past_key_values", "new_key_values")
+    caches = [f"{kind}.{layer}.{part}" for kind in kinds for layer in range(4) for part in ("key", "value")]
+    assert described.untyped == caches
+    wide = {name: binding.model_copy(update={"type": "BFLOAT16"}) for name, binding in described.inputs.items()}
+    text = engine_config("demo_engine", described.model_copy(update={"inputs": wide, "outputs": {}}))
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    assert [tuple(entry.dims) for entry in config.input if entry.name == caches[0]] == [(2, -1, 64)]
+
+
+def test_the_lint_of_a_whole_run_has_no_findings_and_looks_at_all_of_it(
+    demo_run: Run, fp8q: Callable[..., Any]
+) -> None:
+    found = fp8q("lint", demo_run.root)
+    assert (found.code, found.err) == (0, "")
+    graph = f"opset 23, 30 products, 28 on FP8 codes on both sides; held against {demo_run.scales}"
+    assert found.out.splitlines() == [
+        f"{demo_run.onnx}: {graph}",
+        "no findings",
+        f"{demo_run.onnx_fp32}: {graph}",
+        "no findings",
+        f"{demo_run.root}: engines: sm89, sm120",
+        "no findings",
+        f"{demo_run.triton}: a Triton repository of demo",
+        "no findings",
+    ]
 
 
 def test_onnx_itself_takes_every_graph_though_a_repository_was_written(demo_run: Run) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fp8q import api
 from fp8q.calibrate.measure.moments import load_moments
-from fp8q.calibrate.model.products import other_products
+from fp8q.calibrate.model.products import KNOWN, other_products, takes_quantizers
 from fp8q.quantize.clip import lost_share
 from fp8q.quantize.linear import encode
 from fp8q.quantize.reference import load_reference
@@ -92,6 +92,15 @@ def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
     assert np.abs(logits - expected)[0, 0].max() < 1e-4
     (engine,) = api.build_engine(run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=64))
     assert (engine.promised_products, engine.fp8_products) == (4, 4)
+
+
+def test_modelopts_registry_is_asked_of_all_but_what_it_is_known_to_hold() -> None:
+    from modelopt.torch.quantization.nn import QuantModuleRegistry
+
+    assert [kind in QuantModuleRegistry for kind in KNOWN] == [True, True]
+    assert takes_quantizers(nn.Linear(4, 4))
+    assert takes_quantizers(nn.Conv2d(4, 4, 1))
+    assert not takes_quantizers(OddLinear(4, 4))
 
 
 def test_norms_and_embeddings_are_no_products_whatever_their_shape() -> None:

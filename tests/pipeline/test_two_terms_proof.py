@@ -38,7 +38,10 @@ AGAIN = "run `fp8q export` again"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any) -> Run:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any,
+    keeping_graphs: Any,
+) -> Run:  # fmt: skip
     """A Llama of one layer whose every input is promised in two terms, those of attention too, and its engines."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
     folder = tmp_path_factory.mktemp("terms")
@@ -47,7 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..
     text.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     options = api.CalibrateOptions(samples=16, seq_len=64, kv_cache="fp8", activation_terms=2)
     in_codes = api.ExportOptions(attention="fp8")
-    made = api.calibrate(str(model), str(text), folder / "run", None, options, in_codes)
+    with keeping_graphs():
+        made = api.calibrate(str(model), str(text), folder / "run", None, options, in_codes)
     engines = api.EngineOptions(runtime="tensorrt-rtx", targets=TARGETS, max_batch=2, max_seq_len=64)
     assert [engine.fp8_products for engine in api.build_engine(made.root, engines)] == [7, 7]
     return made

@@ -25,12 +25,13 @@ LAYERS = range(4)
 
 
 @pytest.fixture(scope="module")
-def run(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(demo_run: Run, keeping_graphs: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The demo with an FP8 cache, its scales chosen again with values alone in FP8."""
-    return api.scales(
-        Path(shutil.copytree(demo_run.root, tmp_path_factory.mktemp("values") / "run")),
-        api.RescaleOptions(kv_cache="v"),
-    )
+    with keeping_graphs():
+        return api.scales(
+            Path(shutil.copytree(demo_run.root, tmp_path_factory.mktemp("values") / "run")),
+            api.RescaleOptions(kv_cache="v"),
+        )
 
 
 def test_a_layer_rounds_the_part_that_has_a_scale() -> None:
@@ -111,7 +112,8 @@ def test_every_promised_product_stays_fp8_in_the_engine(run: Run) -> None:
     assert (engine.promised_products, engine.fp8_products, engine.evidence) == (28, 28, "plan")
 
 
-def test_the_way_back_leaves_no_scales_behind(run: Run, demo_run: Run, tmp_path: Path) -> None:
-    back = api.scales(Path(shutil.copytree(run.root, tmp_path / "run")), api.RescaleOptions(kv_cache="fp8"))
+def test_the_way_back_leaves_no_scales_behind(run: Run, demo_run: Run, keeping_graphs: Any, tmp_path: Path) -> None:
+    with keeping_graphs():
+        back = api.scales(Path(shutil.copytree(run.root, tmp_path / "run")), api.RescaleOptions(kv_cache="fp8"))
     assert not (back.model / "kv_cache.safetensors").exists()
     assert back.scales.read_bytes() == demo_run.scales.read_bytes()

@@ -1,9 +1,5 @@
-"""Rounding layer by layer: the target it rounds to, that both models are what they claim to be, and what it refuses."""
+"""Rounding layer by layer: that both models are what they claim to be, and what a product is added to."""
 
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,31 +8,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.model.products import observed_products, output_axis
-from fp8q.calibrate.model.source import Source, load_model, open_source
-from fp8q.calibrate.ranks.place import Place
-from fp8q.calibrate.ranks.world import World
+from fp8q.calibrate.model.source import Source, load_model
 from fp8q.errors import InputError
-from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.residual import bases
 from fp8q.quantize.rounded import Rounded
-from fp8q.quantize.scales import Scales, TensorScale, load_scales
+from fp8q.quantize.scales import Scales, TensorScale
 from fp8q.quantize.sequential import ProductInput, Sequence, check_sequential, exact_input, product_input
-from fp8q.quantize.target import RIDGES, Sums, regression, target
+from fp8q.quantize.target import Sums
 from fp8q.quantize.weight_rounding import compensation
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
 from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.stages.ahead import check_calibrate
-from fp8q.stages.choosing import quantize, rescaled
-from fp8q.stages.corpora import save_tokens
-from fp8q.stages.measuring import check_batches, measure
-from fp8q.stages.sources import products_of
-from fp8q.stages.steps import Notes
 
 SMALL = {
     "vocab_size": 512,
@@ -61,23 +46,6 @@ BATCHES = {
     for batch, shape in enumerate([(2, 24), (2, 24), (1, 24)])
 }
 SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=30)
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Source]:
-    """`tiny("OPTConfig", {…})`: a small random checkpoint of that configuration, opened."""
-
-    def make(config: str, fields: dict[str, Any]) -> Source:
-        torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        path = tmp_path / "model"
-        torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
-        shutil.copyfile(demo_checkpoint / "tokenizer.json", path / "tokenizer.json")
-        return open_source(str(path))
-
-    return make
 
 
 def rounded(source: Source, folder: Path, seen: ProductInput) -> tuple[PreTrainedModel, Sequence, Rounded]:
@@ -108,6 +76,18 @@ def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tenso
     return dict(zip(BATCHES, found, strict=True))
 
 
+def put(model: PreTrainedModel, sequence: Sequence, kept: Rounded, but: str = "") -> list[str]:
+    """Give the products of the layers the numbers of their codes, `but` one; which they are."""
+    products = observed_products(model)
+    inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
+    for name in inside:
+        made = kept.of(name)
+        assert made is not None
+        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[name])).contiguous()
+        products[name].weight = torch.nn.Parameter(weight, requires_grad=False)
+    return inside
+
+
 def test_what_two_terms_leave_of_an_input_is_all_of_it() -> None:
     x = torch.tensor([3.140625, -0.0712890625, 27.5, 2.0**-10])  # of BF16's eight digits
     scale = {"method": "amax", "amax": 27.5, "clip": 28.0, "scale": 2.0**-4, "saturation": 0, "underflow": 0}
@@ -128,15 +108,30 @@ def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.float[0].read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
     products = observed_products(model)
-    inside = [module for module in products if sequence.layers.index(module) is not None]
-    for module in inside:
-        made = kept.of(module)
-        assert made is not None
-        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[module])).contiguous()
-        products[module].weight = torch.nn.Parameter(weight, requires_grad=False)
+    for module in put(model, sequence, kept):
         products[module].register_forward_pre_hook(lambda m, inputs: (seen(inputs[0], SCALE), *inputs[1:]))
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.quantized[0].read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_product_has_lost_is_what_the_sum_it_is_part_of_lacks(
+    tiny: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle runs whole models: the quantized one has every weight rounded but the last."""
+    told: list[torch.Tensor] = []
+    add = Sums.add
+
+    def telling(self: Sums, tokens: torch.Tensor, lost: torch.Tensor) -> None:
+        told.append(lost)
+        add(self, tokens, lost)
+
+    monkeypatch.setattr(Sums, "add", telling)
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    exact = leaving(model, sequence)
+    put(model, sequence, kept, but="model.layers.1.mlp.down_proj")
+    for (batch, got), lost in zip(leaving(model, sequence).items(), told[-len(BATCHES) :], strict=True):
+        torch.testing.assert_close(lost, (exact[batch] - got).flatten(0, 1), rtol=1e-3, atol=1e-5)
+        assert lost.abs().max() > 1e-3
 
 
 def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_weight(
@@ -162,73 +157,6 @@ def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_we
         assert isinstance(expected, QuantizedWeight)
         assert made is not None
         assert torch.equal(made[0].view(torch.uint8), expected.codes.view(torch.uint8)) is equal
-
-
-def halves(tokens: torch.Tensor, drift: torch.Tensor, residue: torch.Tensor | None = None) -> tuple[Sums, Sums]:
-    """Sums of the even and of the odd of `tokens` [tokens, in]."""
-    made = tuple(Sums(tokens.shape[1], None if residue is None else residue.shape[1]) for _ in range(2))
-    for half, sums in enumerate(made):
-        sums.add(tokens[half::2], drift[half::2], (drift if residue is None else residue)[half::2])
-    return made[0], made[1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_target_is_the_ridge_regression_of_the_float_outputs(seed: int) -> None:
-    """Least squares in float64 on the inputs themselves, with √λ rows for λ, where what was lost follows from the
-    inputs, so that λ is the weakest.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(200, 12, generator=generator) @ torch.randn(12, 12, generator=generator)
-    got, weight = 0.8 * x, torch.randn(5, 12, generator=generator)
-    mean = float((got.T @ got).diagonal().double().mean())
-    ridge = (RIDGES[-1] * mean) ** 0.5 * torch.eye(12, dtype=torch.float64)
-    rows = torch.cat([got.double(), ridge])
-    lost = got @ torch.randn(12, 5, generator=generator)
-    wanted = torch.cat([x.double() @ weight.double().T + lost.double(), ridge @ weight.double().T])
-    expected = torch.linalg.lstsq(rows, wanted).solution.T
-    found = target(weight, *halves(got, x - got, lost))
-    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-3, atol=1e-4)
-
-
-def test_what_is_lost_by_chance_alone_is_not_made_up_for() -> None:
-    """Two tokens of a half say that 1 is lost for each, and two of the other that it is -1."""
-    tokens, lost = torch.ones(4, 1), torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
-    weight = torch.tensor([[10.0]])
-    assert target(weight, *halves(tokens, torch.zeros(4, 1), lost)).tolist() == [[10.0]]
-    assert float(target(weight, *halves(tokens, torch.zeros(4, 1), lost.abs()))) == pytest.approx(10 + 4 / 4.04)
-
-
-def test_lambda_is_what_is_best_on_the_other_half_worked_by_hand() -> None:
-    """One half says that 6 is lost where the input is 2: alone it gives 12 / (4 + λ) with λ of 8 · (4, 1, ¼ …). The
-    other says 4, and so wants 8 / 4 = 2, which λ = 2 gives. Both together give 20 / (8 + 2).
-    """
-    first, second = halves(torch.tensor([[2.0], [2.0]]), torch.zeros(2, 1), torch.tensor([[6.0], [4.0]]))
-    assert float(regression(first.moments, 2.0, first.lost(torch.zeros(1, 1)))) == pytest.approx(2, rel=1e-6)
-    assert float(target(torch.tensor([[10.0]]), first, second)) == pytest.approx(12, rel=1e-6)
-
-
-def test_a_weight_makes_up_for_what_the_layer_before_lost_worked_by_hand() -> None:
-    """Two tokens, each 3 in the float model and 2 in the quantized one: H = 8, λ = 0.08, D = 2·(3-2)·2 = 4, and w* is
-    w (1 + 4 / 8.08).
-    """
-    found = target(torch.tensor([[10.0]]), *halves(torch.full((2, 1), 2.0), torch.ones(2, 1)))
-    assert float(found) == pytest.approx(10 * (1 + 4 / 8.08), rel=1e-6)
-
-
-def test_a_product_makes_up_for_what_it_is_added_to_worked_by_hand() -> None:
-    """Both models give it 2, twice, and it is added to 7 in one and to 6 in the other: H = 8, λ = 0.08, M = 2·1·2 = 4,
-    so that w* = w + 4 / 8.08.
-    """
-    found = target(
-        torch.tensor([[10.0]]), *halves(torch.full((2, 1), 2.0), torch.zeros(2, 1), torch.tensor([[1.0], [1.0]]))
-    )
-    assert float(found) == pytest.approx(10 + 4 / 8.08, rel=1e-6)
-
-
-def test_one_batch_alone_has_nothing_to_choose_lambda_on_and_the_weight_stays() -> None:
-    learned, none = Sums(1), Sums(1)
-    learned.add(torch.tensor([[2.0]]), torch.tensor([[1.0]]), torch.zeros(1, 1))
-    assert target(torch.tensor([[10.0]]), learned, none).tolist() == [[10.0]]
 
 
 @pytest.mark.parametrize(
@@ -305,180 +233,6 @@ def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
         for states in (gptq, {batch: sequence.quantized[0].read(batch, "cpu") for batch in BATCHES})
     ]
     assert lost[1] < 0.95 * lost[0]
-
-
-@pytest.fixture(scope="module")
-def measured(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of the demo with nothing quantized yet, on two batches."""
-    run, source = Run(tmp_path_factory.mktemp("measured") / "run"), open_source(str(demo_checkpoint))
-    with run.stage("corpus", {}, {"data": "random tokens"}) as log:
-        save_tokens(run.calibration, np.random.default_rng(0).integers(3, 500, (3, 24)))
-        log.outputs.append(run.calibration)
-    measure(run, source, CalibrateOptions(batch_size=2), Notes(SILENT))
-    return run
-
-
-def quantized(run: Run, checkpoint: Path, **options: Any) -> dict[str, bytes]:
-    """What the stage `quantize` writes of `run`: the checkpoint's files, and the decisions."""
-    source = open_source(str(checkpoint))
-    chosen = ScaleOptions(only=("*.o_proj",), weight_rounding="sequential", **options)
-    quantize(run, source, products_of(source), chosen, Notes(SILENT))
-    assert not any(path.name.endswith(".work") for path in run.root.iterdir())
-    return {path.name: path.read_bytes() for path in [run.scales, *sorted(run.model.iterdir())]}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(measured: Run, demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    root = shutil.copytree(measured.root, tmp_path_factory.mktemp("whole") / "run")
-    return quantized(Run(root), demo_checkpoint)
-
-
-def test_the_checkpoint_has_it_and_scales_cannot_choose_again(
-    measured: Run, demo_checkpoint: Path, tmp_path: Path
-) -> None:
-    run, options = Run(shutil.copytree(measured.root, tmp_path / "run")), CalibrateOptions(weight_rounding="sequential")
-    check_calibrate(open_source(str(demo_checkpoint)), options, ExportOptions())
-    quantized(run, demo_checkpoint)
-    scales = load_scales(run)
-    assert list(scales.weights) == [f"model.layers.{layer}.self_attn.o_proj" for layer in range(4)]
-    assert {weight.rounding for weight in scales.weights.values()} == {"sequential"}
-    assert not run.moments.exists()
-    before = run.record().stages["quantize"]
-    assert "calibration.npz" in before.inputs
-    quantized(run, demo_checkpoint)
-    assert run.record().stages["quantize"] == before
-    with pytest.raises(InputError) as refused:
-        rescaled(run, RescaleOptions(kv_cache="fp8"))
-    assert str(refused.value) == (
-        "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q calibrate` "
-        "with the options of the run and those that are to change"
-    )
-    assert rescaled(run, RescaleOptions(weight_rounding="nearest")).weight_rounding == "nearest"
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL where the test must go on: like it, nothing of ours catches it."""
-
-
-@pytest.fixture
-def layers_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that are rounded, as they begin."""
-    begun: list[int] = []
-    layer = Sequence._layer
-
-    def counted(self: Sequence, index: int, calls: Any) -> None:
-        begun.append(index)
-        layer(self, index, calls)
-
-    monkeypatch.setattr(Sequence, "_layer", counted)
-    return begun
-
-
-@pytest.mark.parametrize("at", [0, 3, 6])
-def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
-    at: int, measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Step 1 is the embedding, 2 to 5 are the demo's layers: 3 stops when all of the second is written but not yet said
-    to be. 0 stops at the first layer's first product, 6 while the checkpoint is written.
-    """
-    run, end = Run(shutil.copytree(measured.root, tmp_path / "run")), Rounded.end
-
-    def stopped(*arguments: Any, **named: Any) -> None:
-        raise Killed
-
-    def stopping(self: Rounded, step: int) -> None:
-        if step == at:
-            raise Killed
-        end(self, step)
-
-    with monkeypatch.context() as once:
-        if at in (0, 6):
-            once.setattr("fp8q.quantize." + ("checkpoint.quantize_checkpoint" if at else "sequential.target"), stopped)
-        once.setattr(Rounded, "end", stopping)
-        with pytest.raises(Killed):
-            quantized(run, demo_checkpoint)
-    assert (run.root / ".quantize.work").is_dir()
-    assert not run.scales.exists()
-    layers_run.clear()
-    assert quantized(run, demo_checkpoint) == uninterrupted
-    assert layers_run == list(range(max(at - 2, 0), 4))
-    assert run.record().stages["quantize"].notes == (
-        [f"going on at decoder layer {at - 1} of 4, where an earlier call stopped"] if at == 3 else []
-    )
-
-
-def test_what_was_left_by_other_options_is_rounded_anew(
-    measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def stopped(*arguments: Any) -> None:
-        raise Killed
-
-    run = Run(shutil.copytree(measured.root, tmp_path / "run"))
-    with monkeypatch.context() as once:
-        once.setattr("fp8q.quantize.checkpoint.quantize_checkpoint", stopped)
-        with pytest.raises(Killed):
-            quantized(run, demo_checkpoint, weight_method="amax")
-    layers_run.clear()
-    assert quantized(run, demo_checkpoint) == uninterrupted
-    assert layers_run == [0, 1, 2, 3]
-
-
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from fp8q.calibrate.model.source import open_source
-from fp8q.options import ScaleOptions
-from fp8q.quantize.rounded import Rounded
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.stages.ahead import check_calibrate
-from fp8q.stages.choosing import quantize
-from fp8q.stages.sources import products_of
-from fp8q.stages.steps import Notes
-import torch
-torch.set_num_threads(int(sys.argv[3]))
-add = Rounded.add
-def adding(self, module, made):
-    add(self, module, made)
-    if module == "model.layers.1.self_attn.o_proj":
-        os.kill(os.getpid(), signal.SIGKILL)
-Rounded.add = adding
-source = open_source(sys.argv[2])
-options = ScaleOptions(only=("*.o_proj",), weight_rounding="sequential")
-quantize(Run(Path(sys.argv[1])), source, products_of(source), options, Notes(SILENT))
-"""
-
-
-def test_killed_in_the_second_layer_the_next_call_gives_the_same_bytes(
-    measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int], tmp_path: Path
-) -> None:
-    run = Run(shutil.copytree(measured.root, tmp_path / "run"))
-    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(run.root), str(demo_checkpoint)]
-    killed = subprocess.run([*command, str(torch.get_num_threads())], check=False, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    assert quantized(run, demo_checkpoint) == uninterrupted
-    assert layers_run == [1, 2, 3]
-
-
-@pytest.mark.parametrize(("ranks", "batches", "how"), [(2, None, "2 ranks"), (1, (0, 2), "--batches")])
-def test_it_is_refused_in_parts(ranks: int, batches: tuple[int, int] | None, how: str) -> None:
-    with pytest.raises(InputError) as refused:
-        check_batches(CalibrateOptions(weight_rounding="sequential", batches=batches), 99, World(Place(0, ranks)))
-    assert str(refused.value) == (
-        "--weight-rounding sequential: runs all batches through one layer after the other, in one process; use `fp8q "
-        f"calibrate` without {how}, or leave it out"
-    )
-
-
-def test_merging_refuses_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as refused:
-        api.merge([tmp_path / "one"], tmp_path / "out", options=ScaleOptions(weight_rounding="sequential"))
-    assert str(refused.value) == (
-        "--weight-rounding sequential: runs the model; use `fp8q calibrate` on all of the text in one run, or leave it "
-        "out"
-    )
 
 
 def test_a_model_without_a_list_of_layers_is_refused_by_name(

@@ -6,10 +6,13 @@ with the cache, the mask or the positions changes its answer: a past slot whose 
 each step it is off.
 """
 
+import ctypes
 import json
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -20,9 +23,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from fp8q.export.engine.info import EngineInfo
+from fp8q.export.engine.profiles import profiles
+from fp8q.files import write_document
 from fp8q.run import Run
+from fp8q.serve.cuda import memcpy_3d
+from fp8q.serve.device import ALIGNMENT, Copy
+from fp8q.serve.device_batch import DeviceBatch
 from fp8q.serve.generate import Generator
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.serve.sessions import NEW, PAST, TOKEN_INPUTS, Batch, OnnxRuntimeSession
 from fp8q.serve.text import Vocabulary
 
 END = 15
@@ -118,6 +127,8 @@ def counting_graph(cache: str) -> onnx.ModelProto:
     model = parser.parse_model(text)
     for value in (*model.graph.input, *model.graph.output):
         value.name = NAMES.get(value.name, value.name)
+        if value.name == "attention_mask":
+            value.type.tensor_type.shape.dim[1].dim_param = "capacity + seq"
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [NAMES.get(name, name) for name in names]
@@ -185,16 +196,194 @@ def counting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return CountingModel(directory, request.param, 200)
 
 
+def at(address: int, dtype: Any, *shape: int) -> np.ndarray:
+    """Memory at an address, as an array."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype).reshape(shape)
+
+
+class HostDevice:
+    """A `device.Device` in host memory, as late as a device may be: nothing is done before somebody waits. What it
+    allocates holds what is no number.
+    """
+
+    def __init__(self) -> None:
+        self.memory: dict[int, np.ndarray] = {}
+        self.queue: list[Callable[[], object]] = []
+        self.waits = self.captures = 0
+
+    def allocate(self, size: int) -> int:
+        assert size > 0
+        whole = np.full(size + ALIGNMENT, 0xFF, np.uint8)
+        address = -(-whole.ctypes.data // ALIGNMENT) * ALIGNMENT
+        self.memory[address] = whole
+        return address
+
+    def free(self, address: int) -> None:
+        self.queue.append(lambda: self.memory.pop(address))
+
+    def host(self, size: int) -> np.ndarray:
+        return np.full(size, 0xFF, np.uint8)
+
+    def upload(self, source: np.ndarray, target: int) -> None:
+        self.queue.append(lambda: np.copyto(at(target, np.uint8, source.nbytes), source))
+
+    def download(self, source: int, target: np.ndarray) -> None:
+        self.queue.append(lambda: np.copyto(target, at(source, np.uint8, target.nbytes)))
+
+    def copy(self, copy: Copy) -> None:
+        self.queue.append(lambda: self._copied(copy))
+
+    def _copied(self, copy: Copy) -> None:
+        """As the driver does it: what lies outside what was allocated is an error."""
+
+        def lines(address: int, line: int, block: int) -> np.ndarray:
+            end = address + (copy.blocks - 1) * block + (copy.lines - 1) * line + copy.width
+            assert any(base <= address and end <= base + whole.nbytes for base, whole in self.memory.items())
+            flat = at(address, np.uint8, end - address)
+            return np.lib.stride_tricks.as_strided(flat, (copy.blocks, copy.lines, copy.width), (block, line, 1))
+
+        memcpy_3d(copy)  # asserts what the driver asks for
+        target = lines(copy.target, copy.target_line, copy.target_block)
+        target[:] = lines(copy.source, copy.source_line, copy.source_block)
+
+    def zero(self, address: int, size: int) -> None:
+        self.queue.append(lambda: at(address, np.uint8, size).fill(0))
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captures += 1
+        return work
+
+    def wait(self) -> None:
+        self.waits += 1
+        while self.queue:
+            self.queue.pop(0)()
+
+
+class HostProgram:
+    """A `device_batch.Program` that is a graph on ONNX Runtime, over memory of a `HostDevice`."""
+
+    logits_dtype = np.dtype(np.float32)
+
+    def __init__(self, session: OnnxRuntimeSession, device: HostDevice):
+        self.session, self.device = session, device
+        self.layout, self.vocabulary = session.layout, session.vocabulary
+        self.bound: list[tuple[str, dict[str, tuple[int, ...]]]] = []
+
+    def names(self, kind: str) -> list[str]:
+        return [(PAST if kind == "past" else NEW) + name for name in self.layout.names]
+
+    def bind(
+        self, phase: str, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]
+    ) -> Callable[[], None]:
+        assert all(address % ALIGNMENT == 0 for address in addresses.values())
+        self.bound.append((phase, dict(shapes)))
+        count, seq = shapes["input_ids"]
+        dtypes = self.layout.dtypes
+        inputs = [at(addresses[name], np.int64, *shapes[name]) for name in TOKEN_INPUTS]
+        inputs += [at(addresses[name], dtype, *shapes[name]) for name, dtype in zip(self.names("past"), dtypes)]
+        outputs = [at(addresses["logits"], np.float32, count, seq, self.vocabulary)]
+        outputs += [
+            at(addresses[name], dtype, count, heads, seq, size)
+            for name, dtype, (heads, size) in zip(self.names("new"), dtypes, self.layout.shapes)
+        ]
+        step = self.session.bind(inputs, outputs)
+        return lambda: self.device.queue.append(step)
+
+
+@pytest.fixture(params=["host", "device"])
+def open_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
+    """`open_batch(counting, rows)`: a batch of the counting model in host memory, and one on a device."""
+
+    def opened(counting: CountingModel, rows: int = 4) -> Batch:
+        session = counting.session()
+        if request.param == "host":
+            return session.open_batch(rows, counting.positions)
+        device = HostDevice()
+        return DeviceBatch(HostProgram(session, device), device, rows, counting.positions)
+
+    return opened
+
+
+@pytest.fixture
+def on_device() -> Callable[..., tuple[DeviceBatch, HostDevice, HostProgram]]:
+    """`on_device(counting, rows)`: a batch on a device, with that and its program."""
+
+    def opened(counting: CountingModel, rows: int = 4) -> tuple[DeviceBatch, HostDevice, HostProgram]:
+        device = HostDevice()
+        program = HostProgram(counting.session(), device)
+        return DeviceBatch(program, device, rows, counting.positions), device, program
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def counting_run_at() -> Callable[[Path, int], Run]:
+    """`counting_run_at(root, positions)`: a run of the counting model there."""
+    return make_counting_run
+
+
 @pytest.fixture
 def counting_run(tmp_path: Path) -> Run:
-    """A run whose checkpoint is the counting model with an FP8 cache and 40 positions, recorded as the stages that
-    write one record it.
+    """A run of the counting model with 40 positions."""
+    return make_counting_run(tmp_path / "run", 40)
+
+
+def make_counting_run(root: Path, positions: int) -> Run:
+    """A run at `root` whose checkpoint is the counting model with an FP8 cache, recorded as the stages that write one
+    record it.
     """
-    run = Run(tmp_path / "run")
+    run = Run(root)
     model = {"name": "someone/Counting Model", "fingerprint": "0"}
     with run.stage("quantize", {}, {}, model) as log:
-        write_counting_model(run.model, "fp8", positions=40)
+        write_counting_model(run.model, "fp8", positions)
         log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
     with run.stage("export", {}, {}) as log:
         log.outputs.append(run.onnx_fp32)
     return run
+
+
+#: The first bytes of a plan as TensorRT 10.16.1.11 writes them, and some more.
+PLAN = b"ftrt" + bytes(20) + bytes([10, 16, 1, 11]) + bytes(100)
+
+
+def record_engine(
+    run: Run, version: str = "10.16.1.11", runtime: Literal["tensorrt", "tensorrt-rtx"] = "tensorrt"
+) -> None:
+    """Record an engine for sm90, of up to 4 rows of up to 32 tokens, that is no more than its first bytes."""
+    graph = {"model/model.onnx": run.record().stages["export"].outputs["model/model.onnx"]}
+    with run.stage("build-engine", graph, {"runtime": runtime}) as log:
+        run.engines.mkdir(exist_ok=True)
+        plan, described = (run.engines / f"sm90.{kind}" for kind in ("plan", "json"))
+        plan.write_bytes(PLAN)
+        info = EngineInfo(
+            runtime=runtime, version=version, target="sm90", bytes=len(PLAN), promised_products=1, fp8_products=1,
+            wide_products=[], evidence="inspector", profiles=list(profiles(4, 32)), build_seconds=1.0,
+        )  # fmt: skip
+        write_document(described, info)
+        log.outputs += [plan, described]
+
+
+def make_wide_run(root: Path) -> Run:
+    """A run like `counting_run` whose cache is not in FP8, with both graphs (the same one), and no engine."""
+    run = Run(root)
+    with run.stage("quantize", {}, {}, {"name": "someone/counting", "fingerprint": "0"}) as log:
+        write_counting_model(run.model, "off", positions=40)
+        log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
+    with run.stage("export", {}, {}) as log:
+        run.onnx.write_bytes(run.onnx_fp32.read_bytes())
+        log.outputs += [run.onnx, run.onnx_fp32]
+    return run
+
+
+@pytest.fixture
+def wide_run(tmp_path: Path) -> Run:
+    """Such a run of a test's own."""
+    return make_wide_run(tmp_path / "run")
+
+
+@pytest.fixture
+def engine_run(wide_run: Run) -> Run:
+    """`wide_run` with an engine of TensorRT."""
+    record_engine(wide_run)
+    return wide_run

@@ -52,6 +52,22 @@ def test_the_template_and_its_tokens_are_found_wherever_they_are(tmp_path: Path)
     assert write(tmp_path, chat_template=short, eos_token="</s>").render(MESSAGES) == "</s>!"
 
 
+def test_files_that_are_no_text_are_named(tmp_path: Path) -> None:
+    def message() -> str:
+        with pytest.raises(InputError) as raised:
+            ChatTemplate(tmp_path)
+        return str(raised.value)
+
+    template, config = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
+    template.write_bytes(b"a\xff")
+    assert message() == (
+        f"{template}: is no text in UTF-8 ('utf-8' codec can't decode byte 0xff in position 1: invalid start byte); "
+        "copy it again from the model"
+    )
+    config.write_text("[" * 100_000)
+    assert message().startswith(f"{config}: is not JSON (maximum recursion depth exceeded")
+
+
 def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputError) as raised:
         write(tmp_path, chat_template="{{ raise_exception('only\\nusers') }}").render(MESSAGES)

@@ -290,6 +290,12 @@ def test_a_prompt_that_leaves_no_position_is_refused(counting: CountingModel) ->
     )
 
 
+def test_a_prompt_with_half_a_character_is_refused(counting: CountingModel) -> None:
+    with pytest.raises(RequestError) as refused:
+        recorded(counting)[0].submit(Request("t1 \ud800"))
+    assert str(refused.value) == "the prompt has half a character (a lone surrogate), which is no text; leave it out"
+
+
 def test_a_prompt_without_tokens_is_refused(counting: CountingModel) -> None:
     with pytest.raises(RequestError) as raised:
         counting.generator().submit(Request(" "))
@@ -427,6 +433,18 @@ def test_one_whose_logits_are_no_numbers_breaks_off_alone(counting: CountingMode
     assert text == expected(counting, "t3 t1 t4", 4).text
     with pytest.raises(GenerationError, match="^generation failed: FloatingPointError: the model's logit"):
         completion([last])
+
+
+def test_an_interrupt_is_of_whoever_steps_and_of_no_request(counting: CountingModel) -> None:
+    def interrupted(stream: Any, token: int) -> str:
+        raise KeyboardInterrupt
+
+    generator, _ = recorded(counting)
+    generator.submit(Request("t1", max_tokens=4))
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("fp8q.serve.text.TextStream.push", interrupted)
+        while generator.busy:
+            generator.step()
 
 
 def test_those_in_flight_can_be_dropped_and_the_others_go_on(counting: CountingModel) -> None:

@@ -13,6 +13,7 @@ import pytest
 from fp8q.cli.console import Terminal
 from fp8q.cli.generating import draw, shown
 from fp8q.options import GenerateOptions
+from fp8q.serve import local
 from fp8q.serve.request import Completion
 from fp8q.stages.generating import Comparison, parting
 
@@ -64,14 +65,6 @@ def test_a_seed_draws_the_same_text_again(fp8q: Fp8q, counting_run: Run) -> None
             ["--prompt", "t1", "--stop", "a" * 257],
             2,
             "stop_words are 1, the longest of 257 characters; there may be at most 16, of at most 256 characters",
-        ),
-        (
-            ["--prompt", "t1", "--runtime", "tensorrt"],
-            4,
-            (
-                "tensorrt: this version builds engines for it but does not generate text with them yet; use the "
-                "runtime onnxruntime"
-            ),
         ),
         (
             ["--prompt", "t1", "--chat", "--compare"],
@@ -180,3 +173,18 @@ def test_a_comparison_shows_what_is_common_and_then_the_two_side_by_side(
     draw(Terminal(), Comparison(fp8, fp8, None, fp8.text, "", ""))
     shown_again = capsys.readouterr()
     assert (shown_again.out, shown_again.err) == ("a b\nc\n", "FP8 and BF16 give the same 3 tokens\n")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "code", "message"),
+    [
+        (None, 4, "tensorrt: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime"),
+        ("sm90", 2, "{run}/engines: holds no engine; run `fp8q build-engine {run}` first"),
+    ],
+)
+def test_an_engine_needs_a_gpu_and_to_be_built(
+    fp8q: Fp8q, counting_run: Run, monkeypatch: pytest.MonkeyPatch, gpu: str | None, code: int, message: str
+) -> None:
+    monkeypatch.setattr(local, "gpu_target", lambda: gpu)
+    line = fp8q("generate", counting_run.root, "--prompt", "t1", "--runtime", "tensorrt").complaint(code)
+    assert line == message.format(run=counting_run.root)

@@ -12,6 +12,7 @@ import pytest
 
 from fp8q.calibrate.model.source import load_model
 from fp8q.errors import BackendError, InputError
+from fp8q.serve import local
 from fp8q.serve.local import generate
 from fp8q.serve.request import Completion, Request
 from fp8q.serve.sessions import open_session
@@ -132,3 +133,13 @@ def test_fp8_and_its_source_go_on_with_the_best_tokens_and_part_where_they_diffe
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
         assert (logits.amax(-1) - chosen).max() < 0.2, "another order of sums, in BF16"
+
+
+def test_an_engine_for_another_gpu_is_not_taken(demo_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "gpu_target", lambda: "sm90")
+    with pytest.raises(InputError) as raised:
+        local.open_run_session(demo_run, "tensorrt-rtx")
+    assert str(raised.value) == (
+        f"{demo_run.engines}: holds no engine of tensorrt-rtx for sm90, this GPU (there are: sm89, sm120); run `fp8q "
+        f"build-engine {demo_run.root} --runtime tensorrt-rtx --target sm90`"
+    )

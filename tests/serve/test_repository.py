@@ -11,9 +11,10 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from fp8q.errors import BackendError, InputError
+from fp8q.options import TritonOptions, model_name
 from fp8q.run import Run
 from fp8q.serve import repository
-from fp8q.serve.repository import TritonOptions, config_text, external_data, model_name, write_repository
+from fp8q.serve.repository import config_text, external_data, write_repository
 
 SOURCES = Path(repository.__file__).parent
 
@@ -56,7 +57,9 @@ def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> No
         "Counting-Model/1/weights/model.fp32.onnx",
         "Counting-Model/1/weights/tokenizer.json",
         "Counting-Model/config.pbtxt",
+        "Dockerfile",
         "README.md",
+        "repository.json",
     ]
     assert sorted(path.name for path in counting_run.root.iterdir()) == [".lock", "model", "run.json", "triton"]
 
@@ -98,7 +101,12 @@ def test_a_full_disk_leaves_the_last_good_repository(counting_run: Run, monkeypa
 def test_another_name_takes_the_place_of_the_first(counting_run: Run) -> None:
     write(counting_run)
     write(counting_run, TritonOptions(name="chat-v2"))
-    assert sorted(path.name for path in counting_run.triton.iterdir()) == ["README.md", "chat-v2"]
+    assert sorted(path.name for path in counting_run.triton.iterdir()) == [
+        "Dockerfile",
+        "README.md",
+        "chat-v2",
+        "repository.json",
+    ]
     assert parsed((counting_run.triton / "chat-v2" / "config.pbtxt").read_text()).name == "chat-v2"
 
 
@@ -171,13 +179,14 @@ def test_the_readme_names_the_model(counting_run: Run) -> None:
         ("модель", "model"),
         (".hidden", "hidden"),
         ("a/b/", "b"),
+        ("x" * 199 + ".y", "x" * 199),
     ],
 )
 def test_a_model_is_named_after_the_last_part_of_its_source(text: str, name: str) -> None:
     assert model_name(text) == name
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "my model", ""])
+@pytest.mark.parametrize("name", ["a/b", "..", "my model", "", "-o", "a\n", "x" * 201])
 def test_a_name_that_is_no_path_segment_is_refused(name: str) -> None:
     with pytest.raises(InputError) as raised:
         TritonOptions(name=name)
@@ -262,19 +271,3 @@ def test_a_missing_schema_is_said_with_the_extra_that_brings_it(
     assert str(raised.value).endswith("); install it with `pip install 'tritonclient[grpc]'`")
     assert str(raised.value).startswith("Triton's protobuf schema cannot be imported (import of ")
     assert not counting_run.triton.exists()
-
-
-def test_engines_that_stay_out_are_told(counting_run: Run) -> None:
-    counting_run.engines.mkdir()
-    for target, runtime in {"sm120": "tensorrt-rtx", "sm89": "tensorrt-rtx", "sm90": "tensorrt"}.items():
-        (counting_run.engines / f"{target}.json").write_text(f'{{"runtime": "{runtime}", "target": "{target}"}}')
-    notes = Notes()
-    write_repository(counting_run, TritonOptions(), notes)
-    assert notes.lines == [
-        (
-            "engines sm120, sm89: stay out of the Triton repository, whose tensorrt backend reads TensorRT plans and "
-            "no "
-            "TensorRT-RTX engines; the model runs on ONNX Runtime"
-        ),
-        "engines sm90: stay out of the Triton repository in this version; the model runs on ONNX Runtime",
-    ]

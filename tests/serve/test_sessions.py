@@ -125,21 +125,8 @@ def test_missing_onnx_runtime_is_said(counting: CountingModel, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
-        (
-            "tensorrt",
-            (
-                "tensorrt: this version builds engines for it but does not generate text with them yet; use the "
-                "runtime "
-                "onnxruntime"
-            ),
-        ),
-        (
-            "tensorrt-rtx",
-            (
-                "tensorrt-rtx: this version builds engines for it but does not generate text with them yet; use the "
-                "runtime onnxruntime"
-            ),
-        ),
+        ("tensorrt", "tensorrt: runs engines, and this is a graph; use the runtime onnxruntime"),
+        ("tensorrt-rtx", "tensorrt-rtx: runs engines, and this is a graph; use the runtime onnxruntime"),
         ("vllm", "vllm: there is no such runtime; use onnxruntime"),
     ],
 )

@@ -205,8 +205,16 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch
     )
     config.write_text("[]")
     assert message() == f"{config}: holds no JSON object; copy it again from the model"
-    config.write_text("{}")
-    assert message() == f"{config}: names no number of positions; add max_position_embeddings"
+    for fields in ({}, {"text_config": []}, *({"max_position_embeddings": number} for number in (0, "9", 2**31))):
+        config.write_text(json.dumps(fields))
+        assert message() == f"{config}: names no number of positions; add max_position_embeddings"
+    config.write_text("[" * 100_000)
+    assert message().startswith(f"{config}: is not JSON (maximum recursion depth exceeded")
+    config.write_text('{"max_position_embeddings": 9, "eos_token_id": [1, "</s>"]}')
+    assert message() == (
+        f"{tmp_path}: its eos_token_id is \"[1, '</s>']\", and no token id or list of them; mend it in "
+        "generation_config.json or config.json"
+    )
     config.write_text('{"max_position_embeddings": 9}')
     assert message() == f"{tokenizer}: there is no such file; copy it from the model"
     tokenizer.write_text("{}")

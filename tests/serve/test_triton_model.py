@@ -19,8 +19,9 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
+from fp8q.options import TritonOptions
 from fp8q.reporter import SILENT
-from fp8q.serve.repository import TritonOptions, write_repository
+from fp8q.serve.repository import write_repository
 
 if TYPE_CHECKING:
     from fp8q.run import Run
@@ -231,8 +232,8 @@ def test_logits_that_are_no_numbers_are_told_and_the_next_request_is_served(
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("text_input", [b"t1", b"t2"], "text_input holds 2 prompts; send each in a request of its own"),
-        ("text_input", [], "text_input holds 0 prompts; send each in a request of its own"),
+        ("text_input", [b"t1", b"t2"], "text_input holds 2 prompts; send one a request"),
+        ("text_input", [], "text_input holds 0 prompts; send one a request"),
         (
             "text_input",
             [7],

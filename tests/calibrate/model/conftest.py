@@ -1,4 +1,4 @@
-"""A copy of the demo to damage."""
+"""The demo opened, and a copy of it to damage."""
 
 import json
 import shutil
@@ -6,6 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fp8q.calibrate.model.source import Source, open_source
+
+
+@pytest.fixture(scope="module")
+def demo(demo_checkpoint: Path) -> Source:
+    """The demo."""
+    return open_source(str(demo_checkpoint))
 
 
 @pytest.fixture

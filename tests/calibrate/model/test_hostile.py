@@ -103,14 +103,14 @@ def test_another_tokenizer_than_tokenizer_json(damaged: Path, changed: Callable[
 def test_a_fifo_or_a_dangling_link_in_the_place_of_a_file(damaged: Path, name: str) -> None:
     (damaged / name).unlink(missing_ok=True)
     os.mkfifo(damaged / name)
-    assert refusal(damaged) == f"{damaged / name}: is a FIFO, and not a file; put the file there"
+    assert refusal(damaged) == f"{damaged / name}: is a pipe; copy or download it again"
     (damaged / name).unlink()
     (damaged / name).symlink_to("gone")
     assert refusal(damaged) == f"{damaged / name}: is a link to a file that is not there; {AGAIN}"
     (damaged / name).unlink()
     (damaged / name).mkdir()
     if "." in name:  # a folder `LICENSE` is let be
-        assert refusal(damaged) == f"{damaged / name}: is a directory, and not a file; put the file there"
+        assert refusal(damaged) == f"{damaged / name}: is a directory; copy or download it again"
 
 
 def test_names_of_models_and_shards_that_no_file_can_have(damaged: Path) -> None:

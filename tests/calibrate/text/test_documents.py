@@ -290,7 +290,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     for suffix in ("txt", "jsonl", "parquet"):
         path = tmp_path / f"a.{suffix}"
         os.mkfifo(path)
-        assert refusal(path) == f"{path}: is a FIFO, and not a file; put the file there"
+        assert refusal(path) == f"{path}: is a pipe; copy or download it again"
         path.unlink()
         path.symlink_to("gone")
         assert refusal(path) == f"{path}: is a link to a file that is not there; copy or download it again"

@@ -18,6 +18,7 @@ from onnxruntime import quantization
 from fp8q import api
 from fp8q.errors import InputError
 from fp8q.run import Run
+from fp8q.stages.linting import Linted
 
 Fp8q = Callable[..., Any]
 Foreign = Callable[..., Path]
@@ -123,6 +124,7 @@ def test_scales_in_fp16_are_errors_that_name_node_and_module(fp8q: Fp8q, foreign
     result = fp8q("lint", path, "--json")
     assert result.code == 3
     assert json.loads(result.out)["findings"][0] == {
+        "file": str(path),
         "rule": "F103",
         "severity": "error",
         "node": f"{LAYER}/weight_quantizer/DequantizeLinear",
@@ -304,6 +306,7 @@ def test_a_scale_that_was_changed_in_the_checkpoint_is_found(fp8q: Fp8q, demo_ru
     run.onnx.write_bytes(model.SerializeToString())
     linted = api.lint(run.onnx)
     assert {finding.rule for finding in linted.findings} == {"F206"}
+    assert isinstance(linted, Linted)
     assert linted.promised_by == run.scales
 
 
@@ -337,7 +340,10 @@ def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(
     good = decoder().path
     files = {
         tmp_path / "nowhere.onnx": "there is no such file",
-        tmp_path: f"is a directory; name the ONNX file in it, such as {tmp_path}/model.onnx",
+        tmp_path: (
+            "is a directory that holds neither run.json nor models of Triton (folders with config.pbtxt); name an ONNX "
+            "file, a Triton repository or a run"
+        ),
         tmp_path / "text.onnx": "is no ONNX model, or is cut short; export it again",
         tmp_path / "short.json": "is no ONNX model, or is cut short; export it again",
         tmp_path / "empty.onnx": "is no ONNX model, or holds no node; export it again",

@@ -1,0 +1,25 @@
+"""The table of docs/sensitivity.md."""
+
+from markdown import load, table
+
+
+def sensitivity() -> str:
+    """How the prediction ranks, what it costs, and what ranking by SQNR says instead."""
+    rows = [
+        [
+            name,
+            str(found["tensors"]),
+            f"{found['spread']:,}×",
+            f"{found['rank_correlation']:.3f}",
+            f"{found['sqnr_rank_correlation']:.2f}",
+            " to ".join(f"{found['ratio_percentiles_5_50_95'][end]:.2f}" for end in (0, 2)),
+            f"{found['passes']:.1f}",
+            f"{found['full_passes']:.0f}",
+        ]
+        for name, found in load("sensitivity")["results"].items()
+    ]
+    head = ["model", "tensors", "largest loss over smallest", "ranks as the full measurement", "SQNR does"]
+    return table([*head, "predicted over measured, 90 % of them", "passes", "passes of the full measurement"], rows)
+
+
+TABLES = (sensitivity,)

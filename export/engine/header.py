@@ -1,0 +1,25 @@
+"""What an engine says of itself in its first bytes: whose it is, and of which version; no runtime needed.
+
+TensorRT's are read as its own `trtexec --getPlanVersionOnly` reads them (NVIDIA/TensorRT,
+samples/common/sampleEngines.cpp): the tag, a serialization version of 0, and four numbers from byte 24 on.
+TensorRT-RTX's are told by their tag alone, which was seen in engines of 1.7.1.
+"""
+
+from pathlib import Path
+
+from .targets import Runtime
+
+TAGS: dict[bytes, Runtime] = {b"ftrt": "tensorrt", b"vtrt": "tensorrt-rtx"}
+SIZE = 28
+
+
+def read_header(path: Path) -> tuple[Runtime | None, str | None]:
+    """The runtime that an engine is for (None: it is none), and the version of TensorRT that built it (None: it cannot
+    be told). Raises OSError.
+    """
+    with open(path, "rb") as handle:
+        head = handle.read(SIZE)
+    runtime = TAGS.get(head[:4])
+    if runtime != "tensorrt" or len(head) < SIZE or any(head[4:8]):
+        return runtime, None
+    return runtime, ".".join(map(str, head[24:28]))

@@ -1,0 +1,187 @@
+"""A GPU as a `device.Device`: CUDA's driver interface, by ctypes, on the context that TensorRT itself uses.
+
+A dozen functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed; a binding of the whole
+toolkit would be one more large library on a serving host. Names and structures are those of NVIDIA's "CUDA Driver API"
+(6.13 memory, 6.14 streams, 6.22 graphs).
+
+Written from that documentation: it has not run on a GPU yet.
+
+Imports only NumPy and its neighbours in this folder, as all that may be copied into a Triton repository.
+"""
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .device import Copy
+
+#: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
+ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
+Handle = ctypes.c_void_p
+Address = ctypes.c_uint64
+
+
+class CudaError(RuntimeError):
+    """The driver is missing, finds no GPU, or refuses a call."""
+
+
+class Memcpy3D(ctypes.Structure):
+    """CUDA_MEMCPY3D_v2."""
+
+    _fields_ = (
+        ("srcXInBytes", ctypes.c_size_t),
+        ("srcY", ctypes.c_size_t),
+        ("srcZ", ctypes.c_size_t),
+        ("srcLOD", ctypes.c_size_t),
+        ("srcMemoryType", ctypes.c_int),
+        ("srcHost", ctypes.c_void_p),
+        ("srcDevice", Address),
+        ("srcArray", ctypes.c_void_p),
+        ("reserved0", ctypes.c_void_p),
+        ("srcPitch", ctypes.c_size_t),
+        ("srcHeight", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t),
+        ("dstY", ctypes.c_size_t),
+        ("dstZ", ctypes.c_size_t),
+        ("dstLOD", ctypes.c_size_t),
+        ("dstMemoryType", ctypes.c_int),
+        ("dstHost", ctypes.c_void_p),
+        ("dstDevice", Address),
+        ("dstArray", ctypes.c_void_p),
+        ("reserved1", ctypes.c_void_p),
+        ("dstPitch", ctypes.c_size_t),
+        ("dstHeight", ctypes.c_size_t),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+        ("Depth", ctypes.c_size_t),
+    )
+
+
+def memcpy_3d(copy: Copy) -> Memcpy3D:
+    """A copy as the driver takes it: a block's distance in lines of its pitch."""
+    assert copy.source_block % copy.source_line == 0, "a block is whole lines"
+    assert copy.target_block % copy.target_line == 0, "a block is whole lines"
+    return Memcpy3D(
+        srcMemoryType=ON_DEVICE,
+        srcDevice=copy.source,
+        srcPitch=copy.source_line,
+        srcHeight=copy.source_block // copy.source_line,
+        dstMemoryType=ON_DEVICE,
+        dstDevice=copy.target,
+        dstPitch=copy.target_line,
+        dstHeight=copy.target_block // copy.target_line,
+        WidthInBytes=copy.width,
+        Height=copy.lines,
+        Depth=copy.blocks,
+    )
+
+
+class CudaDevice:
+    """The first GPU that CUDA_VISIBLE_DEVICES shows, and one stream on it; see `device.Device` for the methods."""
+
+    def __init__(self, captures: bool = True):
+        """Open the GPU; without `captures`, work is asked for anew each time: for a runtime that captures it itself.
+
+        Raises CudaError where there is no driver or no GPU.
+        """
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaError(f"there is no NVIDIA driver here ({error})") from error
+        device, self._context, stream = ctypes.c_int(), Handle(), Handle()
+        self._entered = threading.local()
+        self._check("cuInit", ctypes.c_uint(0))
+        self._check("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
+        self._stream, self._captures = stream, captures
+
+    @property
+    def stream(self) -> int:
+        """The handle of the stream."""
+        return int(self._stream.value or 0)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function that works on the GPU, which each thread must enter once."""
+        if not getattr(self._entered, "here", False):
+            self._check("cuCtxSetCurrent", self._context)
+            self._entered.here = True
+        self._check(name, *arguments)
+
+    def _check(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver; raises CudaError, with the driver's words, where it fails."""
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            said = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(code, ctypes.byref(said))
+            raise CudaError(f"{name} failed with {code} ({(said.value or b'unknown').decode()})")
+
+    def allocate(self, size: int) -> int:
+        """Memory in the order of the stream, from the driver's pool: it waits for nothing."""
+        found = Address()
+        self._call("cuMemAllocAsync", ctypes.byref(found), ctypes.c_size_t(size), self._stream)
+        return found.value
+
+    def free(self, address: int) -> None:
+        """Give memory back when what was asked for before is done."""
+        self._call("cuMemFreeAsync", Address(address), self._stream)
+
+    def host(self, size: int) -> NDArray[np.uint8]:
+        """Page-locked host memory."""
+        found = Handle()
+        self._call("cuMemHostAlloc", ctypes.byref(found), ctypes.c_size_t(size), ctypes.c_uint(0))
+        held = (ctypes.c_uint8 * size).from_address(found.value or 0)
+        weakref.finalize(held, self._cuda.cuMemFreeHost, found)
+        return np.ctypeslib.as_array(held)
+
+    def upload(self, source: NDArray[Any], target: int) -> None:
+        """Copy to the GPU, later."""
+        self._call(
+            "cuMemcpyHtoDAsync_v2",
+            Address(target), Handle(source.ctypes.data), ctypes.c_size_t(source.nbytes), self._stream,
+        )  # fmt: skip
+
+    def download(self, source: int, target: NDArray[Any]) -> None:
+        """Copy from the GPU, later."""
+        self._call(
+            "cuMemcpyDtoHAsync_v2",
+            Handle(target.ctypes.data), Address(source), ctypes.c_size_t(target.nbytes), self._stream,
+        )  # fmt: skip
+
+    def copy(self, copy: Copy) -> None:
+        """Copy on the GPU, later."""
+        self._call("cuMemcpy3DAsync_v2", ctypes.byref(memcpy_3d(copy)), self._stream)
+
+    def zero(self, address: int, size: int) -> None:
+        """Write zeros, later."""
+        self._call("cuMemsetD8Async", Address(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), self._stream)
+
+    def wait(self) -> None:
+        """Until the stream is empty."""
+        self._call("cuStreamSynchronize", self._stream)
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` as a CUDA graph. It is done once before: what an engine does at its first run cannot be captured."""
+        if not self._captures:
+            return work
+        work()
+        self.wait()
+        graph, launched = Handle(), Handle()
+        self._call("cuStreamBeginCapture_v2", self._stream, ctypes.c_int(THREAD_LOCAL))
+        try:
+            work()
+        finally:
+            self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+        self._call("cuGraphInstantiateWithFlags", ctypes.byref(launched), graph, ctypes.c_ulonglong(0))
+        self._call("cuGraphDestroy", graph)
+
+        def launch(keep: Callable[[], None] = work) -> None:  # the graph's buffers and the engine's context live on
+            self._call("cuGraphLaunch", launched, self._stream)
+
+        weakref.finalize(launch, self._cuda.cuGraphExecDestroy, launched)
+        return launch

@@ -1,0 +1,165 @@
+"""An engine of TensorRT or TensorRT-RTX as a session: everything but tokens and logits stays on the GPU.
+
+An engine has a profile for prompts and one for a token a row (`export.engine.profiles`), told apart by the tokens they
+take; their bounds are the session's. Each captured step has an execution context of its own: a CUDA graph holds the
+context's memory, and changing the context's shapes would spoil it (TensorRT's documentation, "CUDA Graphs").
+TensorRT-RTX captures by itself, since its kernels change while it runs (`IRuntimeConfig.cuda_graph_strategy`), so
+nothing is captured around it.
+
+Written from NVIDIA's documentation and the signatures of tensorrt-rtx 1.7: neither runtime has run here yet, for want
+of a GPU.
+
+Imports only NumPy, its neighbours in this folder, and the runtime, as all that may be copied into a Triton repository.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .cache import CacheLayout
+from .cuda import CudaDevice, CudaError
+from .device import slot_step
+from .device_batch import DeviceBatch, Phase, Shapes
+from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError
+
+#: TensorRT's name of an element type -> what holds it on the host: uint8 FP8 codes, uint16 BF16.
+DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "BF16": np.uint16, "FP8": np.uint8}
+#: Positions of prompts that a call takes in: enough that a GPU multiplies rather than reads. Not measured.
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an engine's profiles take: the number of that for each phase, and the most rows, slots, and tokens of a
+    prompt in one call.
+    """
+
+    profiles: Mapping[Phase, int]
+    rows: int
+    capacity: int
+    chunk: int
+
+
+def bounds_of(tokens: Sequence[tuple[int, int]], capacities: Sequence[int]) -> Bounds:
+    """The bounds of profiles whose largest `tokens` are (rows, tokens a row) and whose most slots are `capacities`.
+
+    A step takes the profile of the fewest tokens a row, a prompt that of the most; one profile may be both.
+    """
+    lengths = [length for _, length in tokens]
+    decode, prefill = lengths.index(min(lengths)), lengths.index(max(lengths))
+    both = (decode, prefill)
+    return Bounds(
+        {"decode": decode, "prefill": prefill},
+        min(tokens[index][0] for index in both),
+        min(capacities[index] for index in both),
+        lengths[prefill],
+    )
+
+
+class EngineSession:
+    """A `sessions.Session` on the GPU, and the `device_batch.Program` that its batches run."""
+
+    def __init__(self, plan: Path, runtime: Literal["tensorrt", "tensorrt-rtx"]):
+        """Load the engine at `plan`.
+
+        Raises SessionError where the runtime is not installed, there is no GPU, or the engine is not for it.
+        """
+        self._library = _import(runtime)
+        try:
+            self.device = CudaDevice(captures=runtime == "tensorrt")
+        except CudaError as error:
+            raise SessionError(
+                f"{runtime}: runs engines on an NVIDIA GPU ({error}); use the runtime onnxruntime"
+            ) from error
+        self._logger = self._library.Logger(self._library.Logger.ERROR)
+        self._runtime = self._library.Runtime(self._logger)
+        self._engine = self._runtime.deserialize_cuda_engine(plan.read_bytes())
+        if self._engine is None:
+            raise SessionError(
+                f"{plan}: {runtime} {self._library.__version__} does not load it on this GPU; build it here with `fp8q "
+                "build-engine`"
+            )
+        self._captures = runtime == "tensorrt"
+        self._read(plan)
+        self._prefill = self._context("prefill")
+
+    def _read(self, plan: Path) -> None:
+        """Find out what the engine takes and gives."""
+        engine = self._engine
+        present = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        names = tuple(name.removeprefix(PAST) for name in present if name.startswith(PAST))
+        needed = [*TOKEN_INPUTS, PAST + "0.key", "logits", *(NEW + name for name in names)]
+        if absent := [name for name in needed if name not in present]:
+            raise SessionError(f"{plan}: has no tensor named {absent[0]}, so it is no engine of a graph of fp8q's")
+        dims = {name: tuple(engine.get_tensor_shape(PAST + name)) for name in names}
+        self.layout = CacheLayout(
+            names,
+            tuple((dims[name][1], dims[name][3]) for name in names),
+            tuple(self._dtype(plan, PAST + name) for name in names),
+        )
+        self.vocabulary, self.logits_dtype = int(engine.get_tensor_shape("logits")[-1]), self._dtype(plan, "logits")
+        most = [
+            [tuple(engine.get_tensor_profile_shape(name, index)[2]) for name in ("input_ids", PAST + names[0])]
+            for index in range(engine.num_optimization_profiles)
+        ]
+        bounds = bounds_of([(tokens[0], tokens[1]) for tokens, _ in most], [past[2] for _, past in most])
+        self._profiles, step = bounds.profiles, slot_step(self.layout)
+        chunk = min(CHUNK, bounds.chunk)
+        self.pace = Pace(chunk=chunk, share=chunk)
+        self.most_rows: int | None = bounds.rows
+        self.most_positions: int | None = bounds.capacity // step * step
+
+    def _dtype(self, plan: Path, name: str) -> np.dtype[Any]:
+        kind = self._engine.get_tensor_dtype(name).name
+        if kind not in DTYPES:
+            raise SessionError(f"{plan}: {name} is of {kind}; this version takes {', '.join(DTYPES)}")
+        return np.dtype(DTYPES[kind])
+
+    def _context(self, phase: Phase) -> Any:
+        """An execution context in the profile of `phase`; one that captures itself, where the runtime does that."""
+        if self._captures or phase == "prefill":
+            context = self._engine.create_execution_context()
+        else:
+            config = self._engine.create_runtime_config()
+            config.cuda_graph_strategy = self._library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+            context = self._engine.create_execution_context(config)
+        if context is None or not context.set_optimization_profile_async(self._profiles[phase], self.device.stream):
+            raise SessionError(f"the engine gives no execution context for {phase}: is the GPU's memory used up?")
+        return context
+
+    def open_batch(self, rows: int, positions: int) -> DeviceBatch:
+        """Make room on the GPU: `Session.open_batch`."""
+        return DeviceBatch(self, self.device, rows, positions)
+
+    def names(self, kind: Literal["past", "new"]) -> Sequence[str]:
+        """Tensors of the cache: `Program.names`."""
+        return [(PAST if kind == "past" else NEW) + name for name in self.layout.names]
+
+    def bind(self, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
+        """Point the engine at tensors: `Program.bind`. Each step has a context of its own, prompts share one."""
+        context = self._prefill if phase == "prefill" else self._context(phase)
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise SessionError(f"{name} of {shape}: is outside the engine's profile for {phase}")
+        for name, address in addresses.items():
+            if not context.set_tensor_address(name, address):
+                raise SessionError(f"{name}: the engine takes no tensor at {address:#x}")
+
+        def run() -> None:
+            if not context.execute_async_v3(self.device.stream):
+                raise SessionError(f"the engine failed at {phase}; its log is on standard error")
+
+        return run
+
+
+def _import(runtime: str) -> Any:
+    try:
+        return import_module(runtime.replace("-", "_"))
+    except ImportError as error:
+        raise SessionError(
+            f"{runtime} is not installed ({error}); install it with `pip install 'fp8q[{runtime}]'`"
+        ) from error

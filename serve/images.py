@@ -1,0 +1,82 @@
+"""The image that serves a repository: which release of Triton, and what it lacks.
+
+A TensorRT plan runs on the TensorRT that built it and no other, so the release is the one with that version. NVIDIA's
+support matrix (`MATRIX`) lists them. It could not be opened when this was written, so each row is from another place:
+10.16.0 from the release notes of the CUDA Deep Learning image 26.03, on which the month's images are built; the others
+from what people who run the images found in them, of `tritonserver` for 10.15.1, 10.16.1 and 11.1.0, of `tensorrt` of
+the same month for 11.0.0 and 11.2.1. A version that is not here is not guessed.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+MATRIX = "https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html"
+#: TensorRT -> the release of Triton that has it; the newest release last.
+RELEASES = {
+    "10.15.1": "26.02",
+    "10.16.0": "26.03",
+    "10.16.1": "26.05",
+    "11.0.0": "26.06",
+    "11.1.0": "26.07",
+    "11.2.1": "26.08",
+}
+#: What the Python model needs and the image lacks, as constraints.txt pins it. NumPy is there: the server is built
+#: against it.
+PINS = {"onnxruntime": "1.31.1", "tokenizers": "0.22.2"}
+TEMPLATES = Path(__file__).parent / "templates"
+_ARG = re.compile(r"^ARG TRITON(?:=(\S+))?\s*$", re.MULTILINE)
+_FROM = re.compile(r"^FROM\s+nvcr\.io/nvidia/tritonserver:(\S+)-py3\s*$", re.MULTILINE)
+
+
+def release_of(tensorrt: str, releases: Mapping[str, str] = RELEASES) -> str | None:
+    """The release of Triton that has a version of TensorRT (10.16.1.11, say); None where that is not known."""
+    return releases.get(".".join(tensorrt.split(".")[:3]))
+
+
+def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool) -> str:
+    """The Dockerfile of a repository whose plan TensorRT of the version `tensorrt` built (None: it holds no plan);
+    `awaits_plan`: one is to be put there.
+
+    The release has no default where it is not known: the build then stops and says so.
+    """
+    release = newest() if tensorrt is None and not awaits_plan else release_of(tensorrt or "")
+    known = ", ".join(f"{version} in {where}" for version, where in RELEASES.items())
+    if tensorrt is not None and release:
+        why = f"TensorRT {tensorrt} built the plan, and runs it: this release has it."
+    elif release:
+        why = "Any release will do: the model runs on ONNX Runtime, and uses nothing of the image's TensorRT."
+    else:
+        built = f"{tensorrt} built the plan" if tensorrt else "which built the plan"
+        why = (
+            f"The release must have the TensorRT {built}: give it, as --build-arg TRITON=YY.MM.\n"
+            f"# Known here: {known}; all are in\n# {MATRIX}"
+        )
+    return Template((TEMPLATES / "Dockerfile").read_text(encoding="utf-8")).substitute(
+        image=image_name(name),
+        why=why,
+        release=f"={release}" if release else "",
+        packages=" ".join(f"{package}=={version}" for package, version in PINS.items()),
+    )
+
+
+def image_name(name: str) -> str:
+    """What the image of a model's repository is called: Docker takes no capitals."""
+    return f"{name.lower()}-triton"
+
+
+def newest() -> str:
+    """The newest release that is known here."""
+    return list(RELEASES.values())[-1]
+
+
+def release_in(text: str) -> str | None:
+    """The release of Triton that a Dockerfile builds on unless told otherwise; None where it names none."""
+    base = _FROM.search(text)
+    if base is None:
+        return None
+    if base[1] != "${TRITON}":
+        return base[1]
+    given = _ARG.search(text)
+    return given[1] if given else None

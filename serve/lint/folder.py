@@ -1,0 +1,163 @@
+"""A Triton repository as the rules ask for it: its models, what their `config.pbtxt` says, which versions are served.
+
+It may come from anywhere. Nothing in it is run; a file is opened only when it is a regular one, and a configuration
+only up to `LARGEST_CONFIG`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+from ...files import read_document, regular_file
+from ..engine_model import DESCRIPTION, EngineModel
+from ..repository import LOOP
+from ..triton_schema import import_schema
+
+CONFIG = "config.pbtxt"
+LARGEST_CONFIG = 16 << 20
+#: Platform -> the backend that serves it.
+PLATFORMS = {
+    "tensorrt_plan": "tensorrt",
+    "onnxruntime_onnx": "onnxruntime",
+    "pytorch_libtorch": "pytorch",
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+    "ensemble": "ensemble",
+}
+#: Backend -> what it opens in a version's folder.
+MODEL_FILES = {"python": "model.py", "tensorrt": "model.plan", "onnxruntime": "model.onnx", "pytorch": "model.pt"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model: its folder in the repository `root`, what its configuration says (None: it does not read), and why it
+    does not.
+    """
+
+    root: Path
+    folder: Path
+    config: Any | None
+    problem: str = ""
+
+    def place(self, path: Path | None = None) -> str:
+        """What a path in the model is called; its configuration, where none is given."""
+        return str((path or self.folder / CONFIG).relative_to(self.root))
+
+    @property
+    def backend(self) -> str:
+        """What serves it, as far as its configuration says."""
+        if self.config is None:
+            return ""
+        return str(self.config.backend) or PLATFORMS.get(self.config.platform, "")
+
+    @cached_property
+    def numbered(self) -> list[Path]:
+        """The folders of its versions, the newest last; Triton looks at no others."""
+        found = [path for path in self.folder.iterdir() if path.is_dir() and _is_version(path.name)]
+        return sorted(found, key=lambda path: int(path.name))
+
+    @cached_property
+    def served(self) -> list[Path]:
+        """Those that its version policy has served, whether they are there or not."""
+        policy = self.config.version_policy if self.config is not None else None
+        if policy is not None and policy.WhichOneof("policy_choice") == "all":
+            return self.numbered
+        if policy is not None and policy.WhichOneof("policy_choice") == "specific":
+            return [self.folder / str(number) for number in policy.specific.versions]
+        return self.numbered[-max(1, policy.latest.num_versions if policy is not None else 1) :]
+
+    @property
+    def model_file(self) -> str | None:
+        """What its backend opens in a version's folder; None where that is not known here."""
+        given = str(self.config.default_model_filename) if self.config is not None else ""
+        return given or MODEL_FILES.get(self.backend)
+
+    @cached_property
+    def model_files(self) -> list[Path]:
+        """The files of served versions that are there and can be read."""
+        files = [version / self.model_file for version in self.served] if self.model_file else []
+        return [file for file in files if is_regular(file)]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is fp8q's Python model: its version holds the loop."""
+        return any((version / file).exists() for version in self.served for file in LOOP)
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it is fp8q's plain engine."""
+        return (self.folder / DESCRIPTION).exists()
+
+    @cached_property
+    def engine(self) -> EngineModel | InputError:
+        """What fp8q wrote of its plain engine, or why that does not read."""
+        try:
+            return read_document(self.folder / DESCRIPTION, EngineModel)
+        except InputError as error:
+            return error
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Its parameters."""
+        given = self.config.parameters if self.config is not None else {}
+        return {name: str(given[name].string_value) for name in given}
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository and its models, in the order of their names."""
+
+    root: Path
+    models: tuple[Model, ...]
+
+
+def is_repository(path: Path) -> bool:
+    """Whether a folder is a Triton repository: one of its folders holds a configuration."""
+    return any((child / CONFIG).is_file() or (child / CONFIG).is_symlink() for child in folders(path))
+
+
+def folders(path: Path) -> Iterator[Path]:
+    """The folders that Triton takes for models; hidden ones are what a killed writer left."""
+    return (child for child in sorted(path.iterdir()) if child.is_dir() and not child.name.startswith("."))
+
+
+def open_repository(path: Path) -> Repository:
+    """Read the configurations of a repository; raises BackendError where Triton's schema is not installed."""
+    return Repository(path, tuple(_open_model(path, folder) for folder in folders(path)))
+
+
+def _open_model(root: Path, folder: Path) -> Model:
+    config_pb2, text_format = import_schema()
+    try:
+        if regular_file(folder / CONFIG) > LARGEST_CONFIG:
+            return Model(root, folder, None, f"has more than {LARGEST_CONFIG:,} bytes")
+        text = (folder / CONFIG).read_bytes().decode()
+        return Model(root, folder, text_format.Parse(text, config_pb2.ModelConfig()))
+    except InputError as error:
+        return Model(root, folder, None, why(error, folder / CONFIG))
+    except UnicodeDecodeError as error:
+        return Model(root, folder, None, f"is no text in UTF-8 ({error})")
+    except (text_format.ParseError, ValueError, RecursionError) as error:
+        told = " ".join(str(error).split()) or type(error).__name__
+        return Model(root, folder, None, f"does not read by Triton's schema ({told})")
+
+
+def _is_version(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and not name.startswith("0") and len(name) < 19
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file that may be read."""
+    try:
+        regular_file(path)
+    except InputError:
+        return False
+    return True
+
+
+def why(error: Exception, path: Path) -> str:
+    """What is wrong with a file, without its name and the remedy."""
+    return str(error).removeprefix(f"{path}: ").partition("; ")[0]

@@ -1,0 +1,84 @@
+"""The rules of a Triton repository: declared as those of a graph are (`export.lint.rules`), under numbers R1xx.
+
+A rule is a function from a model, or the whole repository, to the places where it is broken, each a file in the
+repository. Its docstring says why the rule is there.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...export.lint.rules import Broken, Finding, Severity, listed
+from ...run import Run
+from .folder import Model, Repository
+
+#: For any repository; for the Python models that fp8q wrote; for its plain engines; for a run.
+Scope = Literal["any", "text", "engine", "run"]
+Check = Callable[[Repository], Broken]
+RunCheck = Callable[[Run], Broken]
+
+
+@dataclass(frozen=True)
+class RepositoryRule:
+    """A rule under its number."""
+
+    number: str
+    name: str
+    severity: Severity
+    check: Callable[[Any], Broken]
+    scope: Scope
+    why: str
+
+    def findings(self, held: Repository | Run) -> Iterator[Finding]:
+        """Where a repository, or a run, breaks the rule."""
+        return listed((self.number, self.name, self.severity), self.check(held), lambda _: None)
+
+
+#: Number -> rule, once all rules are imported (`check` does so).
+RULES: dict[str, RepositoryRule] = {}
+
+
+def repository_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:
+    """Enter a rule of a whole repository."""
+
+    def enter(check: Check) -> Check:
+        _enter(RepositoryRule(number, name, severity, check, "any", check.__doc__ or ""))
+        return check
+
+    return enter
+
+
+def model_rule(
+    number: str, name: str, severity: Severity = "error", scope: Scope = "any"
+) -> Callable[[Callable[[Model], Broken]], Callable[[Model], Broken]]:
+    """Enter a rule of each model whose configuration reads, in the scope."""
+
+    def enter(check: Callable[[Model], Broken]) -> Callable[[Model], Broken]:
+        def every(repository: Repository) -> Broken:
+            for model in repository.models:
+                if model.config is not None and _is_in(model, scope):
+                    yield from check(model)
+
+        _enter(RepositoryRule(number, name, severity, every, scope, check.__doc__ or ""))
+        return check
+
+    return enter
+
+
+def run_rule(number: str, name: str) -> Callable[[RunCheck], RunCheck]:
+    """Enter a rule of a run."""
+
+    def enter(check: RunCheck) -> RunCheck:
+        _enter(RepositoryRule(number, name, "error", check, "run", check.__doc__ or ""))
+        return check
+
+    return enter
+
+
+def _is_in(model: Model, scope: Scope) -> bool:
+    return scope == "any" or (model.is_text if scope == "text" else model.is_engine)
+
+
+def _enter(rule: RepositoryRule) -> None:
+    assert rule.number not in RULES, f"rule {rule.number} is entered twice"
+    RULES[rule.number] = rule

@@ -1,0 +1,179 @@
+"""Rules R106 to R111: Python models, of which Triton starts a process (the stub) that imports `model.py`. Where it
+cannot, a server waits for minutes, so all that can be known beforehand is looked at. No code is run.
+"""
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...errors import InputError
+from ...export.lint.check import FORM, PLACES
+from ...export.lint.check import RULES as GRAPH_RULES
+from ...export.lint.loading import load_graph
+from ...export.lint.rules import Broken, Promise
+from ...files import DAMAGE, regular_file
+from ...run import GRAPH_FP32
+from ..repository import COMPANIONS
+from ..text import ModelFileError, Vocabulary
+from .folder import Model, why
+from .rules import model_rule
+from .rules_config import AGAIN
+
+CLASS = "TritonPythonModel"
+STUB, ENVIRONMENT = "triton_python_backend_stub", "EXECUTION_ENV_PATH"
+#: What the value of `EXECUTION_ENV_PATH` may begin with: the model's own folder.
+OWN_FOLDER = "$$TRITON_MODEL_DIRECTORY"
+#: Source that is parsed, in bytes; no model's is longer.
+LARGEST_SOURCE = 4 << 20
+#: The runtime that `open_session` opens a graph with.
+RUNTIME = "onnxruntime"
+#: Rules about a graph's weights, and about its interface, with which it is served.
+OF_WEIGHTS, INTERFACE = (*PLACES, "F404", "F405", "F406", "F407"), "F306"
+
+
+@model_rule("R106", "python-code")
+def python_code(model: Model) -> Broken:
+    """A model.py compiles, has the class TritonPythonModel, and the modules beside it that it imports are there and
+    compile too: a process that ends while it imports keeps the server waiting.
+    """
+    if model.backend != "python":
+        return
+    for file in model.model_files:
+        for place, told in _imports(file, {file}):
+            yield model.place(place), f"{told}; {AGAIN}"
+        tree = _parsed(file)
+        if isinstance(tree, ast.Module) and CLASS not in _names(tree):
+            yield model.place(file), f"has no class {CLASS}; {AGAIN}"
+
+
+def _parsed(file: Path) -> ast.Module | str:
+    """A module's code, or why it does not compile."""
+    try:
+        if regular_file(file) > LARGEST_SOURCE:
+            return f"has more than {LARGEST_SOURCE:,} bytes"
+        return ast.parse(file.read_bytes())
+    except InputError as error:
+        return why(error, file)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        return f"does not compile ({getattr(error, 'msg', None) or error}{line})"
+
+
+def _imports(file: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
+    """What does not compile of a module, and of those beside it that it imports; `seen` are not looked at again."""
+    tree = _parsed(file)
+    if isinstance(tree, str):
+        yield file, tree
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.level != 1:
+            continue
+        for name in [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]:
+            beside = file.parent / f"{name}.py"
+            if beside in seen or (file.parent / name).is_dir():
+                continue
+            seen.add(beside)
+            yield from _imports(beside, seen)
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What a module defines or imports at its top."""
+    found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+@model_rule("R107", "python-environment")
+def python_environment(model: Model) -> Broken:
+    """A stub that a model brings along may be executed, and the Python environment that it names is there: a stub that
+    cannot start keeps the server waiting as a missing model.py does.
+    """
+    if model.backend != "python":
+        return
+    stub = model.folder / STUB
+    if (stub.exists() or stub.is_symlink()) and not (stub.is_file() and os.access(stub, os.X_OK)):
+        yield model.place(stub), "cannot be executed; set its mode (`chmod +x`), or take it out"
+    if given := model.parameters.get(ENVIRONMENT):
+        path = Path(given.replace(OWN_FOLDER, str(model.folder)))
+        if OWN_FOLDER in given and not path.exists():
+            yield model.place(), f"{ENVIRONMENT} names {given}, which is not there; put it there, or leave it out"
+
+
+@model_rule("R108", "parameters", scope="text")
+def parameters(model: Model) -> Broken:
+    """fp8q's Python model has the parameters that its model.py reads: runtime, weights (a folder in the version's) and
+    max_batch.
+    """
+    for name in ("runtime", "weights", "max_batch"):
+        if name not in model.parameters:
+            yield model.place(), f"has no parameter {name}; {AGAIN}"
+    runtime, most = model.parameters.get("runtime", RUNTIME), model.parameters.get("max_batch", "1")
+    if runtime != RUNTIME:
+        yield model.place(), f"the runtime {runtime} does not run its graph; set {RUNTIME}"
+    if not (most.isascii() and most.isdecimal() and int(most[:20]) > 0):
+        yield model.place(), f"max_batch is {most!r}, and is a number of requests; set 8, for example"
+    if "weights" in model.parameters and not _weights(model):
+        yield model.place(), f"there is no folder {model.parameters['weights']} in the version's; {AGAIN}"
+
+
+def _weights(model: Model) -> list[Path]:
+    """The folders of the weights, in the versions that are served; none outside of them."""
+    name = model.parameters.get("weights", "")
+    if not name or Path(name).name != name:
+        return []
+    return [version / name for version in model.served if (version / name).is_dir()]
+
+
+@model_rule("R109", "model-files", scope="text")
+def model_files(model: Model) -> Broken:
+    """The tokenizer and the configurations beside the weights are there, and say what generation needs."""
+    for weights in _weights(model):
+        files = [weights / name for name in COMPANIONS if name != COMPANIONS[-1] or (weights / name).exists()]
+        try:
+            for file in files:
+                regular_file(file)
+            Vocabulary.read(weights)
+        except (InputError, ModelFileError) as error:
+            file = next((file for file in files if str(error).startswith(f"{file}: ")), weights)
+            yield model.place(file), f"{why(error, file)}; {AGAIN}"
+        except DAMAGE as error:
+            told = " ".join(str(error).split()) or type(error).__name__
+            yield model.place(weights), f"the configurations do not say what generation needs ({told}); {AGAIN}"
+
+
+@model_rule("R110", "weights", scope="text")
+def weights_of_graph(model: Model) -> Broken:
+    """The graph of fp8q's Python model reads, takes what the loop gives it, and its weights are the files beside it,
+    whole and the right ones: rules F314, F306 and F401 to F407.
+    """
+    for weights in _weights(model):
+        file = weights / GRAPH_FP32
+        try:
+            graph = load_graph(file)
+        except InputError as error:
+            yield model.place(file), f"{why(error, file)}; {AGAIN}"
+            continue
+        if not (broken := list(GRAPH_RULES[FORM].findings(graph, None))):
+            broken = [
+                *GRAPH_RULES[INTERFACE].findings(graph, Promise({})),
+                *(finding for number in OF_WEIGHTS for finding in GRAPH_RULES[number].findings(graph, None)),
+            ]
+        for finding in broken:
+            yield model.place(file), str(finding)
+
+
+@model_rule("R111", "batching", scope="text")
+def batching(model: Model) -> Broken:
+    """fp8q's Python model answers each request in pieces, when it will (decoupled), and batches requests itself: with a
+    max_batch_size of 1, as Triton's OpenAI front end sends them. Without the first no request is ever answered.
+    """
+    assert model.config is not None
+    if not model.config.model_transaction_policy.decoupled:
+        yield model.place(), f"the model is not decoupled; set model_transaction_policy, or {AGAIN}"
+    if model.config.max_batch_size != 1:
+        yield model.place(), f"max_batch_size is {model.config.max_batch_size}, and requests are [1, n]; set 1"

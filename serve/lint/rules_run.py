@@ -1,0 +1,38 @@
+"""Rules R119 and R120: what a run's record says of its engines and of its repository."""
+
+from ...errors import InputError
+from ...export.engine.info import EngineInfo
+from ...export.lint.rules import Broken
+from ...files import read_document
+from ...record import command
+from ...run import Run
+from .rules import run_rule
+
+ENGINES = "build-engine"
+
+
+@run_rule("R119", "run-engine")
+def run_engine(run: Run) -> Broken:
+    """The engines of a run are those that were built, of the graphs that are there now, and beside each lies what is
+    known of it.
+    """
+    for stage, record in run.record().stages.items():
+        if not stage.startswith(ENGINES):
+            continue
+        for name in record.outputs:
+            try:
+                run.require(run.root / name, stage)
+                if name.endswith(".json"):
+                    read_document(run.root / name, EngineInfo)
+            except InputError as error:
+                what, _, remedy = str(error).removeprefix(f"{run.root / name}: ").partition("; ")
+                yield name, f"{what}; run `{command(stage, run.root)}` again" if remedy else what
+        if run.is_stale(stage):
+            yield run.engines.name, f"is of other graphs than there are now; run `{command(stage, run.root)}` again"
+
+
+@run_rule("R120", "run-repository")
+def run_repository(run: Run) -> Broken:
+    """The repository of a run was written of the files that are there now."""
+    if "triton" in run.record().stages and run.is_stale("triton"):
+        yield run.triton.name, f"is of other files than there are now; run `{command('triton', run.root)}` again"

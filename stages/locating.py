@@ -1,0 +1,207 @@
+"""The stage `sensitivity`: which tensor the loss comes from."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..files import replacing, write_document
+from ..options import SensitivityOptions
+from ..run import Run
+from .corpora import load_tokens
+from .sources import source_of
+from .steps import Notes, arithmetic, device, stage
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..calibrate.model.source import Source
+    from ..validate.sensitivity.alone import Prefix
+    from ..validate.sensitivity.document import Sensitivity
+    from ..validate.sensitivity.gradients import Predicted
+    from ..validate.sensitivity.sites import Quantizer, Site
+
+#: Tokens that go through the model at a time, whole windows.
+TOKENS = 1024
+#: What a pass forward and back with all errors takes, in passes forward (`benchmarks/sensitivity.py`).
+GRADIENT_PASSES = 4.0
+#: Passes forward that measuring the worst may take where the user does not say how many.
+MEASURING_PASSES = 0.75
+
+
+@dataclass
+class Progress:
+    """What was found, batch by batch, in a file: a killed call goes on from it."""
+
+    path: Path
+    predicted: "list[Predicted]" = field(default_factory=list)
+    chosen: list[str] | None = None
+    measured: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: Path) -> "Progress":
+        """What the file at `path` holds; nothing where there is none."""
+        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
+
+    def save(self) -> None:
+        """Write all of it."""
+        found = {"predicted": self.predicted, "chosen": self.chosen, "measured": self.measured}
+        with replacing(self.path) as partial:
+            partial.write_text(json.dumps(found), encoding="utf-8")
+
+
+def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensitivity":
+    """What each tensor of `run` costs alone, where that is not known, and `sensitivity.json`."""
+    from ..validate.sensitivity.document import load_sensitivity
+
+    run.refuse_stale("measure", "quantize")
+    written = {name: record.outputs for name, record in run.record().stages.items()}
+    run.require(run.calibration, "corpus")
+    run.require(run.scales, "quantize")
+    inputs = written["quantize"] | {run.calibration.name: written["corpus"][run.calibration.name]}
+    chosen: dict[str, object] = {"windows": options.windows, "measure": options.measure}
+    if not run.is_current("sensitivity", inputs, chosen):
+        source = source_of(run)
+        key = {"inputs": inputs, "options": chosen, **arithmetic()}
+        with stage(run, "sensitivity", inputs, chosen, notes) as log, run.work("sensitivity", key) as folder:
+            write_document(run.sensitivity, _locate(run, source, options, folder, notes))
+            log.outputs.append(run.sensitivity)
+    return load_sensitivity(run)
+
+
+def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Path, notes: Notes) -> "Sensitivity":
+    import torch
+
+    from ..calibrate.measure.statistics import load_record
+    from ..calibrate.model.source import load_model
+    from ..quantize.reference import load_reference
+    from ..quantize.scales import load_scales
+    from ..validate.sensitivity.alone import Prefix
+    from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.sites import Quantizer, sites_of
+
+    scales, where = load_scales(run), device()
+    model = load_model(source, torch.float32, where).requires_grad_(False)
+    quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
+    sites, prefix = sites_of(scales, load_record(run).groups), Prefix.of(quantizer, source, where)
+    batches, windows = _batches(run, options, where)
+    progress = Progress.of(folder / "progress.json")
+    _tell(quantizer, batches, len(sites), notes)
+    _predict(quantizer, sites, batches, progress, notes)
+    worst = _worst(sites, progress, prefix, options)
+    _measure(quantizer, worst, batches, prefix, progress, notes)
+    tokens = sum(ids.numel() - len(ids) for ids in batches)
+    modules = ranked(scales, sites, tokens, _summed(progress), _added(progress.measured))
+    return Sensitivity(windows=windows, tokens=tokens, modules=modules)
+
+
+def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[torch.Tensor], int]":
+    """The windows that are run, evenly spaced over those that were calibrated on, so many tokens at a time; how many
+    they are.
+    """
+    import torch
+
+    every = load_tokens(run, run.calibration)
+    taken = np.unique(np.linspace(0, len(every) - 1, min(options.windows, len(every))).round().astype(np.int64))
+    ids = torch.from_numpy(every[taken]).to(where)
+    return list(ids.split(max(1, TOKENS // ids.shape[1]))), len(taken)
+
+
+def _tell(quantizer: "Quantizer", batches: "list[torch.Tensor]", sites: int, notes: Notes) -> None:
+    """Say beforehand what it is going to take, by one batch."""
+    from ..validate.sensitivity.alone import Float
+
+    begun = time.perf_counter()
+    Float(quantizer, batches[0], None, ())
+    forward = (time.perf_counter() - begun) * len(batches)
+    passes = GRADIENT_PASSES + 1 + MEASURING_PASSES
+    notes.note(
+        f"sensitivity: {sites} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} forward "
+        f"passes, some {passes * forward:,.0f} s here"
+    )
+
+
+def _predict(
+    quantizer: "Quantizer", sites: "list[Site]", batches: "list[torch.Tensor]", progress: Progress, notes: Notes
+) -> None:
+    """Predict all sites on the batches that are not done."""
+    import torch
+
+    from ..validate.sensitivity.gradients import predict
+
+    remaining = range(len(progress.predicted), len(batches))
+    with notes.track(f"Predicting {len(sites)} tensors", len(remaining), "batches") as advance:
+        for batch in remaining:
+            draw = torch.Generator(batches[batch].device).manual_seed(batch)
+            progress.predicted.append(predict(quantizer, sites, batches[batch], draw))
+            progress.save()
+            advance(1)
+
+
+def _worst(
+    sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
+) -> "list[Site]":
+    """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
+    from ..validate.sensitivity.gradients import AS_IT_IS
+
+    if progress.chosen is None:
+        predicted = _summed(progress)
+        falling = sorted(sites, key=lambda site: -predicted.get(site.key, {}).get(AS_IT_IS, 0.0))
+        if options.measure is not None:
+            chosen = falling[: options.measure]
+        else:
+            chosen, spent = [], 0.0
+            for site in falling:
+                spent += prefix.share(site) if prefix else 1.0
+                if chosen and spent > MEASURING_PASSES:
+                    break
+                chosen.append(site)
+        progress.chosen = [site.key for site in chosen]
+        progress.save()
+    return [site for site in sites if site.key in progress.chosen]
+
+
+def _measure(
+    quantizer: "Quantizer",
+    worst: "list[Site]",
+    batches: "list[torch.Tensor]",
+    prefix: "Prefix | None",
+    progress: Progress,
+    notes: Notes,
+) -> None:
+    """Measure the chosen sites on the batches that are not done."""
+    from ..validate.sensitivity.alone import Float
+
+    remaining = range(len(progress.measured), len(batches) if worst else 0)
+    with notes.track(f"Measuring the worst {len(worst)}", len(remaining) * len(worst), "passes") as advance:
+        for batch in remaining:
+            exact = Float(quantizer, batches[batch], prefix, worst)
+            found = dict[str, float]()
+            for site in worst:
+                found[site.key] = exact.divergence(site)
+                advance(1)
+            progress.measured.append(found)
+            progress.save()
+
+
+def _summed(progress: Progress) -> "Predicted":
+    """Site -> variant -> nats, over all batches."""
+    total: dict[str, dict[str, float]] = {}
+    for batch in progress.predicted:
+        for site, variants in batch.items():
+            own = total.setdefault(site, {})
+            for name, nats in variants.items():
+                own[name] = own.get(name, 0.0) + nats
+    return total
+
+
+def _added(batches: list[dict[str, float]]) -> dict[str, float]:
+    """Site -> nats, over all batches."""
+    total = dict[str, float]()
+    for batch in batches:
+        for site, nats in batch.items():
+            total[site] = total.get(site, 0.0) + nats
+    return total

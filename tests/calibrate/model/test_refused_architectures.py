@@ -1,0 +1,184 @@
+"""Architectures that are refused, and code of a checkpoint's own, which is not run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+
+from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.errors import InputError
+
+from .damage import configure, refusal
+
+VERSION = transformers.__version__
+
+
+def test_a_mixture_of_experts(shared_checkpoint: Callable[[str], Path]) -> None:
+    path = shared_checkpoint("mixtral")
+    assert refusal(path) == (
+        f"{path}: MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do "
+        "for now; give a dense model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "module"),
+    [
+        ("mixtral", "MixtralForCausalLM", "model.layers.0.mlp.experts"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", "model.layers.0.mlp.experts"),
+        ("gpt_oss", "GptOssForCausalLM", "model.layers.0.mlp.experts"),
+        ("granitemoe", "GraniteMoeForCausalLM", "model.layers.0.block_sparse_moe.experts"),
+        ("deepseek_v2", "DeepseekV2ForCausalLM", "model.layers.0.mlp.experts"),
+    ],
+)
+def test_mixtures_of_experts_are_told_by_their_modules(
+    damaged: Path, model_type: str, architecture: str, module: str
+) -> None:
+    AutoConfig.for_model(model_type, num_hidden_layers=2, architectures=[architecture]).save_pretrained(damaged)
+    assert refusal(damaged) == (
+        f"{damaged}: {architecture} is a mixture of experts ({module}), which fp8q does not do for now; give a dense "
+        "model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("bert", "BertForMaskedLM"),
+        ("bert", "BertLMHeadModel"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("bart", "BartForCausalLM"),
+        ("llama", "LlamaForSequenceClassification"),
+        ("vit", "ViTModel"),
+    ],
+)
+def test_what_is_no_causal_language_model(damaged: Path, model_type: str, architecture: str) -> None:
+    AutoConfig.for_model(model_type, architectures=[architecture]).save_pretrained(damaged)
+    assert (
+        refusal(damaged)
+        == f"{damaged}: {architecture} is not a causal language model, and fp8q does no other; give a decoder-only one"
+    )
+
+
+def test_a_model_that_also_sees(damaged: Path) -> None:
+    transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(damaged)
+    assert refusal(damaged) == (
+        f"{damaged}: Gemma3ForConditionalGeneration is not a text-only model (its configuration has vision_config), "
+        "and fp8q does no other; give the language model saved on its own"
+    )
+
+
+def test_a_recurrent_model(damaged: Path) -> None:
+    transformers.MambaConfig(architectures=["MambaForCausalLM"]).save_pretrained(damaged)
+    assert refusal(damaged) == (
+        f"{damaged}: MambaForCausalLM keeps a recurrent state (a state-space or linear-attention model), which fp8q "
+        "does not do for now; give a transformer"
+    )
+
+
+def test_gpt_neox_is_causal_though_its_config_says_no_decoder(damaged: Path) -> None:
+    config = transformers.GPTNeoXConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=64, vocab_size=64
+    )
+    assert config.is_decoder is False
+    AutoModelForCausalLM.from_config(config).save_pretrained(damaged)
+    assert open_source(str(damaged)).architecture == "GPTNeoXForCausalLM"
+
+
+def test_a_quantized_checkpoint(damaged: Path) -> None:
+    configure(damaged, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert (
+        refusal(damaged)
+        == f"{damaged}: is quantized already (gptq); give the checkpoint it was made from, in BF16, FP16 or FP32"
+    )
+
+
+def test_an_unknown_model_type(damaged: Path) -> None:
+    configure(damaged, model_type="llama9", architectures=["Llama9ForCausalLM"])
+    assert (
+        refusal(damaged)
+        == f"{damaged}: model_type llama9 is unknown to transformers {VERSION}; a newer transformers may know it"
+    )
+
+
+def test_an_attention_kernel_that_is_not_installed_is_not_asked_for(damaged: Path) -> None:
+    configure(damaged, attn_implementation="flash_attention_2")
+    assert load_model(open_source(str(damaged)), torch.bfloat16).config._attn_implementation == "sdpa"
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+class HouseConfig(LlamaConfig):
+    model_type = "house"
+
+class HouseForCausalLM(LlamaForCausalLM):
+    config_class = HouseConfig
+
+class HouseTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def house(damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo as a checkpoint with code of its own, which leaves the file `ran` when it runs."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    (damaged / "house.py").write_text(CODE.format(marker=str(tmp_path / "ran")), encoding="utf-8")
+    configure(
+        damaged,
+        model_type="house",
+        architectures=["HouseForCausalLM"],
+        auto_map={"AutoConfig": "house.HouseConfig", "AutoModelForCausalLM": "house.HouseForCausalLM"},
+    )
+    return damaged
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_models_own_code_is_never_run(house: Path, tmp_path: Path, trusted: bool) -> None:
+    with pytest.raises(InputError) as refused:
+        open_source(str(house), trust_remote_code=trusted)
+    assert str(refused.value) == (
+        f"{house}: wants code of its own (HouseForCausalLM, not in transformers {VERSION}), which fp8q runs for "
+        "tokenizers only; give a model whose class transformers has"
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_an_architecture_that_transformers_knows_is_left_alone(house: Path, tmp_path: Path) -> None:
+    configure(house, model_type="llama", architectures=["LlamaForCausalLM"])
+    for trusted in (False, True):
+        source = open_source(str(house), trust_remote_code=trusted)
+        assert source.architecture == "LlamaForCausalLM"
+        assert type(load_model(source, torch.bfloat16)).__module__ == "transformers.models.llama.modeling_llama"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_with_code_of_its_own(house: Path, tmp_path: Path) -> None:
+    configure(house, model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
+    file = house / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {
+        "tokenizer_class": "HouseTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "house.HouseTokenizer"]},
+    }
+    file.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(InputError) as refused:
+        load_tokenizer(open_source(str(house)))
+    assert str(refused.value) == (
+        f"{house}: its tokenizer wants code of its own; read it, and if you trust it, run it with --trust-remote-code"
+    )
+    assert not (tmp_path / "ran").exists()
+    assert type(load_tokenizer(open_source(str(house), trust_remote_code=True))).__name__ == "HouseTokenizer"
+    assert (tmp_path / "ran").exists()

@@ -1,0 +1,122 @@
+"""Models as a server holds them: the demo's own text, loaded anew while it serves, and a TensorRT model's config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from clients import PATIENCE, Http
+from httpx import HTTPStatusError
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import np_to_triton_dtype
+
+from fp8q import api
+
+from ..conftest import make_wide_run, record_engine
+
+if TYPE_CHECKING:
+    from tritonserver import Server
+
+    from fp8q.run import Run
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ("def read_file(path):\n    ", {"max_tokens": 40}),
+        ("été, 你好: ", {"max_tokens": 20}),
+        ("import os\n", {"max_tokens": 20, "temperature": 0.8, "top_p": 0.9, "seed": 7}),
+    ],
+)
+def test_the_demo_says_what_generate_says(
+    http: Http, demo_model: str, demo_run: Run, fp8q: Callable[..., Any], prompt: str, options: dict[str, Any]
+) -> None:
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    said = json.loads(fp8q("generate", demo_run.root, "--prompt", prompt, "--json", *words).out)["text"]
+    assert said
+    assert http.text(demo_model, text_input=prompt, **options) == said
+    streamed = http.stream(demo_model, text_input=prompt, stream=True, **options)
+    assert "".join(piece["text_output"] for piece in streamed) == said
+
+
+def test_a_model_is_loaded_anew_while_it_answers(triton: Server, http: Http, counting_model: str) -> None:
+    """The answer that is under way comes to its end from the old one, other models go on."""
+    under_way = http.stream(counting_model, text_input="t0", max_tokens=190, stream=True)
+    texts = [next(under_way)["text_output"]]
+    config = triton.repository / counting_model / "config.pbtxt"
+    config.write_text(config.read_text() + "\n")
+    http.load(counting_model)
+    texts += [piece["text_output"] for piece in under_way]
+    assert texts == [" t0"] * 190
+    assert http.text(counting_model, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
+
+
+def test_an_unloaded_model_finishes_what_it_began_and_comes_back(http: Http, counting_model: str) -> None:
+    under_way = http.stream(counting_model, text_input="t0", max_tokens=190, stream=True)
+    texts = [next(under_way)["text_output"]]
+    http.load(counting_model, loaded=False)
+    assert http.generate(counting_model, text_input="t0") == (
+        404,
+        {"error": "Request for unknown model: 'counting' has no available versions"},
+    )
+    texts += [piece["text_output"] for piece in under_way]
+    assert texts == [" t0"] * 190
+    http.load(counting_model)
+    assert http.text(counting_model, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
+
+
+def test_the_client_in_the_repositorys_readme_streams(triton: Server, wide_run: Run, counting_model: str) -> None:
+    api.triton(wide_run.root, api.TritonOptions(name=counting_model))
+    _, _, code = (wide_run.triton / "README.md").read_text().partition("```python\n")
+    code = code.partition("```")[0].replace("localhost:8001", triton.grpc).replace("Once upon a time", "t3 t1 t4")
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert (made.returncode, made.stdout[:9]) == (0, " t1 t2 t6"), made.stderr
+
+
+@pytest.fixture(scope="module")
+def engine_model(triton: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The plain engine of the counting model without FP8, as `fp8q triton` writes it; beside the plan lies the graph,
+    for the stand-in.
+    """
+    run = make_wide_run(tmp_path_factory.mktemp("engine") / "run")
+    record_engine(run)
+    api.triton(run.root)
+    name = "counting_engine"
+    shutil.copytree(run.triton / name, triton.repository / name)
+    for path in (run.onnx_fp32, *run.model.glob("*.safetensors")):
+        shutil.copy(path, triton.repository / name / "1")
+    with Http(triton.http) as client:
+        client.load(name)
+    return name
+
+
+def test_a_tensorrt_models_config_loads_and_runs_without_tensorrt(triton: Server, engine_model: str) -> None:
+    """After t3 t1 t4 the counting model says t1: 3·1 + 1·2 + 4·3 = 17, and 17 mod 16 is 1."""
+    feeds = {
+        "input_ids": np.array([[3, 1, 4]]), "attention_mask": np.ones((1, 3), np.int64),
+        "position_ids": np.array([[0, 1, 2]]), "past_key_values.0.key": np.zeros((1, 2, 0, 4), np.float32),
+        "past_key_values.0.value": np.zeros((1, 2, 0, 4), np.float32),
+    }  # fmt: skip
+    inputs = []
+    for name, value in feeds.items():
+        inputs.append(InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
+        inputs[-1].set_data_from_numpy(value)
+    with closing(InferenceServerClient(triton.grpc)) as client:
+        found = client.infer(engine_model, inputs, client_timeout=PATIENCE)
+        assert found.as_numpy("logits").argmax(-1).tolist() == [[3, 5, 1]]
+        assert found.as_numpy("new_key_values.0.key")[0, 1, :, 2].tolist() == [3.0, 1.0, 4.0]
+
+
+def test_a_config_that_differs_from_the_graph_does_not_load(triton: Server, http: Http, engine_model: str) -> None:
+    config = triton.repository / engine_model / "config.pbtxt"
+    config.write_text(config.read_text().replace('name: "logits"', 'name: "logit"'))
+    with pytest.raises(HTTPStatusError) as raised:
+        http.load(engine_model)
+    assert "logit: config.pbtxt says ('TYPE_FP32', 3), the graph None" in raised.value.response.text

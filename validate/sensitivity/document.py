@@ -1,0 +1,76 @@
+"""`sensitivity.json`: what each tensor that is quantized costs alone, worst first."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ...files import Strict, read_document
+from ...quantize.scales import Scales
+from ...run import Run
+from .gradients import AS_IT_IS, TWO_TERMS, Predicted
+from .sites import Kind, Site
+
+
+class KlAfter(Strict):
+    """What a tensor's own KL would be, in nats; null where that changes nothing of it."""
+
+    two_terms: float | None = None
+    gptq: float | None = None
+    bf16: float = 0.0
+
+
+class Loss(Strict):
+    """One tensor; `measured`: the model was run with it alone quantized, and not only predicted from gradients."""
+
+    module: str
+    kind: Kind
+    kl_nats: float = Field(description="mean KL(float || with this alone quantized) per token, in FP32 arithmetic")
+    sqnr_db: float | None
+    measured: bool
+    kl_after: KlAfter
+    shared_by: list[str] = Field(default=[], description="of an activation: the products that read it, where several")
+
+
+class Sensitivity(Strict):
+    """`sensitivity.json`; `tokens` are those that were predicted, of calibration `windows`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    windows: int
+    tokens: int
+    modules: list[Loss]
+
+
+def ranked(
+    scales: Scales, sites: list[Site], tokens: int, predicted: Predicted, measured: dict[str, float]
+) -> list[Loss]:
+    """The losses of `sites`, worst first, from sums in nats over `tokens`; a site no token came by causes none."""
+    losses = [_loss(scales, site, tokens, predicted.get(site.key, {}), measured.get(site.key)) for site in sites]
+    return sorted(losses, key=lambda loss: -loss.kl_nats)
+
+
+def _loss(scales: Scales, site: Site, tokens: int, predicted: dict[str, float], measured: float | None) -> Loss:
+    guess = predicted.get(AS_IT_IS, 0.0)
+    found = guess if measured is None else measured
+    two_terms = predicted.get(TWO_TERMS)
+    if two_terms is not None and measured is not None and guess > 0:
+        two_terms *= measured / guess
+    return Loss(
+        module=site.module,
+        kind=site.kind,
+        kl_nats=found / tokens,
+        sqnr_db=_sqnr_db(scales, site),
+        measured=measured is not None,
+        kl_after=KlAfter(two_terms=None if two_terms is None else two_terms / tokens),
+        shared_by=list(site.members) if len(site.members) > 1 else [],
+    )
+
+
+def _sqnr_db(scales: Scales, site: Site) -> float | None:
+    if site.kind == "weight":
+        return scales.weights[site.module].sqnr_db
+    return (scales.activations if site.kind == "activation" else scales.kv_cache)[site.module].sqnr_db
+
+
+def load_sensitivity(run: Run) -> Sensitivity:
+    """Read `sensitivity.json`; raises InputError when it is missing or not the file `fp8q sensitivity` wrote."""
+    return read_document(run.require(run.sensitivity, "sensitivity"), Sensitivity)

@@ -1,0 +1,113 @@
+"""The KL that each site causes alone, predicted for all of them by one pass of the float model forward and back.
+
+A small change e_t of a tensor at token t changes the model's distributions by
+
+    KL ≈ ½ Σ_t E_y (g_t · e_t)²,    g_t = ∂ Σ_u -log p(y_u) / ∂ tensor_t,
+
+with labels y drawn from the model itself: the mean of g gᵀ is then the Fisher information, which is the Hessian of the
+KL (Martens 2014, arXiv 1412.1193, section 5). e_t is the error that quantizing makes, at that token, so that neither
+its size nor how its channels go together is modelled; that of a weight is e_t = ΔW x_t at the product's output. One
+draw of labels for each token is enough: sums over tokens average it. What is left out: tokens' errors that go together
+(the square of the sum over a whole window sees them, and has so few samples that it ranks worse), and what is no longer
+small.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from ...calibrate.measure.observe import ObservedLayer
+from .sites import Quantizer, Site
+
+#: What a site's KL is predicted for: as the run has it, and an activation in two terms.
+AS_IT_IS, TWO_TERMS = "as_it_is", "two_terms"
+Predicted = dict[str, dict[str, float]]
+
+
+@dataclass
+class Seen:
+    """The tensors of one forward pass: inputs and outputs of products, and what is written to the cache."""
+
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    cache: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, site: Site) -> torch.Tensor | None:
+        """The tensor whose change is the site's; None where the pass did not come by."""
+        if site.kind == "weight":
+            return self.outputs.get(site.module)
+        if site.kind == "activation":
+            return next((self.inputs[member] for member in site.members if member in self.inputs), None)
+        return self.cache.get(site.module)
+
+
+def predict(quantizer: Quantizer, sites: Sequence[Site], ids: torch.Tensor, draw: torch.Generator) -> Predicted:
+    """Site -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in all, for each variant of it;
+    labels are drawn by `draw`.
+    """
+    with _seeing(quantizer) as (seen, cache), torch.enable_grad():
+        logits = quantizer.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, :-1].flatten(0, 1)
+        labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=draw)[:, 0]
+        loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        reached = {site: tensor for site in sites if (tensor := seen.of(site)) is not None}
+        gradients = torch.autograd.grad(loss, list(reached.values()), allow_unused=True)
+    with torch.no_grad():
+        return {
+            site.key: {
+                name: _half_square(gradient, error()) for name, error in _errors(quantizer, site, seen, tensor).items()
+            }
+            for (site, tensor), gradient in zip(reached.items(), gradients, strict=True)
+            if gradient is not None
+        }
+
+
+def _errors(
+    quantizer: Quantizer, site: Site, seen: Seen, tensor: torch.Tensor
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The errors that a site makes of `tensor`, as it is and as it might be."""
+    if site.kind == "weight":
+        return {AS_IT_IS: lambda: quantizer.output_error(site.module, seen.inputs[site.module], tensor)}
+    if site.kind == "kv_cache":
+        return {AS_IT_IS: lambda: quantizer.cache_error(site.module, tensor)}
+    found: dict[str, Callable[[], torch.Tensor]] = {AS_IT_IS: lambda: quantizer.input_error(site.module, tensor)}
+    if quantizer.scales.activations[site.module].terms == 1:
+        found[TWO_TERMS] = lambda: quantizer.input_error(site.module, tensor, terms=2)
+    return found
+
+
+def _half_square(gradient: torch.Tensor, error: torch.Tensor) -> float:
+    """½ Σ (g · e)² over tokens: rows of [..., width], or all heads of [windows, heads, seq, size]."""
+    along = gradient * error
+    tokens = along.sum((1, 3)) if along.dim() == 4 else along.sum(-1)
+    return 0.5 * float(tokens.square().sum(dtype=torch.float64))
+
+
+@contextmanager
+def _seeing(quantizer: Quantizer) -> Iterator[tuple[Seen, DynamicCache]]:
+    """What passes through the model, from an embedding on that gradients go back to."""
+    seen = Seen()
+
+    def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+            seen.inputs[name], seen.outputs[name] = given[0], y
+
+        return hook
+
+    def writing(attention: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def see(keys: torch.Tensor, values: torch.Tensor) -> None:
+            seen.cache[f"{attention}.k"], seen.cache[f"{attention}.v"] = keys, values
+
+        return see
+
+    cache = DynamicCache()
+    cache.layers = [ObservedLayer(writing(name)) for _, name in sorted(quantizer.attention.items())]
+    embedding = quantizer.model.get_input_embeddings()
+    with ExitStack() as stack:
+        for name, module in quantizer.products.items():
+            stack.callback(module.register_forward_hook(note(name)).remove)
+        stack.callback(embedding.register_forward_hook(lambda module, given, y: y.requires_grad_()).remove)
+        yield seen, cache

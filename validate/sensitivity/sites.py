@@ -1,0 +1,108 @@
+"""What can be quantized alone, and the error that it makes there.
+
+A site is a weight, an activation (one tensor, whatever the number of products that read it) or a tensor of the cache.
+Each is quantized as the run's checkpoint has it: the codes and scales are read from there, not chosen again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ...calibrate.model.products import attention_modules, observed_products
+from ...quantize.clip import power_of_two_ceil
+from ...quantize.kv_cache import FP8Cache, round_to_codes
+from ...quantize.linear import FP8Linear
+from ...quantize.reference import Reference
+from ...quantize.scales import Scales, TensorScale
+from ...quantize.sequential import product_input
+
+Kind = Literal["weight", "activation", "kv_cache"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor of `kind`: the weight of `module`, the input of `module` and the others of `members`, which receive the
+    same one, or the cache tensor `module` (`<attention>.k` or `.v`).
+    """
+
+    module: str
+    kind: Kind
+    members: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Its name in files."""
+        return f"{self.kind}:{self.module}"
+
+
+def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:
+    """All that `scales` quantize; `groups`: modules that receive the same tensor, by the first of them."""
+    weights = [Site(module, "weight", (module,)) for module in scales.weights]
+    read = [tuple(member for member in members if member in scales.activations) for members in groups.values()]
+    activations = [Site(members[0], "activation", members) for members in read if members]
+    return [*weights, *activations, *(Site(name, "kv_cache", (name,)) for name in scales.kv_cache)]
+
+
+class Quantizer:
+    """The float model, and what each site of its run would do to it."""
+
+    def __init__(self, model: PreTrainedModel, reference: Reference, scales: Scales):
+        """`model` in FP32; `reference` in mode `exact`, of the same run as `scales`."""
+        self.model, self.scales = model, scales
+        self.products = {name: module for name, module in observed_products(model).items() if name in scales.weights}
+        self.attention = attention_modules(model)
+        self.layers = {name: _layer(reference, name) for name in self.products}
+        self.cache_scales = reference.cache_scales
+
+    def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
+        """What rounding the input `x` of `module` changes; in so many `terms`, by default the run's."""
+        activation = self.scales.activations[module]
+        return product_input(x, activation if terms in (None, activation.terms) else in_terms(activation, terms)) - x
+
+    def output_error(self, module: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """What rounding the weight of `module` changes of its output `y` for the input `x`."""
+        return self._quantized_output(module, x) - y
+
+    def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What rounding the cache tensor `name` changes of it."""
+        return round_to_codes(x, self.cache_scales[name]) - x
+
+    def _quantized_output(self, module: str, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[module]
+        y = nn.functional.linear(x, layer.codes) * layer.weight_scale
+        return y if layer.bias is None else y + layer.bias
+
+    @contextmanager
+    def alone(self, site: Site) -> Iterator[DynamicCache]:
+        """The model with `site` quantized and nothing else, and the cache to run it with."""
+        with ExitStack() as stack:
+            if site.kind == "weight":
+                hook = self.products[site.module].register_forward_hook(
+                    lambda module, given, y: self._quantized_output(site.module, given[0])
+                )
+                stack.callback(hook.remove)
+            if site.kind == "activation":
+                for member in site.members:
+                    hook = self.products[member].register_forward_pre_hook(
+                        lambda module, given: (product_input(given[0], self.scales.activations[site.module]),)
+                    )
+                    stack.callback(hook.remove)
+            own = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
+            yield FP8Cache(own, self.attention)
+
+
+def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:
+    """The decision for an activation if it had so many `terms`: two take the power of two at or above its scale."""
+    scale = float(power_of_two_ceil(activation.scale)) if terms == 2 else activation.scale
+    return activation.model_copy(update={"terms": terms, "scale": scale})
+
+
+def _layer(reference: Reference, name: str) -> FP8Linear:
+    layer = reference.model.get_submodule(name)
+    assert isinstance(layer, FP8Linear), "what scales.json has in weights is quantized in the checkpoint"
+    return layer
