@@ -1,5 +1,6 @@
 # make demo      set up, then the whole way on the demo checkpoint, into runs/demo
 # make test      set up, then every check and the whole suite (what .ci/run calls)
+# make test-elsewhere   what vLLM and lm-eval make of the output, in environments of their own (docs/elsewhere.md)
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
 # make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
@@ -21,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test suite fuzz install lint format benchmarks clean
+.PHONY: help demo test suite test-elsewhere fuzz install lint format benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -42,6 +43,9 @@ test: install
 
 suite: install
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-elsewhere: install
+	$(BIN)/python -m pytest tests/elsewhere -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 MINUTES ?= 10
 KILLS ?= 20

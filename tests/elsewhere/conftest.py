@@ -1,0 +1,77 @@
+"""The environments of what takes the output, and the runs whose `model/` goes there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments import UnavailableError
+
+from fp8q import api
+from fp8q.run import Run
+from fp8q.stages import graphs
+
+from ..architectures import Architecture, random_checkpoint, texts
+from .packages import installed
+
+__all__ = ["random_checkpoint", "texts"]  # fixtures
+
+#: Tokens that a window of `demo_validated` scores.
+SCORED = 256
+
+
+@pytest.fixture(scope="session")
+def home_of() -> Callable[[str], Path]:
+    """`home_of("vllm")`: that environment, or a skip that says why it cannot be had."""
+
+    def find(name: str) -> Path:
+        try:
+            return installed(name)
+        except UnavailableError as error:
+            pytest.skip(f"{name} cannot be installed here: {error}")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def quantized(
+    tmp_path_factory: pytest.TempPathFactory, shared_checkpoint: Callable[[str], Path],
+    random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]],
+) -> Callable[..., Run]:  # fmt: skip
+    """`quantized(architecture, skip=("*.q_proj",))`: a run of it without graphs, which nobody elsewhere reads."""
+
+    def calibrate(case: Architecture, skip: tuple[str, ...] = ()) -> Run:
+        folder = tmp_path_factory.mktemp(case.name)
+        model = (
+            shared_checkpoint(case.name)
+            if case.trained
+            else random_checkpoint(folder / "model", case.config, case.fields)
+        )
+        calibration, evaluation = texts(case.text)
+        options = api.CalibrateOptions(
+            kv_cache=case.kv_cache, samples=16, seq_len=64, activation_terms=case.terms, skip=skip
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graphs, "export", lambda *_: None)
+            return api.calibrate(str(model), str(calibration), folder / "run", str(evaluation), options)
+
+    return calibrate
+
+
+@pytest.fixture(scope="session")
+def demo_validated(
+    made_once: Callable[[str, Callable[[Path], object]], Path], demo_checkpoint: Path, demo_texts: Any
+) -> Run:
+    """The demo with its cache in FP8, and what `fp8q validate` says of a text that begins with BOS, in windows of which
+    each scores `SCORED` tokens and begins with the last one of the window before.
+    """
+
+    def make(folder: Path) -> None:
+        evaluation = folder / "evaluation.txt"
+        evaluation.write_text("<s>" + demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+        options = api.CalibrateOptions(kv_cache="fp8", samples=16, seq_len=256)
+        run = api.calibrate(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
+        asked = api.ValidateOptions(runtimes=("bf16", "reference"), context=SCORED + 1, stride=SCORED)
+        api.validate(run.root, options=asked)
+
+    return Run(made_once("demo-validated", make) / "run")

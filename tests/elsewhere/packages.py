@@ -1,0 +1,32 @@
+"""The environments of vLLM and lm-eval, which want other versions than fp8q, or more.
+
+Each lies on top of the environment that runs the tests, as `.venv/vllm` and `.venv/lm-eval`, and holds only what that
+one does not bring, or brings in another version; torch, 750 MB of it, is not there twice. `vllm.txt` and `lm-eval.txt`
+list it, exact versions, and of it only what is imported here. It is installed without what it says it depends on: so
+vLLM takes 0.7 GB and not 3.5, and torchvision, torchaudio and torchcodec, whose builds do not match torch's, are not
+there at all.
+"""
+
+import sysconfig
+from pathlib import Path
+
+from environments import HOME, kept_environment, pip_for
+
+
+def site_packages(home: Path) -> Path:
+    """Where the packages of the environment at `home` are."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
+
+
+def installed(name: str) -> Path:
+    """The environment with what `name`.txt lists.
+
+    Raises UnavailableError where there is no package index, or no wheel for this platform or Python.
+    """
+    listed, below = Path(__file__).with_name(f"{name}.txt"), sysconfig.get_paths()["purelib"]
+
+    def fill(home: Path) -> None:
+        (site_packages(home) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+        pip_for(home, "--no-deps", "--requirement", str(listed))
+
+    return kept_environment(HOME / name, [listed.read_text(encoding="utf-8"), below], fill)

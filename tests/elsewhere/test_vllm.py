@@ -1,0 +1,177 @@
+"""vLLM takes `model/` as it is, and says of the same tokens what the reference says: a second implementation of the
+whole model, its own kernels, its own cache, which knows nothing of fp8q.
+
+On a CPU it needs one line mended. Its product of FP8 codes narrows the scales of activations to the number of tokens,
+for it expects one scale a token, and a static scale is one for all; on a GPU other code runs.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8q.quantize.scales import load_scales
+from fp8q.run import Run
+from fp8q.stages.corpora import load_tokens
+from fp8q.validate.perplexity import cut
+from fp8q.validate.runtimes import reference
+
+from ..architectures import ARCHITECTURES, Architecture
+from .packages import site_packages
+
+MENDED = "model_executor/kernels/linear/scaled_mm/pytorch.py"
+BEFORE = "        x_scale = torch.narrow(As, 0, 0, num_tokens)\n"
+AFTER = "        x_scale = As if As.numel() == 1 else torch.narrow(As, 0, 0, num_tokens)\n"
+
+CONTEXT, WINDOWS = 64, 24
+#: No load takes so long, on a busy machine either.
+LIFE_S = 900
+#: vLLM's attention on a CPU knows heads of 32, 64, 80 and more, not of 48.
+WIDE_HEADS = {"qwen3": {"head_dim": 64}}
+CASES = {case.name: replace(case, fields=case.fields | WIDE_HEADS.get(case.name, {})) for case in ARCHITECTURES}
+#: What it does not take, and says of it.
+REFUSED = {
+    "gpt2": "AttributeError: ",
+    "stories260k": "RuntimeError: Unsupported CPU attention configuration: head_dim=8 ",
+    "part of a group": "ValueError: Found different quantization schemes for the shards of "
+    "model.layers.0.self_attn.qkv_proj. vLLM requires all to use the same scheme.",
+}
+LLAMA = Architecture(
+    "llama", "queries in BF16, keys and values in FP8", "off", config="LlamaConfig", fields={"num_key_value_heads": 2}
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One job: a run, the type of the cache that vLLM is asked for, and a checkpoint in the place of the run's."""
+
+    run: Run
+    cache: str = "auto"
+    other: Path | None = None
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The first windows of the evaluation text, int64 [windows, context]."""
+        return cut(load_tokens(self.run, self.run.evaluation), self.run.root.name, CONTEXT, CONTEXT).ids[:WINDOWS]
+
+    def expected(self) -> np.ndarray:
+        """The reference's loss of each token but the first of each window: nats, float [tokens]."""
+        ids = torch.from_numpy(self.ids)
+        with torch.inference_mode():
+            logits = reference(self.run, "cpu")(self.ids).float()
+        found: np.ndarray = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        ).numpy()
+        return found
+
+
+def ask(python: Path, jobs: list[Asked]) -> list[dict[str, Any]]:
+    """vLLM's answer to each of `jobs`, all in one process."""
+    document = [
+        {"model": str(job.other or job.run.model), "cache": job.cache, "windows": job.ids.tolist()} for job in jobs
+    ]
+    done = subprocess.run(
+        [python, "-P", Path(__file__).with_name("vllm_losses.py")],
+        input=json.dumps(document), capture_output=True, text=True, timeout=LIFE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="session")
+def python(home_of: Callable[[str], Path]) -> Path:
+    """vLLM's Python, the line mended."""
+    home = home_of("vllm")
+    kernel = site_packages(home) / "vllm" / MENDED
+    source = kernel.read_text(encoding="utf-8")
+    if AFTER not in source:
+        assert source.count(BEFORE) == 1, "vLLM's line is another: is it mended there?"
+        kernel.write_text(source.replace(BEFORE, AFTER), encoding="utf-8")
+    return home / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def answered(
+    python: Path, quantized: Callable[..., Run], demo_validated: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Asked, dict[str, Any]]]:
+    """`answered("qwen2")`: what vLLM was asked of it, and its answer; a skip where the checkpoint is not here."""
+    asked, absent = dict[str, Asked](), dict[str, str]()
+    for name, case in CASES.items():
+        try:
+            asked[name] = Asked(quantized(case))
+        except pytest.skip.Exception as why:
+            absent[name] = str(why)
+    asked["part of a group"] = Asked(quantized(LLAMA, ("*.q_proj",)))
+    asked |= {f"demo, {cache} cache": Asked(demo_validated, cache) for cache in ("auto", "fp8", "bfloat16")}
+    saturating = cache_scales_divided(demo_validated.model, tmp_path_factory.mktemp("saturating") / "model")
+    asked["demo, saturating cache"] = Asked(demo_validated, other=saturating)
+    answers = dict(zip(asked, ask(python, list(asked.values())), strict=True))
+
+    def answer(name: str) -> tuple[Asked, dict[str, Any]]:
+        if name in absent:
+            pytest.skip(absent[name])
+        return asked[name], answers[name]
+
+    return answer
+
+
+def cache_scales_divided(model: Path, copy: Path) -> Path:
+    """A copy of a checkpoint whose cache's scales are a 64th of what they should be."""
+    shutil.copytree(model, copy)
+    for shard in copy.glob("*.safetensors"):
+        tensors = load_file(shard)
+        scales = {name: tensors[name] / 64 for name in tensors if name.endswith((".k_scale", ".v_scale"))}
+        save_file(tensors | scales, shard, {"format": "pt"})
+    return copy
+
+
+def losses(answer: dict[str, Any]) -> np.ndarray:
+    """vLLM's losses in nats, float [tokens]; a skip for a cache of codes where the CPU has no instructions for it."""
+    if "requires x86 with AVX-512 or AMX" in answer.get("error", ""):
+        pytest.skip(answer["error"])
+    assert "error" not in answer, answer["error"]
+    return np.array(answer["nll_nats"])
+
+
+@pytest.mark.parametrize("name", [*sorted(CASES.keys() - REFUSED.keys()), "demo, auto cache"])
+def test_perplexity_is_the_references(name: str, answered: Callable[[str], Any]) -> None:
+    asked, answer = answered(name)
+    expected, found = asked.expected(), losses(answer)
+    assert len(found) == WINDOWS * (CONTEXT - 1)
+    assert abs(math.exp(found.mean() - expected.mean()) - 1) < 0.01
+
+
+def test_the_cache_is_in_fp8_without_a_word_and_wide_where_that_is_asked(answered: Callable[[str], Any]) -> None:
+    """config.json names its scheme."""
+    auto, fp8, wide = (losses(answered(f"demo, {cache} cache")[1]) for cache in ("auto", "fp8", "bfloat16"))
+    assert auto.tolist() == fp8.tolist()
+    assert 0 < np.abs(auto - wide).mean() < 0.2
+
+
+def test_the_caches_scales_are_the_checkpoints(answered: Callable[[str], Any]) -> None:
+    """Scales that let it saturate ruin the model."""
+    right, saturating = (losses(answered(f"demo, {cache} cache")[1]) for cache in ("auto", "saturating"))
+    assert saturating.mean() > 1.5 * right.mean()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_cannot_take_it_refuses(name: str, answered: Callable[[str], Any]) -> None:
+    """Nothing of it runs wrong in silence."""
+    assert REFUSED[name] in answered(name)[1]["error"]
+
+
+def test_the_card_says_of_two_terms_that_vllm_runs_one(answered: Callable[[str], Any]) -> None:
+    asked, answer = answered("phi3")
+    card = (asked.run.model / "README.md").read_text(encoding="utf-8")
+    assert {each.terms for each in load_scales(asked.run).activations.values()} == {2}
+    assert "transformers and\nvLLM do not know this: they run one term here" in card
+    assert len(losses(answer))
