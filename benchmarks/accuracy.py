@@ -1,7 +1,7 @@
 """What FP8 costs, by everybody's recipe: KL against the FP32 model, on one protocol, beside what BF16 itself costs.
 
     python benchmarks/accuracy.py [MODEL=CALIBRATION,EVALUATION …] [--windows 40] [--context 256]
-        [--samples 256] [--llmcompressor PYTHON]
+        [--samples 256] [--llmcompressor PYTHON] [--again PATTERN --save accuracy]
 
 Calibrated on `--samples` windows of the context's length, nearly all of the demo's text, and evaluated on another text.
 Mean KL(FP32 || model) × 10⁶ twice: with every model's quantized values computed in FP32 arithmetic, so that nothing but
@@ -9,14 +9,16 @@ quantization is seen (fp8q's own graph on ONNX Runtime), and in BF16 arithmetic,
 model itself. Peers: ModelOpt's FP8_DEFAULT_CFG, on the modules that fp8q quantizes too (what it takes besides is
 named), and llm-compressor's scheme FP8, in an environment of its own (`--llmcompressor`), whose checkpoint transformers
 runs. Beside each what it costs where it is served: bytes that a decode step reads at the end of a window, and
-multiplications for each token of a prompt (those of FP8 codes; one in BF16 takes as long as two). Prints one JSON line;
-exit status 1 when a limit is missed.
+multiplications for each token of a prompt (those of FP8 codes; one in BF16 takes as long as two). `--again` measures
+our rows whose name matches, and BF16's, and leaves the others as the saved result has them, with the commit that they
+are of; BF16's must come out as it was, or nothing is saved. Prints one JSON line; exit status 1 when a limit is missed.
 """
 
 import argparse
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from models import Given, given, small_models
 from pages.accuracy import BF16, COMPRESSOR, MODELOPT, name_of
-from result import arguments, described, publish
+from result import RESULTS, arguments, described, publish
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -73,9 +75,11 @@ LIMITS = {
 }
 
 
-def ours(run: Run) -> Iterator[tuple[str, Forward, Forward]]:
-    """Each of our ways that can be made of the one measured run: its name, in FP32 and in BF16 arithmetic."""
+def ours(run: Run, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Forward, Forward]]:
+    """Each of our `wanted` ways that can be made of the one measured run: its name, in FP32 and in BF16 arithmetic."""
     for terms, cache, rounding in product(TERMS, CACHES, ROUNDINGS):
+        if not wanted(name_of(terms, rounding, cache)):
+            continue
         scales(run.root, RescaleOptions(activation_terms=terms, kv_cache=cache, weight_rounding=rounding))
         yield name_of(terms, rounding, cache), session(run, "onnxruntime"), reference(run, "cpu")
 
@@ -133,9 +137,16 @@ def kl(evaluation: Evaluation, exact: Forward, found: dict[str, Forward], size: 
     return {name: round(1e6 * mean, 2) for name, mean in means.items() if mean is not None}
 
 
-def measure(model: Given, options: argparse.Namespace) -> dict[str, Any]:
-    """Row -> KL × 10⁶ in FP32 and in BF16 arithmetic, and its costs; what ModelOpt quantizes besides."""
-    rows: dict[str, dict[str, float]] = {}
+def measure(model: Given, options: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Row -> KL × 10⁶ in FP32 and in BF16 arithmetic, and its costs; what ModelOpt quantizes besides.
+
+    `before`: what was found of the model, of which the rows stay that are not to be measured `--again`.
+    """
+    rows: dict[str, dict[str, float]] = dict(before["rows"]) if before else {}
+
+    def wanted(name: str) -> bool:
+        return before is None or bool(re.search(options.again, name))
+
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         asked = CalibrateOptions(samples=options.samples, seq_len=options.context, weight_rounding="gptq")
@@ -150,25 +161,30 @@ def measure(model: Given, options: argparse.Namespace) -> dict[str, Any]:
             forwards = {"fp32": in_fp32, "bf16 arithmetic": in_bf16}
             made = {key: forward for key, forward in forwards.items() if forward is not None}
             spent = cost(chosen)
-            rows[name] = kl(evaluation, exact, made, size) | {
+            found = kl(evaluation, exact, made, size) | {
                 "step_bytes": spent.step_bytes(options.context),
                 "prefill_operations": spent.prefill_operations,
             }
+            if name == BF16 and rows.get(name, found) != found:
+                raise SystemExit(f"{model.name}: {name}: was {rows[name]} and is {found}; measure all rows again")
+            rows[name] = found
             print(f"{model.name}: {name}: {rows[name]}", file=sys.stderr, flush=True)
 
         add(BF16, None, float_model(source, torch.bfloat16, "cpu"), None)
-        modules = set(plain.weights)
-        in_fp32, besides = modelopt(model.directory, windows, modules, torch.float32)
-        add(MODELOPT, in_fp32, modelopt(model.directory, windows, modules, torch.bfloat16)[0], plain)
-        if options.llmcompressor:
+        modules, besides = set(plain.weights), before["modelopt_besides"] if before else []
+        if wanted(MODELOPT):
+            in_fp32, besides = modelopt(model.directory, windows, modules, torch.float32)
+            add(MODELOPT, in_fp32, modelopt(model.directory, windows, modules, torch.bfloat16)[0], plain)
+        if options.llmcompressor and wanted(COMPRESSOR):
             peer = compressor(options.llmcompressor, model.directory, windows, folder)
             add(COMPRESSOR, peer[torch.float32], peer[torch.bfloat16], plain)
-        for name, graph, served in ours(run):
+        for name, graph, served in ours(run, wanted):
             add(name, graph, served, load_scales(run))
-        asked = replace(asked, weight_rounding="sequential", activation_terms=2)
-        run = calibrate(model.directory, model.data, folder / "sequential", model.eval_data, asked)
         name = name_of(2, "sequential", "off")
-        add(name, session(run, "onnxruntime"), reference(run, "cpu"), load_scales(run))
+        if wanted(name):
+            asked = replace(asked, weight_rounding="sequential", activation_terms=2)
+            run = calibrate(model.directory, model.data, folder / "sequential", model.eval_data, asked)
+            add(name, session(run, "onnxruntime"), reference(run, "cpu"), load_scales(run))
     return {"rows": rows, "modelopt_besides": besides, "missed": missed(model.name, rows)}
 
 
@@ -195,14 +211,21 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
+    parser.add_argument("--again", metavar="PATTERN", help="a regular expression; needs --save and a saved result")
     options = parser.parse_args()
     head = described("accuracy")
-    models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt", "stories260k")
-    results = {model.name: measure(model, options) for model in models}
-    peers = json.loads(versions(options.llmcompressor)) if options.llmcompressor else {}
-    passed = not any(each["missed"] for each in results.values())
     protocol = {"samples": options.samples, "windows": options.windows, "context": options.context}
-    return publish(head, {**protocol, "peer_versions": peers, "results": results, "passed": passed}, options.save)
+    before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8")) if options.again else {}
+    if options.again and protocol != {name: before[name] for name in protocol}:
+        parser.error("--again: the saved result is of another protocol; measure all rows again")
+    models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt", "stories260k")
+    found = before.get("results", {})
+    results = {model.name: measure(model, options, found.get(model.name)) for model in models}
+    kept = {"kept": {"commit": before["commit"], "not": options.again}} if options.again else {}
+    peers = json.loads(versions(options.llmcompressor)) if options.llmcompressor else before.get("peer_versions", {})
+    passed = not any(each["missed"] for each in results.values())
+    figures = {**protocol, **kept, "peer_versions": peers, "results": results, "passed": passed}
+    return publish(head, figures, options.save)
 
 
 def versions(python: str) -> str:
