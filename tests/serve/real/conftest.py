@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from clients import Grpc, Http
-from tritonserver import BACKENDS, Server, UnavailableError, install, serving
+from environments import UnavailableError
+from tritonserver import BACKENDS, Server, install, serving
 
 from fp8q.options import TritonOptions
 from fp8q.reporter import SILENT

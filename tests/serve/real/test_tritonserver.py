@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 import tritonserver
 from clients import Http
+from environments import UnavailableError
 
 from fp8q.options import TritonOptions
 from fp8q.reporter import SILENT
@@ -73,7 +74,7 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
 
 def test_a_model_without_its_program_is_not_handed_to_the_server(repository: Path) -> None:
     (repository / "counting" / "1" / "model.py").rename(repository / "counting" / "model.txt")
-    with pytest.raises(tritonserver.UnavailableError) as raised:
+    with pytest.raises(UnavailableError) as raised:
         tritonserver.check(repository)
     assert str(raised.value) == f"{repository / 'counting'}: has no model.py, and the server would wait for it"
 
@@ -83,7 +84,7 @@ def test_where_no_package_index_has_the_server_the_reason_is_told(
 ) -> None:
     monkeypatch.setenv("PIP_ARGS", "--isolated --no-index")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(tritonserver.UnavailableError) as raised:
+    with pytest.raises(UnavailableError) as raised:
         tritonserver.install(tmp_path / "triton")
     assert str(raised.value) == "pip: ERROR: No matching distribution found for nvidia-pytriton==0.7.0"
     assert not (tmp_path / "triton" / "installed").exists()
