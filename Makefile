@@ -22,6 +22,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+# ONNX Runtime's wheels report to Microsoft unless told before they are imported.
+export ORT_DISABLE_TELEMETRY := 1
 .PHONY: help demo test suite test-elsewhere fuzz install lint format benchmarks clean
 
 BIN := .venv/bin

@@ -13,6 +13,7 @@ Copied as it is into Triton repositories: imports only NumPy, its neighbours in 
 used.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ class OnnxRuntimeSession:
         Raises SessionError when ONNX Runtime is not installed, refuses the graph, or the graph's inputs and outputs are
         others.
         """
-        self._runtime = _import_onnxruntime()
+        self._runtime = import_onnxruntime()
         self._session = self._load(path, threads)
         self.layout = self._layout(path)
         self._elements = [ELEMENTS[self._types[PAST + name]][1] for name in self.layout.names]
@@ -226,7 +227,11 @@ class OnnxRuntimeSession:
         return logits.numpy(), [value.numpy() for value in new]
 
 
-def _import_onnxruntime() -> Any:
+def import_onnxruntime() -> Any:
+    """ONNX Runtime, told before it begins not to report to Microsoft and leave an identifier in the user's folder, as
+    its wheels do from 1.29 on; whoever wants that says so in the variable. Raises SessionError where it is missing.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:

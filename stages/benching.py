@@ -20,6 +20,7 @@ from ..run import Run
 from ..serve.cuda import CudaDevice, CudaError
 from ..serve.meter import Held, Meter, open_meter
 from ..serve.rounds import Answers, Contender, measure
+from ..serve.sessions import SessionError, import_onnxruntime
 from ..serve.timing import million_tokens_cost, timing
 from ..validate.bench import Bench, BenchProtocol, BenchRow
 from ..validate.capacity import Footprint, capacities, footprint
@@ -161,16 +162,15 @@ def _load_library(runtime: str) -> None:
     """Load what runs the models, and have it do something: the memory that this takes is no model's. Whoever opens a
     session says what is missing.
     """
-    with suppress(ImportError, CudaError):
+    with suppress(ImportError, SessionError, CudaError):
         if runtime in FP8_RUNTIMES:
             CudaDevice()
         elif runtime in TORCH_RUNTIMES:
             import transformers  # noqa: F401
         elif runtime == "onnxruntime":
-            import onnxruntime
             from onnx import parser
 
-            onnxruntime.InferenceSession(
+            import_onnxruntime().InferenceSession(
                 parser.parse_model(EMPTY).SerializeToString(), providers=["CPUExecutionProvider"]
             ).run(None, {"x": np.zeros(1, np.float32)})
 

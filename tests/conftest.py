@@ -39,6 +39,7 @@ MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # some tests import ONNX Runtime themselves
 
 # The same examples every time: a property that fails must fail for whoever looks at it.
 hypothesis.settings.register_profile("fp8q", deadline=None, derandomize=True)

@@ -209,12 +209,21 @@ def ended(running: Running, limit_s: float) -> Ended | None:
 
 
 def is_stuck(pid: int, seconds: float, limit_s: float) -> bool:
-    """Whether a process that has run for `seconds` has had `limit_s` of a processor, or hardly asked for one: on a busy
-    machine it may only have waited.
+    """Whether a process that has run for `seconds` has had `limit_s` of a processor, or hardly asked for one, with
+    those that it started: on a busy machine it may only have waited.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    processor = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    processor = processor_s(pid)
     return processor > limit_s or processor < seconds * IDLE or seconds > PATIENCE * limit_s
+
+
+def processor_s(group: int) -> float:
+    """Processor time of the processes in a group, those aside that are gone."""
+    spent = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            spent += (int(fields[11]) + int(fields[12])) * (int(fields[2]) == group)
+    return spent / os.sysconf("SC_CLK_TCK")
 
 
 def wait(running: Running, limit_s: float = 300) -> Ended:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,6 +112,14 @@ def test_a_cache_in_another_type_is_refused(tmp_path: Path) -> None:
         f"{tmp_path / 'model.onnx'}: its cache is of tensor(double); ONNX Runtime serves tensor(float) or "
         "tensor(float8e4m3fn): use model.fp32.onnx"
     )
+
+
+def test_onnx_runtime_reports_to_nobody_and_leaves_nothing(tmp_path: Path) -> None:
+    told = {key: value for key, value in os.environ.items() if key not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    told |= dict.fromkeys(("HOME", "TMPDIR", "XDG_DATA_HOME", "XDG_CACHE_HOME"), str(tmp_path))
+    code = "from fp8q.serve.sessions import import_onnxruntime; import_onnxruntime()"
+    subprocess.run([sys.executable, "-c", code], env=told, check=True)
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_missing_onnx_runtime_is_said(counting: CountingModel, monkeypatch: pytest.MonkeyPatch) -> None:
