@@ -18,6 +18,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 NOT_MEASURED = (
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",
+    "| tried with | on | what holds |",
     "| what | how it is read |",
     "| file | what of it | bounds |",
     "| `--runtime` | runs |",
