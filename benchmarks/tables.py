@@ -27,6 +27,7 @@ from pages import (
     generate,
     kv_cache,
     numbers,
+    sensitivity,
     two_terms,
     weights,
 )
@@ -47,6 +48,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/generate.md": generate.TABLES,
     "docs/kv-cache.md": kv_cache.TABLES,
     "docs/numbers.md": numbers.TABLES,
+    "docs/sensitivity.md": sensitivity.TABLES,
     "docs/two-terms.md": two_terms.TABLES,
     "docs/weights.md": weights.TABLES,
 }

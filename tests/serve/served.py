@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +34,14 @@ class Process:
 
 @contextmanager
 def started(run: Path, *options: str) -> Iterator[Process]:
-    """Start it on a free port; kill it in the end, where it has not ended."""
+    """Start it on a free port; kill it in the end, where it has not ended.
+
+    A shell has its background jobs ignore SIGINT, which they hand on, and fp8q leaves ignored; here it is heard.
+    """
     command = [sys.executable, "-m", "fp8q", "serve", str(run), "--port", "0", "--json", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, preexec_fn=heard, **pipes)  # noqa: PLW1509  # one call of the system
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
