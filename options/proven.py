@@ -1,0 +1,87 @@
+"""The proof: options of `validate` and `sensitivity`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from ..declare import EVALUATION, Options, between, increase, option
+from ..errors import InputError
+from .built import Baseline
+
+RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt")
+#: What runs no FP8: the float model, and what FP8 is compared with.
+WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8"})
+#: How the products of codes are added: `quantize.adder`.
+Accumulator = Literal["fp32", "fp22", "two-level"]
+
+
+def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
+    """The rule of a list of runtimes, separated by commas as text."""
+    names = value.split(",") if isinstance(value, str) else value
+    found = tuple(name.strip() for name in names if name.strip())
+    unknown = [name for name in found if name not in RUNTIMES]
+    if unknown or not found:
+        raise InputError(
+            f"{option} {','.join(found) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no runtime; choose "
+            f"from {', '.join(RUNTIMES)}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class ValidateOptions(Options):
+    """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
+
+    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
+    --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`. `accumulator`: see
+    `quantize.adder`.
+    """
+
+    runtimes: Annotated[
+        tuple[str, ...],
+        option(
+            EVALUATION, f"Of {', '.join(RUNTIMES)}; separated by commas.", "LIST", ",".join(RUNTIMES[:3]), runtimes_of
+        ),
+    ] = RUNTIMES[:3]
+    context: Annotated[
+        int | None, option(EVALUATION, "Tokens in an evaluation window.", "N", "the calibration window")
+    ] = None
+    stride: Annotated[int | None, option(EVALUATION, "Tokens between windows.", "N", "the context")] = None
+    max_ppl_increase: Annotated[
+        float | None,
+        option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
+    ] = None
+    accumulator: Annotated[
+        Accumulator | None,
+        option(
+            EVALUATION,
+            "Run the reference on some windows too, with sums as Hopper's tensor cores make them: of 14 bits, or "
+            "promoted to FP32 every 128 products.",
+            default="not done",
+        ),
+    ] = None
+    accumulator_windows: Annotated[
+        int, option(EVALUATION, "Windows for --accumulator, evenly spaced.", "N"), between(1)
+    ] = 4
+
+    @property
+    def baselines(self) -> "tuple[Baseline, ...]":
+        """The precisions beside FP8 that the runtimes need the graphs of."""
+        return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
+
+
+@dataclass(frozen=True)
+class SensitivityOptions(Options):
+    """Options of `fp8q sensitivity`. `measure` None: as many as less than one more pass pays for."""
+
+    windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
+    measure: Annotated[
+        int | None,
+        option(
+            EVALUATION,
+            "Measure so many of the worst by running the model, instead of predicting them.",
+            "N",
+            "as many as one more pass pays for",
+        ),
+        between(0),
+    ] = None
