@@ -6,6 +6,7 @@
 # make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
 # make triton    serve RUN (runs/demo, made where it is missing) by a real Triton server on this machine, until Ctrl-C
 # make hostile   meet such a server with CASES (5000) of what is no proper request, proper ones beside them; SEED=1
+# make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
 # make clean     remove what was made, .venv included
 #
@@ -66,6 +67,11 @@ triton: repository
 
 hostile: repository
 	$(BIN)/python $(RIG)/hostile.py $(RUN)/triton --cases $(CASES) --seed $(SEED)
+
+EXAMPLES ?= 1000
+.PHONY: described
+described: repository
+	$(BIN)/python -m tests.serve.described $(RUN) --examples $(EXAMPLES) --seed $(SEED)
 
 repository: install
 	@[[ -e $(RUN) || $(RUN) != runs/demo ]] || $(MAKE) demo

@@ -27,6 +27,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import grpc
+import psutil
 from hostile_cases import KINDS, Case, draw
 from tritonclient.grpc import service_pb2
 from tritonserver import Server, end_on_signals, models, serving
@@ -159,11 +160,8 @@ class Campaign:
 
 def resident(process: int) -> int:
     """Bytes in memory of a process and all that it started."""
-    here = Path("/proc") / str(process)
-    lines = (here / "status").read_text().splitlines()
-    own = sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    children = [child for task in here.glob("task/*/children") for child in task.read_text().split()]
-    return own + sum(resident(int(child)) for child in children)
+    first = psutil.Process(process)
+    return sum(each.memory_info().rss for each in (first, *first.children(recursive=True)))
 
 
 def table(found: Findings) -> str:
