@@ -20,16 +20,18 @@ pytestmark = pytest.mark.parametrize("counting", ["fp8"], indirect=True)
 
 
 class Client:
-    """Keeps what it is told."""
+    """Keeps what it is told, and holds the thread that tells it up until it `goes_on`."""
 
     def __init__(self, raises: bool = False):
         self.told: list[Piece | Failed] = []
-        self.first, self.done = threading.Event(), threading.Event()
+        self.first, self.done, self.goes_on = threading.Event(), threading.Event(), threading.Event()
+        self.goes_on.set()
         self.raises = raises
 
     def __call__(self, told: Piece | Failed) -> None:
         self.told.append(told)
         self.first.set()
+        self.goes_on.wait(SECONDS)
         if isinstance(told, Failed) or told.finish_reason:
             self.done.set()
         if self.raises:
@@ -119,10 +121,12 @@ def test_who_raises_or_cannot_say_whether_it_is_gone_harms_itself_alone(
 
 def test_a_request_can_be_cancelled_at_any_time(service: Service) -> None:
     client, gone = Client(), Client()
+    client.goes_on.clear()
     ongoing = service.submit(Request("t0", max_tokens=150), client)
     assert client.first.wait(SECONDS)
     ongoing.cancel()
     ongoing.cancel()
+    client.goes_on.set()
     service.submit(Request("t0", max_tokens=150), gone, gone.first.is_set)
     assert gone.done.wait(SECONDS)
     assert gone.told[-1] == Failed("the client cancelled the request", "cancelled")

@@ -135,7 +135,7 @@ def test_this_process_is_measured_where_no_gpu_runs_the_model() -> None:
     assert isinstance(meter, HostMeter)
     held = Held(meter)
     with held.counting():
-        taken = np.ones(8_000_000)  # 64 MB
+        taken = np.ones(50_000_000)  # 400 MB: what the process gives back meanwhile is little of it
     assert 0.9 * taken.nbytes < held.bytes < 1.2 * taken.nbytes
     assert taken.nbytes < meter.memory_bytes() < meter.whole_bytes
     assert meter.joules() is None
