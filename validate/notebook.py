@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..errors import BackendError
 from ..undo import scratch, undoing
 
 
-def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
+def execute(notebook: Path, directory: Path, parameters: Mapping[str, str | list[str]]) -> str:
     """Execute `notebook` in `directory` with `parameters`, and return it with its outputs, as JSON text.
 
     The kernel is the running interpreter's own, whatever kernels the user has installed under the name `python3`; it

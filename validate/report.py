@@ -7,7 +7,9 @@ run yet says which command to run.
 """
 
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +21,17 @@ from ..options import WITHOUT_FP8
 from ..quantize.formats import E4M3
 from ..reporter import Reporter
 from ..run import Run
-from . import columns, curves, tables
+from . import beside, columns, curves, tables
 from .accuracy import Protocol, load_accuracy, load_tokens
 from .columns import Table
+from .continuations import Continuations, load_continuations
 from .notebook import execute
 from .tables import AccuracyRow, EngineRow, ModuleRow
+from .verdict import Standing, Verdict, next_steps, verdict
 
 if TYPE_CHECKING:
     from .plots import Plot
+    from .sensitivity.document import Loss
 
 #: What the extra `report` brings, by the names they are imported under.
 REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
@@ -38,11 +43,14 @@ SPARK = {
     "floor": math.log2(E4M3.midpoints[0]),
     "ceiling": math.log2(E4M3.max),
 }
+#: Tensors whose loss is listed.
+WORST = 12
+NOT_LOCATED = "Not known yet: run `fp8q sensitivity RUN`."
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def write_report(run: Run, report: Reporter) -> list[Path]:
-    """Write `report.html` and `report.ipynb` of `run`; returns both paths.
+def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
+    """Write `report.html` and `report.ipynb` of `run`, beside `others`; returns both paths.
 
     Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no
     scales yet or a file of it was changed.
@@ -53,25 +61,30 @@ def write_report(run: Run, report: Reporter) -> list[Path]:
                 f"{module} is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
             )
     with report.track("Writing the report", 2, "files") as advance:
-        page = render(run)
+        page = render(run, others)
         with replacing(run.report_html) as partial:
             partial.write_text(page, encoding="utf-8")
         advance(1)
-        notebook = execute(NOTEBOOK, run.root, {"RUN": "."})
+        notebook = execute(
+            NOTEBOOK, run.root, {"RUN": ".", "COMPARE": [os.path.relpath(other.root, run.root) for other in others]}
+        )
         with replacing(run.report_ipynb) as partial:
             partial.write_text(notebook, encoding="utf-8")
         advance(1)
     return [run.report_html, run.report_ipynb]
 
 
-def report_tables(run: Run) -> dict[str, Table[Any]]:
-    """The tables of the report: `accuracy`, `sizes`, `engines`, `modules`, `kept`, `facts`, `stages`, `notes`.
+def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
+    """The tables of the report: `accuracy`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`,
+    `kept`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = tables.module_rows(run), tables.stage_rows(run)
     return {
         "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
+        "beside": beside.run_table(beside.run_rows([run, *others]) if others else []),
+        "loss": replace(columns.loss_table(losses(run)[:WORST]), missing=NOT_LOCATED),
         "sizes": columns.size_table(tables.size_rows(run)),
         "engines": columns.engine_table(tables.engine_rows(run)),
         "modules": columns.module_table(modules),
@@ -82,11 +95,18 @@ def report_tables(run: Run) -> dict[str, Table[Any]]:
     }
 
 
+def losses(run: Run) -> "list[Loss]":
+    """What each tensor costs alone, worst first; nothing where that is not known of the files that are here now."""
+    from .sensitivity.document import load_sensitivity
+
+    return load_sensitivity(run).modules if tables.wrote(run, run.sensitivity, "sensitivity") else []
+
+
 def report_plots(run: Run) -> "dict[str, Plot]":
-    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `positions`
-    where the run was evaluated.
+    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `loss`
+    where it was located, `positions` where the run was evaluated.
     """
-    from . import plots
+    from . import loss_plots, plots
 
     rows = [row for row in tables.module_rows(run) if row.scale is not None]
     drawn: dict[str, Plot] = {}
@@ -94,6 +114,8 @@ def report_plots(run: Run) -> "dict[str, Plot]":
         worst = plots.noisiest(rows)
         drawn["histogram"] = plots.histogram_plot(worst, load_statistics(run).tensors[str(worst.tensor)].histogram)
         drawn["layers"] = plots.layer_plot(rows)
+    if loss_plots.by_layer(located := losses(run)):
+        drawn["loss"] = loss_plots.loss_plot(located)
     if tables.wrote(run, run.tokens, "validate"):
         sampled = {row.runtime for row in tables.accuracy_rows(run) if row.tokens is not None}
         nll = {name: values for name, values in load_tokens(run).items() if name not in sampled}
@@ -101,13 +123,25 @@ def report_plots(run: Run) -> "dict[str, Plot]":
     return drawn
 
 
-def render(run: Run) -> str:
+def report_verdict(run: Run) -> Verdict:
+    """Is the model of `run` still the same?"""
+    return verdict(tables.accuracy_rows(run))
+
+
+def report_continuations(run: Run) -> Continuations:
+    """What both models write after the same words; nothing where that was not done with the files that are here now."""
+    if tables.wrote(run, run.continuations, "continue"):
+        return load_continuations(run)
+    return Continuations(tokens=0, continuations=[])
+
+
+def render(run: Run, others: Sequence[Run] = ()) -> str:
     """The page, HTML."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    contents = report_tables(run)
+    contents = report_tables(run, others)
     statistics, modules = load_statistics(run), contents["modules"].rows
     drawn = {row.tensor: row.scale for row in modules if row.tensor in statistics.tensors}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
@@ -117,14 +151,17 @@ def render(run: Run) -> str:
         plots=report_plots(run),
         sparklines=sparklines,
         spark=SPARK,
+        verdict=(found := report_verdict(run)),
+        next_steps=next_steps(found, standing(run)),
         summary=summary(contents["accuracy"].rows, modules, contents["kept"].rows),
+        continuations=report_continuations(run).continuations,
         protocol=protocol(run),
         engines=engines(contents["engines"].rows),
     )
 
 
 def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
-    """Is it still the same model? In two sentences."""
+    """What runs in FP8, and what that makes of the perplexity, in two sentences."""
     products = sum(row.kind == "product" for row in modules)
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > products else "."
@@ -136,14 +173,22 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
         return f"{done} What that costs has not been evaluated yet."
     worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
     which = f"{worst.runtime}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.runtime
-    change = (
-        f"Perplexity goes from {base.perplexity:.4f} in BF16 to {worst.perplexity:.4f} in FP8 ({which}): "
-        f"{columns.increase(worst.perplexity_increase or 0.0)}"
+    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {worst.perplexity:.4f} in FP8 ({which})."
+
+
+def standing(run: Run) -> Standing:
+    """Which results of the files that are here now the run has."""
+
+    def fresh(stage: str) -> bool:
+        return stage in run.record().stages and not run.is_stale(stage)
+
+    return Standing(
+        "RUN",
+        located=fresh("sensitivity"),
+        tuned=fresh("tune"),
+        engine=fresh("build-engine"),
+        repository=fresh("triton"),
     )
-    if worst.increase_low is None or worst.increase_high is None:
-        return f"{done} {change}."
-    doubt = "; zero lies inside it" if worst.increase_low <= 0 <= worst.increase_high else ""
-    return f"{done} {change}, 95 % interval {columns.interval((worst.increase_low, worst.increase_high))}{doubt}."
 
 
 def protocol(run: Run) -> Protocol | None:

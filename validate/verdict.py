@@ -1,8 +1,8 @@
 """Is it still the same model? One verdict, and what to do next.
 
 The verdict is of the worst FP8 runtime that ran every window, and rests on the paired 95 % interval of its perplexity's
-increase over BF16, not on the increase alone: what a text cannot tell apart is no loss, and what it cannot exclude is no
-equality.
+increase over BF16, not on the increase alone: what a text cannot tell apart is no loss, and what it cannot exclude is
+no equality.
 
 same      the whole interval lies within a tenth of a percent of BF16: what evaluations on other texts differ by, many
           times over, and no user sees
@@ -15,6 +15,7 @@ broken    FP8's perplexity is no finite number
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from math import isfinite
 from typing import Literal
 
@@ -25,15 +26,27 @@ from .tables import AccuracyRow
 Kind = Literal["same", "noise", "better", "worse", "unknown", "broken"]
 #: A change of perplexity that is none.
 SAME = 1e-3
+#: The colour of each, of the palette of `plots`.
+TONES: dict[Kind, str] = {
+    "same": "#009e73", "noise": "#0072b2", "better": "#009e73", "worse": "#d55e00", "unknown": "#666667",
+    "broken": "#d55e00",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The `sentence` says how much and how sure; `runtime` is the one it is of, None where nothing was compared."""
+    """The `sentence` says how much and how sure; `runtime` is the one it is of, None where nothing was compared, and
+    `rise` its perplexity's increase.
+    """
 
     kind: Kind
     sentence: str
     runtime: str | None = None
+    rise: float = 0.0
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        return f'<p style="border-left:6px solid {TONES[self.kind]};padding-left:1em">{escape(self.sentence)}</p>'
 
 
 @dataclass(frozen=True)
@@ -57,17 +70,17 @@ def verdict(accuracy: Sequence[AccuracyRow]) -> Verdict:
     rise, low, high = worst.perplexity_increase or 0.0, worst.increase_low, worst.increase_high
     if low is None or high is None:
         said = f"Not known: perplexity {moved(rise)}, measured on too little text to say how sure that is."
-        return Verdict("unknown", said, worst.runtime)
+        return Verdict("unknown", said, worst.runtime, rise)
     sure = f"95 % interval {interval((low, high))}"
     if max(abs(low), abs(high)) <= SAME:
-        return Verdict("same", f"Same model: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime)
+        return Verdict("same", f"Same model: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime, rise)
     if low <= 0 <= high:
         said = f"Within the noise of BF16: perplexity {moved(rise)}, and this text cannot tell that from none ({sure})."
-        return Verdict("noise", said, worst.runtime)
+        return Verdict("noise", said, worst.runtime, rise)
     if high < 0:
         said = f"Not worse: perplexity {moved(rise)} against BF16, by chance ({sure})."
-        return Verdict("better", said, worst.runtime)
-    return Verdict("worse", f"Worse: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime)
+        return Verdict("better", said, worst.runtime, rise)
+    return Verdict("worse", f"Worse: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime, rise)
 
 
 def moved(fraction: float) -> str:
@@ -86,6 +99,11 @@ class Standing:
     tuned: bool
     engine: bool
     repository: bool
+
+
+def budget(found: Verdict) -> str:
+    """An increase to aim at: half of what there is, to a digit; half a percent where that is no number."""
+    return f"{50 * found.rise:.1g}%" if found.kind == "worse" else "0.5%"
 
 
 def next_steps(found: Verdict, has: Standing) -> list[Step]:

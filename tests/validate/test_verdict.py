@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8q.validate.tables import AccuracyRow
-from fp8q.validate.verdict import Standing, Step, Verdict, next_steps, verdict
+from fp8q.validate.verdict import Standing, Step, Verdict, budget, next_steps, verdict
 
 BF16 = AccuracyRow("bf16", 10.0, 2.3)
 FP8 = AccuracyRow("reference", 10.031, 2.3031, perplexity_increase=0.0031)
@@ -22,8 +22,8 @@ NOTHING = Standing("RUN", located=False, tuned=False, engine=False, repository=F
         (0.00001, 0.0, 0.0001, "same",
          "Same model: perplexity does not change (by less than 0.01 %) against BF16 (95 % interval +0.00 to +0.01 %)."),
         (0.0004, -0.0002, 0.0011, "noise",
-         "Within the noise of BF16: perplexity rises by 0.04 %, and this text cannot tell that from none (95 % interval "
-         "−0.02 to +0.11 %)."),
+         ("Within the noise of BF16: perplexity rises by 0.04 %, and this text cannot tell that from none "
+          "(95 % interval −0.02 to +0.11 %).")),
         (-0.003, -0.005, -0.0011, "better",
          "Not worse: perplexity falls by 0.30 % against BF16, by chance (95 % interval −0.50 to −0.11 %)."),
         (0.0031, 0.0011, 0.005, "worse",
@@ -73,7 +73,8 @@ ENGINE, TRITON, SERVE = "fp8q build-engine RUN", "fp8q triton RUN", "fp8q serve 
     [
         (Verdict("unknown", ""), NOTHING, [VALIDATE]),
         (Verdict("unknown", "", "reference"), NOTHING, [MORE]),
-        (Verdict("worse", "", "reference"), NOTHING, [SENSITIVITY, TUNE, DOCTOR, ENGINE, TRITON]),
+        (Verdict("worse", "", "reference", 0.0102), NOTHING, [SENSITIVITY, TUNE, DOCTOR, ENGINE, TRITON]),
+        (Verdict("broken", "", "reference"), replace(NOTHING, located=True), [TUNE, DOCTOR, ENGINE, TRITON]),
         (Verdict("worse", "", "reference"), replace(NOTHING, located=True, tuned=True), [DOCTOR, ENGINE, TRITON]),
         (Verdict("noise", "", "reference"), replace(NOTHING, engine=True), [TRITON]),
         (Verdict("same", "", "reference"), replace(NOTHING, engine=True, repository=True), [SERVE]),
@@ -83,3 +84,8 @@ def test_what_to_do_next_is_what_the_run_does_not_have(found: Verdict, has: Stan
     steps = next_steps(found, has)
     assert [step.command for step in steps] == commands
     assert all(isinstance(step, Step) and step.why.endswith(".") for step in steps)
+
+
+@pytest.mark.parametrize(("rise", "said"), [(0.002, "0.1%"), (0.0102, "0.5%"), (0.12, "6%"), (0.00031, "0.02%")])
+def test_the_budget_that_is_named_is_half_of_what_is_lost(rise: float, said: str) -> None:
+    assert budget(Verdict("worse", "", "reference", rise)) == said
