@@ -22,6 +22,7 @@ from .options import (
     EngineOptions,
     ExportOptions,
     GenerateOptions,
+    ReportOptions,
     RescaleOptions,
     ScaleOptions,
     SensitivityOptions,
@@ -42,6 +43,7 @@ from .stages import (
     benching,
     building,
     choosing,
+    continuing,
     corpora,
     deploying,
     engines,
@@ -52,13 +54,14 @@ from .stages import (
     locating,
     measuring,
     merging,
+    reporting,
     serving,
     sources,
     validating,
 )
 from .stages.inspecting import Inspection
 from .stages.opening import open_run
-from .stages.steps import CALIBRATE_MODULES, Notes, alone, needs, stage
+from .stages.steps import CALIBRATE_MODULES, Notes, alone, needs
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -69,8 +72,10 @@ if TYPE_CHECKING:
     from .validate.accuracy import Accuracy
     from .validate.bench import Bench
     from .validate.columns import Table
+    from .validate.continuations import Continuations
     from .validate.plots import Plot
     from .validate.sensitivity.document import Sensitivity
+    from .validate.verdict import Verdict
 
 __all__ = [
     "E4M3",
@@ -89,6 +94,7 @@ __all__ = [
     "Histogram",
     "InputError",
     "Inspection",
+    "ReportOptions",
     "RescaleOptions",
     "RunOptions",
     "ScaleOptions",
@@ -112,8 +118,10 @@ __all__ = [
     "merge",
     "open_run",
     "report",
+    "report_continuations",
     "report_plots",
     "report_tables",
+    "report_verdict",
     "run",
     "saturation",
     "scale_of",
@@ -420,28 +428,37 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
 
 
 @alone("path")
-def report(path: Path, progress: Reporter = SILENT) -> list[Path]:
-    """Write `report.html` and `report.ipynb` of the run at `path`; returns their paths."""
-    from .validate.report import write_report
+def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = SILENT) -> list[Path]:
+    """Write `report.html` and `report.ipynb` of the run at `path`, beside the runs that `options.compare` names;
+    returns their paths.
 
+    Where the source model is here, both models go on from words of the evaluation text first.
+    """
     found, notes = open_run(path), Notes(progress)
-    inputs = {
-        name: digest
-        for stage, record in found.record().stages.items()
-        if stage != "report"
-        for name, digest in record.outputs.items()
-    }
-    if not found.is_current("report", inputs, {}):
-        with stage(found, "report", inputs, {}, notes) as log:
-            log.outputs += write_report(found, notes)
-    return [found.report_html, found.report_ipynb]
+    others = [open_run(other) for other in options.compare]
+    continuing.write_continuations(found, options.continuations, notes)
+    return reporting.report(found, others, notes)
 
 
-def report_tables(path: Path) -> "dict[str, Table[Any]]":
-    """The report's tables of the run at `path`; each shows itself in a notebook."""
+def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
+    """The report's tables of the run at `path`, beside the runs at `compare`; each shows itself in a notebook."""
     from .validate.report import report_tables
 
-    return report_tables(open_run(path))
+    return report_tables(open_run(path), [open_run(other) for other in compare])
+
+
+def report_verdict(path: Path) -> "Verdict":
+    """Is the model of the run at `path` still the same? It shows itself in a notebook."""
+    from .validate.report import report_verdict
+
+    return report_verdict(open_run(path))
+
+
+def report_continuations(path: Path) -> "Continuations":
+    """What BF16 and FP8 of the run at `path` write after the same words; it shows itself in a notebook."""
+    from .validate.report import report_continuations
+
+    return report_continuations(open_run(path))
 
 
 def report_plots(path: Path) -> "dict[str, Plot]":
@@ -497,7 +514,7 @@ def run(
         lambda: build_engine(out, options.engine, progress),
         lambda: validate(out, None, options.validate, progress),
         lambda: triton(out, options.triton, progress),
-        lambda: report(out, progress),
+        lambda: report(out, progress=progress),
     ):
         try:
             step()

@@ -26,6 +26,7 @@ from ..options import (
     ExportOptions,
     GenerateOptions,
     History,
+    ReportOptions,
     RescaleOptions,
     ScaleOptions,
     SensitivityOptions,
@@ -349,13 +350,13 @@ def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common:
 
 
 @app.command
-def report(run: RunPath, /, *, common: Common = Common()) -> None:
-    """Write report.html and report.ipynb: the run, to show to somebody."""
+def report(run: RunPath, /, *, options: ReportOptions = ReportOptions(), common: Common = Common()) -> None:
+    """Write report.html and report.ipynb: the verdict, what to do next, and the numbers, to show to somebody."""
     from .. import api
 
     speak = terminal()
     with showing(speak, run, common):
-        api.report(run, speak)
+        api.report(run, options, speak)
 
 
 @app.command

@@ -21,7 +21,7 @@ from .measured import (
     WeightMethod,
     WeightRounding,
 )
-from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, SensitivityOptions, ValidateOptions
+from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, ReportOptions, SensitivityOptions, ValidateOptions
 from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "KvCache",
     "Method",
     "Precision",
+    "ReportOptions",
     "RescaleOptions",
     "ScaleGrid",
     "ScaleOptions",

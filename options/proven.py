@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from ..declare import EVALUATION, Options, between, increase, option
+from ..declare import EVALUATION, OPTIONS, Options, between, increase, option
 from ..errors import InputError
 from .built import Baseline
 
@@ -85,3 +86,18 @@ class SensitivityOptions(Options):
         ),
         between(0),
     ] = None
+
+
+@dataclass(frozen=True)
+class ReportOptions(Options):
+    """Options of `fp8q report`."""
+
+    compare: Annotated[
+        tuple[Path, ...],
+        option(OPTIONS, "Put this run beside it. Repeatable.", "OTHER"),
+    ] = ()
+    continuations: Annotated[
+        int,
+        option(EVALUATION, "Places of the evaluation text that BF16 and FP8 go on from; 0 for none.", "N"),
+        between(0),
+    ] = 3

@@ -18,6 +18,8 @@ In the order of work:
     deploying   `triton`: the model repository, and in it the plain model of an engine
     locating    `sensitivity`: the loss that each tensor causes alone
     benching    `bench`: what answers take on a runtime, in each precision and beside other runs
+    continuing  `continue`: what BF16 and FP8 write after the same words, for the report
+    reporting   `report`: the run as a page and a notebook, beside other runs
 
 Of what is there, without writing:
 

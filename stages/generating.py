@@ -126,16 +126,22 @@ class Comparison:
 
 
 def compare(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
-    """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`.
+    """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`: `compare_all` of one."""
+    return compare_all(run, [prompt], options)[0]
+
+
+def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> list[Comparison]:
+    """Let FP8, on the runtime that `options` name, and BF16 answer `prompts`, one after another.
 
     Raises InputError where that runtime is BF16 itself, or the source model is gone.
     """
     if options.runtime == "bf16":
         raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
-    request = asked(prompt, options)
+    requests = [asked(prompt, options) for prompt in prompts]
     wide = open_model(run, "bf16")
-    fp8, bf16 = (answer(generator, request, lambda _: None) for generator in (open_model(run, options.runtime), wide))
-    return _comparison(fp8, bf16, wide)
+    narrow = open_model(run, options.runtime)
+    answers = [[answer(generator, request, lambda _: None) for generator in (narrow, wide)] for request in requests]
+    return [_comparison(fp8, bf16, wide) for fp8, bf16 in answers]
 
 
 def _comparison(fp8: Completion, bf16: Completion, generator: Generator) -> Comparison:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..calibrate.model.source import Source
     from ..validate.sensitivity.alone import Prefix
     from ..validate.sensitivity.document import Sensitivity
-    from ..validate.sensitivity.gradients import Predicted
-    from ..validate.sensitivity.sites import Quantizer, Site
+    from ..validate.sensitivity.site import Predicted, Site
+    from ..validate.sensitivity.sites import Quantizer
 
 #: Tokens that go through the model at a time, whole windows.
 TOKENS = 1024
@@ -145,7 +145,7 @@ def _worst(
     sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
     """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
-    from ..validate.sensitivity.gradients import AS_IT_IS
+    from ..validate.sensitivity.site import AS_IT_IS
 
     if progress.chosen is None:
         predicted = _summed(progress)

@@ -369,3 +369,20 @@ def move_source() -> Callable[[Run, Path], None]:
         run.record_file.write_text(json.dumps(record))
 
     return move
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Debian's chromium without a window, where it is."""
+    driver = shutil.which("chromedriver")
+    if not (driver and shutil.which("chromium")):
+        pytest.skip("chromium and chromedriver are not here (Debian, Ubuntu: apt install chromium chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield opened
+    opened.quit()

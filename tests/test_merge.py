@@ -260,6 +260,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "bench": [],
     "sensitivity": [],
 }
+REPORTS = ("report-continuations", "report-plots", "report-tables", "report-verdict")
 #: The public functions that are asked something of a run.
 ASKED = (api.generate, api.compare)
 
@@ -291,7 +292,7 @@ def test_every_public_function_that_takes_a_run_opens_it_where_a_part_is_refused
     functions = [found for name in api.__all__ if inspect.isfunction(found := getattr(api, name))]
     of_a_run = [function for function in functions if next(iter(inspect.signature(function).parameters)) == "path"]
     named = {function.__name__.replace("_", "-") for function in of_a_run}
-    assert named == {*OF_A_RUN, "lint", "open-run", "report-tables", "report-plots", "chat", "compare"}
+    assert named == {*OF_A_RUN, "lint", "open-run", *REPORTS, "chat", "compare"}
     for function in of_a_run:
         if function is not api.lint:
             with pytest.raises(InputError) as refused:

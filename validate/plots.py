@@ -109,7 +109,8 @@ def figure_of(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _integers() -> "Locator":
+def integers() -> "Locator":
+    """Ticks at whole numbers alone."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True)
@@ -164,7 +165,7 @@ def histogram_plot(row: ModuleRow, histogram: Histogram) -> Plot:
         _on_the_rise(axes, edges, values, "values", MUTED)
         if error.any():
             _on_the_rise(axes, error_edges, error, "squared error", VERMILLION)
-        axes.xaxis.set_major_locator(_integers())
+        axes.xaxis.set_major_locator(integers())
         axes.xaxis.set_major_formatter(lambda x, _: exponent(x))
         axes.set_xlabel("magnitude (blue: what E4M3 has at this scale)")
         axes.set_ylabel("share per octave")
@@ -246,7 +247,7 @@ def layer_plot(rows: Sequence[ModuleRow]) -> Plot:
             _kind_panel(axes, kind, members, number == 0)
             axes.tick_params(labelbottom=number + columns >= len(kinds))
         panels[0, 0].set_ylim(limits)
-        panels[0, 0].xaxis.set_major_locator(_integers())
+        panels[0, 0].xaxis.set_major_locator(integers())
         figure.supxlabel("layer", color=MUTED, fontsize=8)
         figure.supylabel("signal to noise, dB", color=MUTED, fontsize=8)
         return figure

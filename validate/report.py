@@ -8,13 +8,10 @@ run yet says which command to run.
 
 import math
 import os
-import signal
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 from ..calibrate.measure.statistics import load_statistics
@@ -24,14 +21,17 @@ from ..options import WITHOUT_FP8
 from ..quantize.formats import E4M3
 from ..reporter import Reporter
 from ..run import Run
-from ..undo import scratch, undoing
-from . import columns, curves, tables
+from . import beside, columns, curves, tables
 from .accuracy import Protocol, load_accuracy, load_tokens
 from .columns import Table
+from .continuations import Continuations, load_continuations
+from .notebook import execute
 from .tables import AccuracyRow, EngineRow, ModuleRow
+from .verdict import Standing, Verdict, next_steps, verdict
 
 if TYPE_CHECKING:
     from .plots import Plot
+    from .sensitivity.document import Loss
 
 #: What the extra `report` brings, by the names they are imported under.
 REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
@@ -43,11 +43,14 @@ SPARK = {
     "floor": math.log2(E4M3.midpoints[0]),
     "ceiling": math.log2(E4M3.max),
 }
+#: Tensors whose loss is listed.
+WORST = 12
+NOT_LOCATED = "Not known yet: run `fp8q sensitivity RUN`."
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def write_report(run: Run, report: Reporter) -> list[Path]:
-    """Write `report.html` and `report.ipynb` of `run`; returns both paths.
+def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
+    """Write `report.html` and `report.ipynb` of `run`, beside `others`; returns both paths.
 
     Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no
     scales yet or a file of it was changed.
@@ -58,25 +61,30 @@ def write_report(run: Run, report: Reporter) -> list[Path]:
                 f"{module} is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
             )
     with report.track("Writing the report", 2, "files") as advance:
-        page = render(run)
+        page = render(run, others)
         with replacing(run.report_html) as partial:
             partial.write_text(page, encoding="utf-8")
         advance(1)
-        notebook = execute(NOTEBOOK, run.root, {"RUN": "."})
+        notebook = execute(
+            NOTEBOOK, run.root, {"RUN": ".", "COMPARE": [os.path.relpath(other.root, run.root) for other in others]}
+        )
         with replacing(run.report_ipynb) as partial:
             partial.write_text(notebook, encoding="utf-8")
         advance(1)
     return [run.report_html, run.report_ipynb]
 
 
-def report_tables(run: Run) -> dict[str, Table[Any]]:
-    """The tables of the report: `accuracy`, `sizes`, `engines`, `modules`, `kept`, `facts`, `stages`, `notes`.
+def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
+    """The tables of the report: `accuracy`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`,
+    `kept`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = tables.module_rows(run), tables.stage_rows(run)
     return {
         "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
+        "beside": beside.run_table(beside.run_rows([run, *others]) if others else []),
+        "loss": replace(columns.loss_table(losses(run)[:WORST]), missing=NOT_LOCATED),
         "sizes": columns.size_table(tables.size_rows(run)),
         "engines": columns.engine_table(tables.engine_rows(run)),
         "modules": columns.module_table(modules),
@@ -87,11 +95,18 @@ def report_tables(run: Run) -> dict[str, Table[Any]]:
     }
 
 
+def losses(run: Run) -> "list[Loss]":
+    """What each tensor costs alone, worst first; nothing where that is not known of the files that are here now."""
+    from .sensitivity.document import load_sensitivity
+
+    return load_sensitivity(run).modules if tables.wrote(run, run.sensitivity, "sensitivity") else []
+
+
 def report_plots(run: Run) -> "dict[str, Plot]":
-    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `positions`
-    where the run was evaluated.
+    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `loss`
+    where it was located, `positions` where the run was evaluated.
     """
-    from . import plots
+    from . import loss_plots, plots
 
     rows = [row for row in tables.module_rows(run) if row.scale is not None]
     drawn: dict[str, Plot] = {}
@@ -99,6 +114,8 @@ def report_plots(run: Run) -> "dict[str, Plot]":
         worst = plots.noisiest(rows)
         drawn["histogram"] = plots.histogram_plot(worst, load_statistics(run).tensors[str(worst.tensor)].histogram)
         drawn["layers"] = plots.layer_plot(rows)
+    if loss_plots.by_layer(located := losses(run)):
+        drawn["loss"] = loss_plots.loss_plot(located)
     if tables.wrote(run, run.tokens, "validate"):
         sampled = {row.runtime for row in tables.accuracy_rows(run) if row.tokens is not None}
         nll = {name: values for name, values in load_tokens(run).items() if name not in sampled}
@@ -106,13 +123,25 @@ def report_plots(run: Run) -> "dict[str, Plot]":
     return drawn
 
 
-def render(run: Run) -> str:
+def report_verdict(run: Run) -> Verdict:
+    """Is the model of `run` still the same?"""
+    return verdict(tables.accuracy_rows(run))
+
+
+def report_continuations(run: Run) -> Continuations:
+    """What both models write after the same words; nothing where that was not done with the files that are here now."""
+    if tables.wrote(run, run.continuations, "continue"):
+        return load_continuations(run)
+    return Continuations(tokens=0, continuations=[])
+
+
+def render(run: Run, others: Sequence[Run] = ()) -> str:
     """The page, HTML."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    contents = report_tables(run)
+    contents = report_tables(run, others)
     statistics, modules = load_statistics(run), contents["modules"].rows
     drawn = {row.tensor: row.scale for row in modules if row.tensor in statistics.tensors}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
@@ -122,14 +151,17 @@ def render(run: Run) -> str:
         plots=report_plots(run),
         sparklines=sparklines,
         spark=SPARK,
+        verdict=(found := report_verdict(run)),
+        next_steps=next_steps(found, standing(run)),
         summary=summary(contents["accuracy"].rows, modules, contents["kept"].rows),
+        continuations=report_continuations(run).continuations,
         protocol=protocol(run),
         engines=engines(contents["engines"].rows),
     )
 
 
 def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
-    """Is it still the same model? In two sentences."""
+    """What runs in FP8, and what that makes of the perplexity, in two sentences."""
     products = sum(row.kind == "product" for row in modules)
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > products else "."
@@ -141,14 +173,22 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
         return f"{done} What that costs has not been evaluated yet."
     worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
     which = f"{worst.runtime}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.runtime
-    change = (
-        f"Perplexity goes from {base.perplexity:.4f} in BF16 to {worst.perplexity:.4f} in FP8 ({which}): "
-        f"{columns.increase(worst.perplexity_increase or 0.0)}"
+    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {worst.perplexity:.4f} in FP8 ({which})."
+
+
+def standing(run: Run) -> Standing:
+    """Which results of the files that are here now the run has."""
+
+    def fresh(stage: str) -> bool:
+        return stage in run.record().stages and not run.is_stale(stage)
+
+    return Standing(
+        "RUN",
+        located=fresh("sensitivity"),
+        tuned=fresh("tune"),
+        engine=fresh("build-engine"),
+        repository=fresh("triton"),
     )
-    if worst.increase_low is None or worst.increase_high is None:
-        return f"{done} {change}."
-    doubt = "; zero lies inside it" if worst.increase_low <= 0 <= worst.increase_high else ""
-    return f"{done} {change}, 95 % interval {columns.interval((worst.increase_low, worst.increase_high))}{doubt}."
 
 
 def protocol(run: Run) -> Protocol | None:
@@ -177,75 +217,3 @@ def engines(built: Sequence[EngineRow]) -> str:
         f"Every promised product takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read "
         "from the engines themselves."
     )
-
-
-def execute(notebook: Path, directory: Path, parameters: dict[str, str]) -> str:
-    """Execute `notebook` in `directory` with `parameters`, and return it with its outputs, as JSON text.
-
-    The kernel is the running interpreter's own, whatever kernels the user has installed under the name `python3`; it
-    reads none of the user's IPython start-up files, and talks over sockets in a temporary directory, not over TCP. What
-    papermill notes of paths and times is left out: the result says the same wherever the run lies. Raises BackendError
-    when no kernel starts.
-    """
-    import nbformat
-    import papermill
-    from jupyter_client.kernelspec import NoSuchKernel
-    from jupyter_core.utils import ensure_event_loop
-
-    def executed(private: Path, groups: list[int]) -> Any:
-        try:
-            return papermill.execute_notebook(
-                notebook,
-                None,
-                parameters,
-                kernel_name="python3",
-                progress_bar=False,
-                cwd=directory,
-                kernel_manager_class=own_kernel(private, groups),
-                extra_arguments=[f"--ipython-dir={private}"],
-            )
-        finally:
-            ensure_event_loop().close()  # this thread's, which nbclient made and leaves open
-
-    groups: list[int] = []
-    # Signals stay ours: in the main thread nbclient would put handlers of its own in their place, and leave Python's.
-    with scratch() as private, ThreadPoolExecutor(1, "notebook") as pool, undoing(lambda: end_groups(groups)):
-        try:
-            done = pool.submit(executed, private, groups).result()
-        except (NoSuchKernel, RuntimeError) as error:
-            raise BackendError(
-                f"no Jupyter kernel starts to execute the report ({error}); install one with `pip install "
-                "'fp8q[report]'`"
-            ) from error
-    for part in (done, *done.cells):
-        part.metadata.pop("papermill", None)
-        part.metadata.pop("execution", None)
-    return f"{nbformat.writes(done)}\n"  # type: ignore[no-untyped-call]  # typed, but this one
-
-
-def own_kernel(private: Path, groups: list[int]) -> type:
-    """The manager of a kernel that is the running interpreter's own, keeps its files in `private`, and says nothing;
-    `groups` takes the process group that it leads.
-    """
-    from jupyter_client.kernelspec import KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
-
-    class OwnKernel(AsyncKernelManager):
-        def __init__(self, **traits: Any) -> None:
-            own = KernelSpecManager(kernel_dirs=[])
-            super().__init__(
-                kernel_spec_manager=own, transport="ipc", connection_file=f"{private}/kernel.json", **traits
-            )
-
-        async def _async_launch_kernel(self, kernel_cmd: list[str], **kw: Any) -> None:
-            await super()._async_launch_kernel(kernel_cmd, **kw, stdout=DEVNULL, stderr=DEVNULL)
-            groups.append(self.provisioner.pid)  # type: ignore[union-attr]  # it is a local one
-
-    return OwnKernel
-
-
-def end_groups(groups: list[int]) -> None:
-    """Kill these process groups."""
-    for group in groups:
-        with suppress(OSError):
-            os.killpg(group, signal.SIGKILL)

@@ -19,6 +19,7 @@ NOT_MEASURED = (
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",
     "| tried with | on | what holds |",
+    "| verdict | the interval |",
     "| path | what |",
     "| field | |",
     "| in the repository | what it is |",

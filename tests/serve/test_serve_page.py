@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +14,12 @@ if TYPE_CHECKING:
     from fp8q.run import Run
 
 PROMPT = "def read_file(path):\n    "
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("chromium") and shutil.which("chromedriver")),
-    reason="chromium and chromedriver are not here (Debian, Ubuntu: apt install chromium chromium-driver)",
-)
 
 
 @pytest.fixture(scope="module")
 def server(demo_run: Run) -> Iterator[Thread]:
     with in_thread(demo_run.root, name="demo", bf16=True) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
 
 
 def wait(browser: Any, script: str) -> None:

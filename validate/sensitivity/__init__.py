@@ -1,5 +1,6 @@
 """Which tensor the loss comes from: the KL that each causes when it alone is quantized, in FP32 arithmetic.
 
+site        a tensor, named
 sites       what can be quantized alone: each weight, each distinct activation, each cache tensor; and what it loses
 gradients   one pass forward and back that predicts the KL of all of them
 alone       the KL of one of them, measured

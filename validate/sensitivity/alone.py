@@ -23,7 +23,8 @@ from ...calibrate.model.decoder import (
     trace,
 )
 from ...calibrate.model.source import Source, meta_model
-from .sites import Quantizer, Site
+from .site import Site
+from .sites import Quantizer
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from pydantic import Field
 from ...files import Strict, read_document
 from ...quantize.scales import Scales
 from ...run import Run
-from .gradients import AS_IT_IS, TWO_TERMS, Predicted
-from .sites import Kind, Site
+from .site import AS_IT_IS, TWO_TERMS, Kind, Predicted, Site
 
 
 class KlAfter(Strict):

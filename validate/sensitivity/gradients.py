@@ -21,11 +21,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from ...calibrate.measure.observe import ObservedLayer
-from .sites import Quantizer, Site
-
-#: What a site's KL is predicted for: as the run has it, and an activation in two terms.
-AS_IT_IS, TWO_TERMS = "as_it_is", "two_terms"
-Predicted = dict[str, dict[str, float]]
+from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
+from .sites import Quantizer
 
 
 @dataclass

@@ -6,7 +6,6 @@ Each is quantized as the run's checkpoint has it: the codes and scales are read 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,24 +19,7 @@ from ...quantize.linear import FP8Linear
 from ...quantize.reference import Reference
 from ...quantize.scales import Scales, TensorScale
 from ...quantize.sequential import product_input
-
-Kind = Literal["weight", "activation", "kv_cache"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A tensor of `kind`: the weight of `module`, the input of `module` and the others of `members`, which receive the
-    same one, or the cache tensor `module` (`<attention>.k` or `.v`).
-    """
-
-    module: str
-    kind: Kind
-    members: tuple[str, ...]
-
-    @property
-    def key(self) -> str:
-        """Its name in files."""
-        return f"{self.kind}:{self.module}"
+from .site import Site
 
 
 def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:

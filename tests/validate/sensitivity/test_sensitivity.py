@@ -25,8 +25,9 @@ from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.sensitivity.alone import Float, Prefix
 from fp8q.validate.sensitivity.document import Sensitivity
-from fp8q.validate.sensitivity.gradients import AS_IT_IS, TWO_TERMS, predict
-from fp8q.validate.sensitivity.sites import Quantizer, Site, sites_of
+from fp8q.validate.sensitivity.gradients import predict
+from fp8q.validate.sensitivity.site import AS_IT_IS, TWO_TERMS, Site
+from fp8q.validate.sensitivity.sites import Quantizer, sites_of
 
 WINDOWS = 4
 MODULE, LAYER = "model.layers.2.mlp.down_proj", 2
