@@ -6,7 +6,7 @@ toolkit would be one more large library on a serving host. Names and structures 
 
 Written from that documentation: it has not run on a GPU yet.
 
-Imports only NumPy and its neighbours in this folder, as all that may be copied into a Triton repository.
+Imports only NumPy and its neighbours in this folder, as all that is copied into Triton repositories.
 """
 
 import ctypes
@@ -22,6 +22,8 @@ from .device import Copy
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
+#: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR.
+MAJOR, MINOR = 75, 76
 Handle = ctypes.c_void_p
 Address = ctypes.c_uint64
 
@@ -82,7 +84,9 @@ def memcpy_3d(copy: Copy) -> Memcpy3D:
 
 
 class CudaDevice:
-    """The first GPU that CUDA_VISIBLE_DEVICES shows, and one stream on it; see `device.Device` for the methods."""
+    """The first GPU that CUDA_VISIBLE_DEVICES shows, and one stream on it; see `device.Device` for the methods.
+    `target`: its compute capability, as `sm90`.
+    """
 
     def __init__(self, captures: bool = True):
         """Open the GPU; without `captures`, work is asked for anew each time: for a runtime that captures it itself.
@@ -97,9 +101,15 @@ class CudaDevice:
         self._entered = threading.local()
         self._check("cuInit", ctypes.c_uint(0))
         self._check("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+        self.target = f"sm{self._attribute(MAJOR, device)}{self._attribute(MINOR, device)}"
         self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
         self._stream, self._captures = stream, captures
+
+    def _attribute(self, which: int, device: ctypes.c_int) -> int:
+        found = ctypes.c_int()
+        self._check("cuDeviceGetAttribute", ctypes.byref(found), ctypes.c_int(which), device)
+        return found.value
 
     @property
     def stream(self) -> int:

@@ -10,8 +10,8 @@ a line is what one head has of the new positions, lines repeat over heads, block
 at the same position go together. A tensor begins at a multiple of `ALIGNMENT`, and so does every row of the past, for
 the rows of a prompt are given to the engine by the address of the first.
 
-Nothing here knows CUDA: addresses are numbers. Imports only the cache, as all that may be copied into a Triton
-repository.
+Nothing here knows CUDA: addresses are numbers. Imports only the cache, as all that is copied into Triton
+repositories.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -7,7 +7,7 @@ once, at the end. The capacity grows by doubling, as in host memory (`host_batch
 
 A chunk of prompts has ever new shapes, so it is not captured.
 
-Imports only NumPy and its neighbours in this folder, as all that may be copied into a Triton repository.
+Imports only NumPy and its neighbours in this folder, as all that is copied into Triton repositories.
 """
 
 from collections.abc import Callable, Mapping, Sequence

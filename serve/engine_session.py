@@ -9,14 +9,14 @@ nothing is captured around it.
 Written from NVIDIA's documentation and the signatures of tensorrt-rtx 1.7: neither runtime has run here yet, for want
 of a GPU.
 
-Imports only NumPy, its neighbours in this folder, and the runtime, as all that may be copied into a Triton repository.
+Imports only NumPy, its neighbours in this folder, and the runtime, as all that is copied into Triton repositories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from .device import slot_step
 from .device_batch import DeviceBatch, Phase, Shapes
 from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError
 
+EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
+RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 #: TensorRT's name of an element type -> what holds it on the host: uint8 FP8 codes, uint16 BF16.
 DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "BF16": np.uint16, "FP8": np.uint8}
 #: Positions of prompts that a call takes in: enough that a GPU multiplies rather than reads. Not measured.
@@ -63,7 +65,7 @@ def bounds_of(tokens: Sequence[tuple[int, int]], capacities: Sequence[int]) -> B
 class EngineSession:
     """A `sessions.Session` on the GPU, and the `device_batch.Program` that its batches run."""
 
-    def __init__(self, plan: Path, runtime: Literal["tensorrt", "tensorrt-rtx"]):
+    def __init__(self, plan: Path, runtime: EngineRuntime):
         """Load the engine at `plan`.
 
         Raises SessionError where the runtime is not installed, there is no GPU, or the engine is not for it.

@@ -35,9 +35,9 @@ def release_of(tensorrt: str, releases: Mapping[str, str] = RELEASES) -> str | N
     return releases.get(".".join(tensorrt.split(".")[:3]))
 
 
-def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool) -> str:
+def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool, packages: Mapping[str, str] = PINS) -> str:
     """The Dockerfile of a repository whose plan TensorRT of the version `tensorrt` built (None: it holds no plan);
-    `awaits_plan`: one is to be put there.
+    `awaits_plan`: one is to be put there; `packages`: what is added to the image.
 
     The release has no default where it is not known: the build then stops and says so.
     """
@@ -46,7 +46,7 @@ def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool) -> str:
     if tensorrt is not None and release:
         why = f"TensorRT {tensorrt} built the plan, and runs it: this release has it."
     elif release:
-        why = "Any release will do: the model runs on ONNX Runtime, and uses nothing of the image's TensorRT."
+        why = "Any release will do: the model brings its own runtime, and uses nothing of the image's TensorRT."
     else:
         built = f"{tensorrt} built the plan" if tensorrt else "which built the plan"
         why = (
@@ -57,8 +57,13 @@ def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool) -> str:
         image=image_name(name),
         why=why,
         release=f"={release}" if release else "",
-        packages=" ".join(f"{package}=={version}" for package, version in PINS.items()),
+        packages=pinned(packages),
     )
+
+
+def pinned(packages: Mapping[str, str]) -> str:
+    """Packages as pip takes them."""
+    return " ".join(f"{package}=={version}" for package, version in packages.items())
 
 
 def image_name(name: str) -> str:

@@ -8,6 +8,7 @@
       <name>/1/model.py         triton_model.py, copied
       <name>/1/generate.py …    the loop and its neighbours, copied (`LOOP`): the server needs no fp8q
       <name>/1/weights/         the graph, the safetensors it points into, tokenizer and configuration
+      <name>/1/engines/         the run's engines, by runtime and target (`here`), where it has some
       <name>_engine/…           the plain model of an engine, where there is one for TensorRT (`engine_model`)
 
 Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A
@@ -16,7 +17,7 @@ then is none. With hard links ONNX's checker, and with it `onnx.load`, refuses t
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -27,12 +28,15 @@ from ..options import TritonOptions, model_name
 from ..reporter import Reporter
 from ..run import Run
 from .engine_model import DESCRIPTION, PLAN, SUFFIX, EngineModel, engine_config
-from .images import PINS, TEMPLATES, dockerfile, image_name, release_in
+from .engine_session import EngineRuntime
+from .here import AUTO, ONNX_RUNTIME, plan_path
+from .images import PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
 from .ownership import own
 from .triton_schema import import_schema
 
 LOOP = (
-    "cache.py", "generate.py", "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
+    "cache.py", "cuda.py", "device.py", "device_batch.py", "engine_session.py", "generate.py", "here.py",
+    "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
 )  # fmt: skip
 #: What the model reads beside its graph; the last is not in every checkpoint.
 COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
@@ -68,23 +72,45 @@ class Engine:
     plan: Path | None
 
 
-def write_repository(run: Run, options: TritonOptions, report: Reporter, engine: Engine | None = None) -> list[Path]:
-    """Write the model repository of a run in the place of the one that is there; returns its files.
+@dataclass(frozen=True)
+class OwnEngine:
+    """An engine that the Python model runs itself, where it finds the GPU of its `target`; `version`: of `runtime`."""
+
+    runtime: EngineRuntime
+    version: str
+    target: str
+    plan: Path
+
+
+def write_repository(
+    run: Run,
+    options: TritonOptions,
+    report: Reporter,
+    engine: Engine | None = None,
+    own_engines: Sequence[OwnEngine] = (),
+) -> list[Path]:
+    """Write the model repository of a run in the place of the one that is there, with the plain `engine` and those of
+    the Python model; returns its files.
 
     Raises InputError when the checkpoint or the FP32 graph is missing or changed, BackendError when Triton's protobuf
     schema is not installed.
     """
     out = options.out or run.triton
     name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
-    config = config_text(name, options.max_batch)
+    config = config_text(name, options.max_batch, AUTO if own_engines else ONNX_RUNTIME)
     engine_text = engine_config(name + SUFFIX, engine.model) if engine else ""
     weights = weight_files(run)
     plans = [engine.plan] if engine and engine.plan else []
     with (
-        report.track("Writing the Triton repository", len(weights) + len(plans), "files") as advance,
+        report.track("Writing the Triton repository", len([*weights, *plans, *own_engines]), "files") as advance,
         replacing(out) as partial,
     ):
         _write_model(partial / name, config, weights, advance)
+        for each in own_engines:
+            place = plan_path(partial / name / "1", each.runtime, each.target)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            share(each.plan, place)
+            advance(1)
         if engine:
             folder = partial / (name + SUFFIX)
             (folder / "1").mkdir(parents=True)
@@ -94,9 +120,10 @@ def write_repository(run: Run, options: TritonOptions, report: Reporter, engine:
                 share(plan, folder / "1" / PLAN)
                 advance(1)
         built_by = engine.model.tensorrt if engine else None
-        image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans)
+        packages = PINS | {each.runtime: each.version for each in own_engines}
+        image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans, packages=packages)
         (partial / "Dockerfile").write_text(image, encoding="utf-8")
-        (partial / "README.md").write_text(readme(name, options, engine, image), encoding="utf-8")
+        (partial / "README.md").write_text(readme(name, options, engine, image, own_engines), encoding="utf-8")
         own(partial)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
@@ -115,7 +142,9 @@ def _write_model(folder: Path, config: str, weights: list[Path], advance: Callab
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
 
 
-def readme(name: str, options: TritonOptions, engine: Engine | None, image: str) -> str:
+def readme(
+    name: str, options: TritonOptions, engine: Engine | None, image: str, own_engines: Sequence[OwnEngine] = ()
+) -> str:
     """The repository's own README.md; `image`: its Dockerfile."""
     awaits = engine is not None and engine.plan is None
     alone = f" --model-control-mode=explicit --load-model={name}" if awaits else ""
@@ -125,11 +154,23 @@ def readme(name: str, options: TritonOptions, engine: Engine | None, image: str)
         max_batch=options.max_batch,
         both=f" Beside it lies `{name}{SUFFIX}`, the plain engine." if engine else "",
         build="" if release_in(image) else " --build-arg TRITON=YY.MM",
-        gpus=" --gpus=all" if engine else "",
+        gpus=" --gpus=all" if engine or own_engines else "",
+        runs=_runs(own_engines),
         serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
         serve_bare=alone,
-        packages=" ".join(f"{package}=={version}" for package, version in PINS.items()),
+        packages=pinned(PINS | {each.runtime: each.version for each in own_engines}),
         engine=_engine_section(name, engine) if engine else "",
+    )
+
+
+def _runs(engines: Sequence[OwnEngine]) -> str:
+    """What the Python model runs on, in a sentence."""
+    if not engines:
+        return "It runs on ONNX Runtime on the CPU"
+    there = ", ".join(f"{each.target} ({each.runtime} {each.version})" for each in engines)
+    return (
+        f"It runs the engine of the GPU that it finds, {there}, with the cache on the GPU, and where there is none for "
+        "it ONNX Runtime on the CPU"
     )
 
 
@@ -191,7 +232,7 @@ def external_data(graph: Path) -> list[str]:
     return names
 
 
-def config_text(name: str, max_batch: int) -> str:
+def config_text(name: str, max_batch: int, runtime: str = ONNX_RUNTIME) -> str:
     """`config.pbtxt`, through Triton's own schema.
 
     No `kind` in the instance group: one file for hosts with a GPU and without.
@@ -204,6 +245,6 @@ def config_text(name: str, max_batch: int) -> str:
         config.output.add(name=key, data_type=config_pb2.DataType.Value(dtype), dims=[length])
     config.model_transaction_policy.decoupled = True
     config.instance_group.add(count=1)
-    for key, value in {"runtime": "onnxruntime", "weights": WEIGHTS, "max_batch": str(max_batch)}.items():
+    for key, value in {"runtime": runtime, "weights": WEIGHTS, "max_batch": str(max_batch)}.items():
         config.parameters[key].string_value = value
     return str(text_format.MessageToString(config))

@@ -25,9 +25,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # exists in Triton's stub process only
 
 from .generate import Generator
+from .here import open_here
 from .request import MOST_STOP_WORDS, BusyError, Piece, Request, RequestError
 from .service import Failed, Service
-from .sessions import open_session
 from .text import Vocabulary
 
 LOG = logging.getLogger("fp8q")
@@ -81,15 +81,16 @@ class TritonPythonModel:
     """What Triton's Python backend calls: initialize once, execute for every batch of requests, finalize once."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the graph and the tokenizer that config.pbtxt names; Triton shows what is raised as the reason why the
-        model does not load.
+        """Open the engine or graph, and the tokenizer, that config.pbtxt names; Triton shows what is raised as the
+        reason why the model does not load.
         """
         parameters = {
             name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
         }
-        directory = Path(__file__).parent / parameters["weights"]
-        session = open_session(directory, parameters["runtime"])
-        self._service = Service(Generator(session, Vocabulary.read(directory), int(parameters["max_batch"])))
+        version, weights = Path(__file__).parent, parameters["weights"]
+        vocabulary = Vocabulary.read(version / weights)
+        session = open_here(version, weights, parameters["runtime"])
+        self._service = Service(Generator(session, vocabulary, int(parameters["max_batch"])))
 
     def execute(self, requests: list[Any]) -> None:
         """Read the requests' tensors, which Triton takes back afterwards, and hand them in."""

@@ -13,7 +13,7 @@ from .steps import Notes, stage
 
 if TYPE_CHECKING:
     from ..export.engine.profiles import Profile
-    from ..serve.repository import Engine
+    from ..serve.repository import Engine, OwnEngine
 
 BUILT = "build-engine"
 
@@ -27,13 +27,13 @@ def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
     from ..serve.ownership import refuse_foreign
     from ..serve.repository import write_repository
 
-    inputs = fp8_files(run) | plan_files(run)
+    inputs = fp8_files(run) | engine_files(run)
     chosen = asdict(options)
     out = chosen.pop("out")
     if out is not None and out.resolve() != run.triton.resolve():
         refuse_foreign(out)
         options = replace(options, out=out.resolve())  # not a link to it
-        files = write_repository(run, options, notes, plain_engine(run, options.engine_model, notes))
+        files = write_repository(run, options, notes, plain_engine(run, options.engine_model, notes), own_engines(run))
         notes.note(f"wrote the Triton repository {out}")
         return files
     if not run.is_current("triton", inputs, chosen):
@@ -42,16 +42,27 @@ def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
         refuse_foreign(run.triton, names)
         with stage(run, "triton", inputs, chosen, notes) as log:
             engine = plain_engine(run, options.engine_model, notes)
-            log.outputs += write_repository(run, replace(options, out=None), notes, engine)
+            log.outputs += write_repository(run, replace(options, out=None), notes, engine, own_engines(run))
     return [run.root / name for name in run.record().stages["triton"].outputs]
 
 
-def plan_files(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of what the repository takes of TensorRT's engines; none where there are none for this graph."""
+def engine_files(run: Run) -> dict[str, str]:
+    """Name -> SHA-256 of what the repository takes of engines; none where there are none for this graph."""
     built = run.record().stages.get(BUILT)
-    if built is None or built.options.get("runtime") != "tensorrt" or run.is_stale(BUILT):
+    if built is None or run.is_stale(BUILT):
         return {}
     return {name: digest for name, digest in built.outputs.items() if name.endswith((".plan", ".json"))}
+
+
+def own_engines(run: Run) -> "list[OwnEngine]":
+    """The engines that the Python model runs itself."""
+    from ..export.engine.info import load_engines
+    from ..serve.repository import OwnEngine
+
+    return [
+        OwnEngine(info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT))
+        for info in (load_engines(run) if engine_files(run) else [])
+    ]
 
 
 def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
@@ -64,7 +75,7 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
     from ..serve.engine_model import describe
     from ..serve.repository import Engine
 
-    plans = plan_files(run)
+    plans = bool(engine_files(run)) and run.record().stages[BUILT].options.get("runtime") == "tensorrt"
     if not plans and not asked:
         note_left_out(run, notes)
         return None
@@ -79,7 +90,7 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
                 f"--engine-model: {why}; leave it out (the Python model keeps the cache to itself), or calibrate with "
                 "--kv-cache off"
             )
-        notes.note(f"the engine stays out of the Triton repository: {why}; the Python model serves the run")
+        notes.note(f"no plain model of the engine: {why}; the Python model runs it")
         return None
     return Engine(model, run.require(run.engines / f"{built.target}.plan", BUILT) if built else None)
 
@@ -99,13 +110,18 @@ def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
 
 
 def note_left_out(run: Run, notes: Notes) -> None:
-    """Say why the engines that the run has stay out of the repository."""
+    """Say why the engines that the run has are no plain models, or not in the repository at all."""
     built = run.record().stages.get(BUILT)
     if built is None:
         return
     targets = ", ".join(Path(name).stem for name in built.outputs if name.endswith(".plan"))
     if run.is_stale(BUILT):
-        why = "which would be of another model: they are of other files than the run has now"
-    else:
-        why = "whose tensorrt backend reads TensorRT plans and no TensorRT-RTX engines"
-    notes.note(f"engines {targets}: stay out of the Triton repository, {why}; the model runs on ONNX Runtime")
+        notes.note(
+            f"engines {targets}: stay out of the Triton repository, which would be of another model: they are of other "
+            "files than the run has now; the model runs on ONNX Runtime"
+        )
+        return
+    notes.note(
+        f"engines {targets}: the Python model runs them; no plain model of them, for Triton's tensorrt backend reads "
+        "TensorRT plans and no TensorRT-RTX engines"
+    )

@@ -14,9 +14,11 @@ from ...export.lint.loading import load_graph
 from ...export.lint.rules import Broken, Promise
 from ...files import DAMAGE, regular_file
 from ...run import GRAPH_FP32
+from ..engine_session import RUNTIMES
+from ..here import AUTO, ENGINES, ONNX_RUNTIME
 from ..repository import COMPANIONS
 from ..text import ModelFileError, Vocabulary
-from .folder import Model, why
+from .folder import Model, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN
 
@@ -26,8 +28,6 @@ STUB, ENVIRONMENT = "triton_python_backend_stub", "EXECUTION_ENV_PATH"
 OWN_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 #: Source that is parsed, in bytes; no model's is longer.
 LARGEST_SOURCE = 4 << 20
-#: The runtime that `open_session` opens a graph with.
-RUNTIME = "onnxruntime"
 #: Rules about a graph's weights, and about its interface, with which it is served.
 OF_WEIGHTS, INTERFACE = (*PLACES, "F404", "F405", "F406", "F407"), "F306"
 
@@ -107,18 +107,31 @@ def python_environment(model: Model) -> Broken:
 @model_rule("R108", "parameters", scope="text")
 def parameters(model: Model) -> Broken:
     """fp8q's Python model has the parameters that its model.py reads: runtime, weights (a folder in the version's) and
-    max_batch.
+    max_batch; an engine that it may run is a file that reads.
     """
     for name in ("runtime", "weights", "max_batch"):
         if name not in model.parameters:
             yield model.place(), f"has no parameter {name}; {AGAIN}"
-    runtime, most = model.parameters.get("runtime", RUNTIME), model.parameters.get("max_batch", "1")
-    if runtime != RUNTIME:
-        yield model.place(), f"the runtime {runtime} does not run its graph; set {RUNTIME}"
+    runtime, most = model.parameters.get("runtime", AUTO), model.parameters.get("max_batch", "1")
+    if runtime not in (AUTO, ONNX_RUNTIME, *RUNTIMES):
+        yield model.place(), f"there is no runtime {runtime}; set {AUTO}, {ONNX_RUNTIME}, {' or '.join(RUNTIMES)}"
+    if runtime in RUNTIMES and not _plans(model, runtime):
+        yield (
+            model.place(),
+            f"holds no engine of {runtime} in the version's {ENGINES}; set {AUTO}, or {AGAIN}",
+        )
+    for plan in (plan for each in RUNTIMES for plan in _plans(model, each)):
+        if not is_regular(plan) or not plan.stat().st_size:
+            yield model.place(plan), f"is no file that reads, or empty; {AGAIN}"
     if not (most.isascii() and most.isdecimal() and int(most[:20]) > 0):
         yield model.place(), f"max_batch is {most!r}, and is a number of requests; set 8, for example"
     if "weights" in model.parameters and not _weights(model):
         yield model.place(), f"there is no folder {model.parameters['weights']} in the version's; {AGAIN}"
+
+
+def _plans(model: Model, runtime: str) -> list[Path]:
+    """The engines of a runtime, in the versions that are served."""
+    return [plan for version in model.served for plan in sorted((version / ENGINES / runtime).glob("*.plan"))]
 
 
 def _weights(model: Model) -> list[Path]:

@@ -147,8 +147,8 @@ def test_why_an_engine_stays_out_is_told(wide_run: Run) -> None:
     record_engine(wide_run, "1.7.1.116", "tensorrt-rtx")
     assert written(wide_run) == [
         (
-            "engines sm90: stay out of the Triton repository, whose tensorrt backend reads TensorRT plans and no "
-            "TensorRT-RTX engines; the model runs on ONNX Runtime"
+            "engines sm90: the Python model runs them; no plain model of them, for Triton's tensorrt backend reads "
+            "TensorRT plans and no TensorRT-RTX engines"
         )
     ]
     record_engine(wide_run)
@@ -175,13 +175,29 @@ def fp8_cache(run: Run) -> None:
         log.outputs += [run.onnx, run.onnx_fp32]
 
 
+def test_the_python_model_has_every_engine_and_the_image_its_runtime(wide_run: Run) -> None:
+    record_engine(wide_run, "1.7.1.116", "tensorrt-rtx")
+    written(wide_run)
+    plan = wide_run.triton / "counting" / "1" / "engines" / "tensorrt-rtx" / "sm90.plan"
+    assert plan.read_bytes() == (wide_run.engines / "sm90.plan").read_bytes()
+    config = text_format.Parse((wide_run.triton / "counting/config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    assert config.parameters["runtime"].string_value == "auto"
+    image, text = ((wide_run.triton / name).read_text() for name in ("Dockerfile", "README.md"))
+    assert "pip install --no-cache-dir onnxruntime==1.31.1 tokenizers==0.22.2 tensorrt-rtx==1.7.1.116\n" in image
+    assert (
+        " ".join(text.split()).count("It runs the engine of the GPU that it finds, sm90 (tensorrt-rtx 1.7.1.116), ")
+        == 1
+    )
+    assert "--gpus=all" in text
+
+
 def test_an_engine_with_an_fp8_cache_stays_out_since_triton_has_no_type_for_it(wide_run: Run) -> None:
     fp8_cache(wide_run)
     record_engine(wide_run)
     assert written(wide_run) == [
         (
-            "the engine stays out of the Triton repository: Triton has no type for past_key_values.0.key, which is "
-            "FLOAT8E4M3FN; the Python model serves the run"
+            "no plain model of the engine: Triton has no type for past_key_values.0.key, which is FLOAT8E4M3FN; the "
+            "Python model runs it"
         )
     ]
     told = (

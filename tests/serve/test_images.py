@@ -49,7 +49,7 @@ def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
         ("10.16.1.11", False, "26.05", "TensorRT 10.16.1.11 built the plan, and runs it: this release has it."),
         ("12.0.0.1", False, None, "The release must have the TensorRT 12.0.0.1 built the plan: give it, as "),
         (None, True, None, "The release must have the TensorRT which built the plan: give it, as "),
-        (None, False, "26.08", "Any release will do: the model runs on ONNX Runtime"),
+        (None, False, "26.08", "Any release will do: the model brings its own runtime"),
     ],
 )
 def test_the_release_has_a_default_only_where_it_is_known(
