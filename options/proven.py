@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 from ..declare import EVALUATION, Options, between, increase, option
 from ..errors import InputError
 from .built import Baseline
+from .measured import ALLOW_OVERLAP
 
 RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt")
 #: What runs no FP8: the float model, and what FP8 is compared with.
@@ -47,6 +48,7 @@ class ValidateOptions(Options):
         int | None, option(EVALUATION, "Tokens in an evaluation window.", "N", "the calibration window")
     ] = None
     stride: Annotated[int | None, option(EVALUATION, "Tokens between windows.", "N", "the context")] = None
+    allow_overlap: Annotated[bool, option(EVALUATION, ALLOW_OVERLAP)] = False
     max_ppl_increase: Annotated[
         float | None,
         option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
