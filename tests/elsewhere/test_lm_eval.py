@@ -92,12 +92,14 @@ def texts(
     return found
 
 
-def lm_eval(home: Path, folder: Path, model: Path, tasks: str) -> dict[str, dict[str, float]]:
-    """What lm-eval of the environment at `home` finds by `tasks` on the texts in `folder`: task -> metric -> value."""
+def lm_eval(home: Path, folder: Path, model: Path, tasks: str, more: str = "") -> dict[str, dict[str, float]]:
+    """What lm-eval of the environment at `home` finds by `tasks` on the texts in `folder`: task -> metric -> value.
+    `more`: of the model's arguments.
+    """
     out = folder / f"{model.parent.name}.json"
     command: list[str | Path] = [
         home / "bin" / "lm_eval", "--model", "hf", "--model_args",
-        f"pretrained={model},dtype=bfloat16,softmax_dtype=float32,max_length={SCORED}",
+        f"pretrained={model},dtype=bfloat16,softmax_dtype=float32,max_length={SCORED}{more}",
         "--tasks", tasks, "--include_path", TASKS, "--device", "cpu", "--batch_size", "8", "--output_path", out,
     ]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
@@ -168,7 +170,8 @@ def test_windows_that_begin_with_bos_are_scored_as_lm_eval_scores_documents(
     """Of a tokenizer that adds BOS, by default: documents that each fill a window behind it.
 
     Perplexity by word is exp of the nats over the words, ours over the tokens that the protocol says were scored, which
-    are all but BOS: `nll_nats` turns the one into the other.
+    are all but BOS: `nll_nats` turns the one into the other. Of such a tokenizer lm-eval would put two in front, its
+    own and the tokenizer's, and score the second; `add_bos_token=False` leaves its own.
     """
     tokenizer = AutoTokenizer.from_pretrained(opening_demo)
 
@@ -189,6 +192,8 @@ def test_windows_that_begin_with_bos_are_scored_as_lm_eval_scores_documents(
         run = api.calibrate(str(opening_demo), str(demo_texts.calibration), tmp_path / "run", str(evaluation), options)
     accuracy = api.validate(run.root, options=api.ValidateOptions(runtimes=("bf16",)))
     assert (accuracy.protocol.bos, accuracy.protocol.tokens) == ("auto", width * len(documents))
-    theirs = lm_eval(home_of("lm-eval"), tmp_path, opening_demo, "fp8q_documents")["fp8q_documents"]
+    theirs = lm_eval(home_of("lm-eval"), tmp_path, opening_demo, "fp8q_documents", ",add_bos_token=False")[
+        "fp8q_documents"
+    ]
     perplexity = math.exp(nll_nats(theirs, documents) / accuracy.protocol.tokens)
     assert perplexity == pytest.approx(accuracy.runtimes["bf16"].perplexity, rel=LIMITS["bf16"])
