@@ -261,14 +261,14 @@ def merge(
         source = merging.source_of_all(merged, model, notes)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)
-        merging.check_held_out(merged, source, notes)
+        overlap = merging.check_held_out(merged, source, notes)
         if left := merging.missing(merged):
             notes.note(
                 f"{len(left)} batches were measured by none of the runs: "
                 f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
             )
     with ahead.nothing_left(found):
-        merging.write(found, source, merged, notes)
+        merging.write(found, source, merged, notes, overlap)
         choosing.quantize(found, source, products, options, notes)
         graphs.export(found, export_options, notes)
     return found

@@ -149,7 +149,9 @@ def measure(model: Given, options: argparse.Namespace, before: dict[str, Any] | 
 
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        asked = CalibrateOptions(samples=options.samples, seq_len=options.context, weight_rounding="gptq")
+        asked = CalibrateOptions(  # never: all recipes calibrate and are evaluated in windows of the plain text
+            samples=options.samples, seq_len=options.context, weight_rounding="gptq", bos="never"
+        )
         run = calibrate(model.directory, model.data, folder / "run", model.eval_data, asked)
         source, size = source_of(run), vocabulary(run.model)
         tokens = load_tokens(run, run.evaluation).ravel()[: options.windows * options.context]

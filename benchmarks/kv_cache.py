@@ -125,7 +125,8 @@ def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
     """Row -> mean KL in nats × 10⁶, on one model."""
     source = open_source(model.directory)
     tokenizer, notes = load_tokenizer(source), Notes(SILENT)
-    calibration = CalibrateOptions(samples=options.samples, seq_len=options.context)
+    # never: evaluated in windows cut from the plain text, as calibrated
+    calibration = CalibrateOptions(samples=options.samples, seq_len=options.context, bos="never")
     evaluation = cut(
         corpus.encode(corpus.load_texts(model.eval_data), tokenizer)[: options.windows * options.context],
         model.eval_data,

@@ -140,7 +140,7 @@ def run(
     calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions(),
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     engine: Annotated[EngineOptions, without("precision")] = EngineOptions(),
-    validate: ValidateOptions = ValidateOptions(),
+    validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions(),
     common: Common = Common(),
 ) -> None:
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Fp8qError, visible
 from ..run import Run
+from ..validate.accuracy import load_accuracy
 from ..validate.bench import Bench, bench_table, capacity_table
 from ..validate.columns import (
     Table,
@@ -73,7 +74,7 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
     for part, made in tables.items():
         table = made(found.get(part, []))
         if table.rows:
-            draw(speak, table)
+            draw(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
     if there := files(run):
         speak.table("Files", ("path",), [(str(file),) for file in there])
 
@@ -278,11 +279,16 @@ def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
 
 
-def draw(speak: "Terminal", table: Table[Any]) -> None:
-    """Draw one table."""
+def draw(speak: "Terminal", table: Table[Any], told: str = "") -> None:
+    """Draw one table; `told`: what its title says besides."""
     titles = [column.title for column in table.columns]
     numeric = [column.title for column in table.columns if column.numeric]
-    speak.table(table.title, titles, [[cell.text for cell in row] for row in table.cells()], numeric)
+    speak.table(
+        f"{table.title}: {told}" if told else table.title,
+        titles,
+        [[cell.text for cell in row] for row in table.cells()],
+        numeric,
+    )
 
 
 def emit(result: dict[str, Any]) -> None:

@@ -21,6 +21,10 @@ KvCache = Literal["off", "v", "fp8"]
 #: How many codes stand for one activation.
 Terms = Literal[1, 2]
 WeightRounding = Literal["nearest", "gptq", "sequential"]
+#: Whether each window begins as the tokenizer begins a text.
+Bos = Literal["auto", "never"]
+#: What `--allow-overlap` says, to `calibrate` and to `validate`.
+ALLOW_OVERLAP = "Evaluate on text that was calibrated on, too; accuracy.json says so."
 
 #: What stands for a default of `fp8q scales`.
 AS_THE_RUN_HAS_IT = "as the run has it"
@@ -198,6 +202,15 @@ class CalibrateOptions(ScaleOptions):
         bool,
         option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),
     ] = False
+    bos: Annotated[
+        Bos,
+        option(
+            TEXT,
+            "auto: each window, to calibrate and to evaluate on, begins with the special tokens that the tokenizer "
+            "puts in front of a text, as served text does. never: windows are cut from the text as it is tokenized.",
+        ),
+    ] = "auto"
+    allow_overlap: Annotated[bool, option(TEXT, ALLOW_OVERLAP)] = False
     seed: Annotated[
         int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0, None)
     ] = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 from ..declare import EVALUATION, OPTIONS, Options, between, increase, option
 from ..errors import InputError
 from .built import Baseline
+from .measured import ALLOW_OVERLAP
 
 RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt")
 #: What runs no FP8: the float model, and what FP8 is compared with.
@@ -31,7 +32,8 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValidateOptions(Options):
-    """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: the context.
+    """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: all of the
+    text's tokens in it.
 
     The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
     --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`. `accumulator`: see
@@ -47,7 +49,10 @@ class ValidateOptions(Options):
     context: Annotated[
         int | None, option(EVALUATION, "Tokens in an evaluation window.", "N", "the calibration window")
     ] = None
-    stride: Annotated[int | None, option(EVALUATION, "Tokens between windows.", "N", "the context")] = None
+    stride: Annotated[
+        int | None, option(EVALUATION, "Tokens of the text between windows.", "N", "all that a window has")
+    ] = None
+    allow_overlap: Annotated[bool, option(EVALUATION, ALLOW_OVERLAP)] = False
     max_ppl_increase: Annotated[
         float | None,
         option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),

@@ -33,6 +33,7 @@ Of what is there, without writing:
 For all of them:
 
     ahead       what later stages would refuse, told before the first one writes
+    texts       texts, read, held out and shared out into windows
     sources     the source checkpoint: its products told before any work, and found again later
     other_text  text that the run was not calibrated on, read as its own was
     steps       a reporter that remembers, the record of a stage, the device, the extras

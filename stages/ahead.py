@@ -80,12 +80,13 @@ def check_fit(source: "Source", collected: "Collected", engine: EngineOptions, v
     that do not fit the length, text that fills no window.
     """
     from ..calibrate.text.corpus import lower_default
+    from ..calibrate.text.packing import Packing
 
     limit = source.max_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
     replace(engine, max_seq_len=length)  # its sizes are held against the length as they are made
-    window = collected.windows.shape[1]
-    cut_for(collected.evaluation, collected.names[1], (validate.context, validate.stride), window, limit, SILENT)
+    packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
+    cut_for(collected.evaluation, collected.names[1], (validate.context, validate.stride), packing, limit, SILENT)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from ..files import Strict, disk_errors, sha256_file
 from ..options import CalibrateOptions
 from ..run import Run
 from ..undo import scratch
-from .corpora import Tokens, digest, load_tokens
+from .corpora import digest, load_tokens, opening_of
 from .other_text import read_other
 from .sources import source_of
 from .steps import Notes, arithmetic, device, stage
+from .texts import Tokens
 
 if TYPE_CHECKING:
     from ..calibrate.measure.measurement import Measurement
@@ -90,6 +91,9 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
     chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | (
         {"batches": list(options.batches)} if options.batches else {}
     )
+    opening = opening_of(run)
+    if opening.prefix:
+        chosen["prefix"] = opening.prefix
     if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
         world.gathered({})  # the others have nothing to do
         return
@@ -99,7 +103,7 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
     task = task_of(
         source,
         windows,
-        {"name": read["data"], "sources": read.get("sources")},
+        {"name": read["data"], "sources": read.get("sources"), "prefix": opening.prefix},
         options,
         stream,
         inputs | {"moments": str(wanted)},
@@ -141,8 +145,8 @@ def task_of(
     stream: bool,
     key: dict[str, str],
 ) -> Task:
-    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name` and `sources` of a
-    `Corpus`), by `options`.
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name`, `sources` and
+    `prefix` of a `Corpus`), by `options`.
     """
     identity = ModelIdentity(
         name=source.title,
@@ -220,26 +224,29 @@ def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1)
 
 
 def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
-    """The run's float model on other text: windows of the calibration's length, as many at most.
+    """The run's float model on other text: windows of the calibration's length, that begin as its own, as many at
+    most.
 
     Raises InputError where the text fills none.
     """
     from ..calibrate.measure.measurement import Measurement
     from ..calibrate.model.tokenizer import load_tokenizer
     from ..calibrate.text import corpus
+    from ..calibrate.text.packing import Packing
 
     record, source = load_record(run), source_of(run)
     size = record.corpus.seq_len
     ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
-    if len(ids) < size:
+    packing = Packing(size, tuple(record.corpus.prefix))
+    available = len(packing.starts(ids))
+    if not available:
         raise InputError(
             f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was "
             "calibrated; give more text"
         )
-    windows = corpus.windows(ids, size, min(len(ids) // size, record.corpus.windows))
-    measured = Corpus(
-        name=text, fingerprint=digest(windows), windows=len(windows), seq_len=size, batch_size=record.corpus.batch_size
-    )
+    windows = corpus.windows(ids, size, min(available, record.corpus.windows), prefix=packing.prefix)
+    new = {"name": text, "fingerprint": digest(windows), "windows": len(windows), "sources": None, "texts": None}
+    measured = record.corpus.model_copy(update=new)
     what = Measurement(windows, record.model, measured)
     with scratch() if streamed(source, None, notes) else nullcontext() as folder:
         return run_model(source, what, notes, folder)

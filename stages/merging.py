@@ -16,10 +16,12 @@ import numpy as np
 from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
 from ..errors import InputError
 from ..files import sha256_file
+from ..options import Bos
 from ..reporter import Reporter
 from ..run import Run
-from .corpora import Tokens, digest, load_tokens, save_tokens
+from .corpora import Opening, digest, load_tokens, opening_of, save_tokens
 from .steps import Notes, stage
+from .texts import Tokens
 
 if TYPE_CHECKING:
     from ..calibrate.model.source import Source
@@ -118,23 +120,24 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
     return source
 
 
-def check_held_out(merged: Merged, source: "Source", report: Reporter) -> None:
-    """Raise InputError when a tenth of what one run held out was calibrated on by another; note it when a hundredth
-    was.
+def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float | None:
+    """The share of what one run held out that another calibrated on, where it is too much and one of the runs was
+    allowed that; None where it is not.
+
+    Raises InputError where it is too much and none was; notes it when it is a hundredth.
     """
     from ..calibrate.model.tokenizer import load_tokenizer
-    from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
+    from ..calibrate.text.overlap import overlap
 
     tokenizer = load_tokenizer(source)
     calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
-    share = max(shares(calibrated, held_out, run_within(merged.windows.shape[1])))
-    if share >= SAME:
-        raise InputError(
-            f"{share:.0%} of what these runs held out for evaluation was calibrated on by another of them; give them "
-            "--eval-data apart from all texts"
-        )
-    if share >= WORTH_A_NOTE:
-        report.note(f"{share:.1%} of what these runs held out for evaluation was calibrated on by another of them")
+    found = overlap(calibrated, held_out, merged.windows.shape[1])
+    told = f"{found.shown} of what these runs held out for evaluation was calibrated on by another of them"
+    if found.too_much and all(opening_of(run).overlap is None for run in merged.runs):
+        raise InputError(f"{told}; give them --eval-data apart from all texts")
+    if found.worth_a_note:
+        report.note(told)
+    return found.share if found.too_much else None
 
 
 def missing(merged: Merged) -> list[str]:
@@ -144,8 +147,8 @@ def missing(merged: Merged) -> list[str]:
     return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]
 
 
-def write(run: Run, source: "Source", merged: Merged, notes: Notes) -> None:
-    """The stages `corpus` and `measure` of the merged `run`."""
+def write(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
+    """The stages `corpus` and `measure` of the merged `run`; `overlap`: what `check_held_out` found."""
     corpus = merged.statistics.record.corpus
     collected = [part.record().stages["corpus"].options for part in merged.runs]
     model = {
@@ -162,6 +165,11 @@ def write(run: Run, source: "Source", merged: Merged, notes: Notes) -> None:
         "chat_template": any(options.get("chat_template") for options in collected),
         "runs": merged.lineage,
     }
+    openings = [opening_of(part) for part in merged.runs]
+    bos: Bos = "auto" if any(opening.bos == "auto" for opening in openings) else "never"
+    opening = Opening(bos=bos, prefix=corpus.prefix, overlap=overlap)
+    if opening != Opening():  # of runs that are older than --bos nothing is said
+        options |= opening.model_dump(exclude_none=True)
     if not run.is_current("corpus", inputs, options):
         with stage(run, "corpus", inputs, options, notes, model) as log:
             save_tokens(run.calibration, merged.windows)

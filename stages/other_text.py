@@ -4,17 +4,21 @@ Read as the run read its own.
 """
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..files import reading
+from ..options import ValidateOptions
 from ..reporter import Reporter
 from ..run import Run
-from .corpora import Text, Tokens, load_tokens, read
+from .corpora import load_tokens, opening_of
+from .texts import Text, Tokens, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..calibrate.text.packing import Packing
     from ..validate.perplexity import Evaluation
 
 
@@ -32,72 +36,85 @@ def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabu
     return read(spec, tokenizer, vocabulary, corpus.Reading(render=render, chats_first=chats_first), report)
 
 
-def evaluation(run: Run, data: str | None, context: int | None, stride: int | None, report: Reporter) -> "Evaluation":
-    """The tokens to evaluate on, cut into windows: those held out, or those of `data`.
+def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Reporter) -> "Evaluation":
+    """The tokens to evaluate on, cut into windows that begin as the run's do: those held out, or those of `data`.
 
     Raises InputError when `data` holds what the run was calibrated on, or is shorter than a window.
     """
     from transformers import AutoTokenizer
 
+    from ..calibrate.text.packing import Packing
     from ..validate.runtimes import vocabulary
 
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
-    name = str(run.record().stages["corpus"].options["eval_data"])
+    name, opening = str(run.record().stages["corpus"].options["eval_data"]), opening_of(run)
     if data is not None:
         tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
         text = read_other(run, data, tokenizer, vocabulary(run.model), report)
-        check_other(run, text, tokenizer, report)
-        name, ids = data, text.ids
-    return cut_for(ids, name, (context, stride), calibration.shape[1], positions(run), report)
+        share = check_other(run, text, tokenizer, report, options.allow_overlap)
+        name, ids, opening = data, text.ids, opening.model_copy(update={"overlap": share})
+    packing = Packing(calibration.shape[1], tuple(opening.prefix))
+    found = cut_for(ids, name, (options.context, options.stride), packing, positions(run), report)
+    return replace(found, protocol=found.protocol.model_copy(update=opening.model_dump()))
 
 
 def cut_for(
-    ids: Tokens, name: str, asked: tuple[int | None, int | None], window: int, limit: int | None, report: Reporter
+    ids: Tokens,
+    name: str,
+    asked: tuple[int | None, int | None],
+    calibrated: "Packing",
+    limit: int | None,
+    report: Reporter,
 ) -> "Evaluation":
     """Tokens `ids` int64 [tokens] of the text `name`, cut into windows of the context and the stride that are `asked`
-    for; None stands for the `window` of calibration, and for the context. `limit`: the model's positions.
+    for; None stands for the window that was `calibrated` on, and for all of its text. `limit`: the model's positions.
 
     Raises InputError for more than the positions, and as `cut` does.
     """
     from ..calibrate.text.corpus import lower_default
     from ..validate.perplexity import cut
 
-    context, stride = asked
+    (context, stride), window = asked, calibrated.size
     size = lower_default("--context", context, window, limit or window, "the model's positions", report)
-    return cut(ids, name, size, size if stride is None else stride)
+    return cut(ids, name, size, size - len(calibrated.prefix) if stride is None else stride, calibrated.prefix)
 
 
-def check_other(run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", report: Reporter) -> None:
-    """Raise InputError when a tenth of `text` was calibrated on, or the other way round; note it when a hundredth was.
+def check_other(
+    run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", report: Reporter, allowed: bool
+) -> float | None:
+    """The share of `text` that was calibrated on, or the other way round, where it is too much and `allowed`; None
+    where they are apart. Raises InputError where it is too much and not allowed; notes it when it is a hundredth.
 
     The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to
     compare have none.
     """
     from ..calibrate.measure.statistics import load_record
     from ..calibrate.text.corpus import fingerprint
-    from ..calibrate.text.overlap import SAME, WORTH_A_NOTE, run_within, shares
+    from ..calibrate.text.overlap import overlap
 
     corpus = load_record(run).corpus
-    if fingerprint(text.documents.texts) in {
-        source.fingerprint for part in corpus.parts for source in part.sources or []
-    }:
+    known = {source.fingerprint for part in corpus.parts for source in part.sources or []}
+    if fingerprint(text.documents.texts) in known and not allowed:
         raise InputError(
-            f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, or leave --data "
-            "out to evaluate on what was held out"
+            f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, leave --data out "
+            "to evaluate on what was held out, or give --allow-overlap"
         )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
-    of_run, of_text = shares(decoded, text.documents.texts, run_within(windows.shape[1]))
-    share, what = max(
-        (of_text, f"it was calibrated on with {run.root}"), (of_run, f"what {run.root} was calibrated on is in it")
+    found = overlap(decoded, text.documents.texts, windows.shape[1])
+    what = (
+        f"it was calibrated on with {run.root}"
+        if found.of_second >= found.of_first
+        else f"what {run.root} was calibrated on is in it"
     )
-    if share >= SAME:
+    if found.too_much and not allowed:
         raise InputError(
-            f"--data {text.name}: {share:.0%} of {what}; evaluate on other text, or leave --data out to evaluate on "
-            "what was held out"
+            f"--data {text.name}: {found.shown} of {what}; evaluate on other text, leave --data out to evaluate on "
+            "what was held out, or give --allow-overlap"
         )
-    if share >= WORTH_A_NOTE:
-        report.note(f"--data {text.name}: {share:.1%} of {what}")
+    if found.worth_a_note:
+        report.note(f"--data {text.name}: {found.shown} of {what}")
+    return found.share if found.too_much else None
 
 
 def positions(run: Run) -> int | None:

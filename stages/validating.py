@@ -29,13 +29,15 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
         inputs |= files_of(run, precision)
     check_comparable(options.runtimes, options.max_ppl_increase)
     check_accumulator(options)
-    tokens = evaluation(run, data, options.context, options.stride, notes)
+    tokens = evaluation(run, data, options, notes)
     inputs["tokens"] = tokens.protocol.sha256
     chosen: dict[str, object] = {
         "runtimes": list(options.runtimes),
         "context": tokens.protocol.context,
         "stride": tokens.protocol.stride,
     }
+    # none of it in runs that are older than --bos
+    chosen |= {name: value for name in ("prefix", "overlap") if (value := getattr(tokens.protocol, name))}
     if options.accumulator:
         chosen |= {"accumulator": options.accumulator, "accumulator_windows": options.accumulator_windows}
     if not run.is_current("validate", inputs, chosen):

@@ -129,6 +129,21 @@ def demo_checkpoint() -> Path:
 
 
 @pytest.fixture(scope="session")
+def opening_demo(made_once: MadeOnce, demo_checkpoint: Path) -> Path:
+    """The demo with a tokenizer that puts BOS in front of a text, as the demo's were in training."""
+
+    def make(folder: Path) -> None:
+        copy = Path(shutil.copytree(demo_checkpoint, folder / "checkpoint"))
+        tokenizer = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
+        front = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        tokenizer["post_processor"]["single"].insert(0, front)
+        tokenizer["post_processor"]["special_tokens"] = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+    return made_once("opening-demo", make) / "checkpoint"
+
+
+@pytest.fixture(scope="session")
 def demo_texts() -> Texts:
     """The demo's calibration and evaluation texts."""
     return Texts(DEMO / "calibration.txt", DEMO / "evaluation.txt")

@@ -12,12 +12,14 @@ import numpy.typing as npt
 from pydantic import Field
 
 from ..files import Strict, read_document, reading, replacing, write_document
+from ..options import Bos
 from ..run import Run
 
 
 class Protocol(Strict):
-    """How the tokens were cut and scored: windows of `context` tokens every `stride`; each token is scored once, the
-    first not at all.
+    """How the tokens were cut and scored: windows of `context` tokens, of which those of `prefix` come first and the
+    others, the text's own, every `stride`; each of these is scored once. Without a prefix the first has no past, and is
+    not scored. The defaults are those of files that are older than `--bos`.
     """
 
     dataset: str
@@ -25,6 +27,22 @@ class Protocol(Strict):
     tokens: int = Field(description="tokens scored")
     context: int
     stride: int
+    bos: Bos = "never"
+    prefix: list[int] = Field(default=[], description="ids of the tokens that each window begins with")
+    overlap: float | None = Field(
+        default=None,
+        description="share of this text that was calibrated on, or of what was that is in it, where that was allowed",
+    )
+
+    @property
+    def told(self) -> str:
+        """The same in words."""
+        begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
+        shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
+        return (
+            f"{self.tokens:,} tokens of {self.dataset}, each scored once, in windows of {self.context:,} tokens every "
+            f"{self.stride:,}{begins}{shared}"
+        )
 
 
 class RuntimeAccuracy(Strict):

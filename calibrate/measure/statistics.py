@@ -59,6 +59,9 @@ class Corpus(Strict):
     windows: int
     seq_len: int
     batch_size: int
+    prefix: list[int] = Field(
+        default=[], description="ids of the tokens that each window begins with; none: cut from the text as it is"
+    )
     sources: list[TextSource] | None = Field(
         default=None, description="the texts the windows were cut from, in the order they were given"
     )
@@ -83,7 +86,7 @@ class Corpus(Strict):
     def merge(self, other: "Corpus") -> "Corpus":
         """All texts of both, once each, ordered by fingerprint: the same corpus in whatever order runs are added.
 
-        Sizes of windows and batches are the same.
+        Sizes of windows and batches, and what windows begin with, are the same.
         """
         found: dict[str, Corpus] = {}
         for text in sorted(
@@ -102,6 +105,7 @@ class Corpus(Strict):
             windows=windows,
             seq_len=self.seq_len,
             batch_size=self.batch_size,
+            prefix=self.prefix,
             texts=texts,
         )
 
@@ -210,11 +214,11 @@ class Statistics:
         """What must be the same in both to be added: its name, and its two values."""
         for part, fields in (
             ("model", ("architecture", "fingerprint", "tokenizer")),
-            ("corpus", ("seq_len", "batch_size")),
+            ("corpus", ("seq_len", "batch_size", "prefix")),
         ):
             for name in fields:
                 yield (
-                    f"{part} {name}",
+                    f"{part} {name}{' (--bos)' * (name == 'prefix')}",
                     *(getattr(getattr(record, part), name) for record in (self.record, other.record)),
                 )
         for what, mine, theirs in (

@@ -1,7 +1,7 @@
 """Text to windows of tokens. Knows nothing of a model but its tokenizer.
 
-Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut every
-`seq_len` tokens, so there is no padding to keep out of the statistics. Where there are more windows than asked for,
+Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut into windows
+(`packing`), so there is no padding to keep out of the statistics. Where there are more windows than asked for,
 they are taken evenly over the whole text: corpora are sorted by source and topic, and their first megabyte speaks for
 neither. A seed draws them instead, from Philox's raw output, which NumPy keeps the same in every version.
 """
@@ -19,6 +19,7 @@ from ..given import foreign, one_line
 from ..silence import muted
 from .documents import load_documents, load_texts
 from .overlap import check_disjoint
+from .packing import Packing
 from .rows import Documents, Reading
 
 if TYPE_CHECKING:
@@ -141,17 +142,21 @@ def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
     return ids[:kept], ids[kept:]
 
 
-def windows(ids: Tokens, seq_len: int, count: int, seed: Sequence[int] | None = None) -> Tokens:
-    """Cut `ids` into windows of `seq_len` tokens and take `count` of them, int64 [count, seq_len]: evenly spread, or
-    those that `seed` draws, in its order.
+def windows(
+    ids: Tokens, seq_len: int, count: int, seed: Sequence[int] | None = None, prefix: tuple[int, ...] = ()
+) -> Tokens:
+    """Cut `ids` into windows of `seq_len` tokens, `prefix` in front of each, and take `count` of them, int64 [count,
+    seq_len]: evenly spread, or those that `seed` draws, in its order.
 
     Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`,
     or none.
     """
-    available = len(ids) // seq_len
+    packing = Packing(seq_len, prefix)
+    starts = packing.starts(ids)
+    available = len(starts)
     if not available:
         raise InputError(
-            f"the text has {len(ids):,} tokens, and one window needs {seq_len:,}; give more text, or a smaller "
+            f"the text has {len(ids):,} tokens, and one window needs {packing.text:,}; give more text, or a smaller "
             "--seq-len"
         )
     if count > available:
@@ -165,7 +170,7 @@ def windows(ids: Tokens, seq_len: int, count: int, seed: Sequence[int] | None = 
         chosen = np.argsort(np.random.Philox(np.random.SeedSequence(list(seed))).random_raw(available), kind="stable")[
             :count
         ]
-    return ids[: available * seq_len].reshape(available, seq_len)[chosen]
+    return packing.windows(ids, starts[chosen])
 
 
 def lower_default(

@@ -4,7 +4,8 @@ and what its perplexities are in fp8q's terms.
 lm-eval scores every token of a text and gives the first its BOS to go by; fp8q scores a token by those before it in its
 window. So `fp8q validate --context 257 --stride 256` of a text that begins with BOS, and lm-eval with `max_length=256`
 of the same text without it, score the same tokens by the same ones. A document that fits one window is scored whole
-after BOS, whatever `max_length` is.
+after BOS, whatever `max_length` is; and so fp8q scores it where its windows begin with BOS, as they do of a tokenizer
+that adds it.
 """
 
 import json
@@ -21,6 +22,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from fp8q import api
 from fp8q.calibrate.model.source import open_source
 from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
@@ -90,29 +92,28 @@ def texts(
     return found
 
 
+def lm_eval(home: Path, folder: Path, model: Path, tasks: str, more: str = "") -> dict[str, dict[str, float]]:
+    """What lm-eval of the environment at `home` finds by `tasks` on the texts in `folder`: task -> metric -> value.
+    `more`: of the model's arguments.
+    """
+    out = folder / f"{model.parent.name}.json"
+    command: list[str | Path] = [
+        home / "bin" / "lm_eval", "--model", "hf", "--model_args",
+        f"pretrained={model},dtype=bfloat16,softmax_dtype=float32,max_length={SCORED}{more}",
+        "--tasks", tasks, "--include_path", TASKS, "--device", "cpu", "--batch_size", "8", "--output_path", out,
+    ]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIFE_S, env=os.environ | offline)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (written,) = folder.glob(f"{out.stem}*.json")
+    found: dict[str, dict[str, float]] = json.loads(written.read_text())["results"]
+    return found
+
+
 @pytest.fixture(scope="module")
 def evaluated(home_of: Callable[[str], Path], texts: Texts) -> Evaluate:
     """Both tasks of a checkpoint, by lm-eval."""
-    program = home_of("lm-eval") / "bin" / "lm_eval"
-
-    def evaluate(model: Path) -> dict[str, dict[str, float]]:
-        out = texts.folder / f"{model.parent.name}.json"
-        command: list[str | Path] = [
-            program, "--model", "hf", "--model_args",
-            f"pretrained={model},dtype=bfloat16,softmax_dtype=float32,max_length={SCORED}",
-            "--tasks", "fp8q_documents,fp8q_text", "--include_path", TASKS, "--device", "cpu", "--batch_size", "8",
-            "--output_path", out,
-        ]  # fmt: skip
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(texts.folder / "cache")}
-        done = subprocess.run(
-            command, cwd=texts.folder, capture_output=True, text=True, timeout=LIFE_S, env=os.environ | offline
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        (written,) = texts.folder.glob(f"{out.stem}*.json")
-        found: dict[str, dict[str, float]] = json.loads(written.read_text())["results"]
-        return found
-
-    return evaluate
+    return lambda model: lm_eval(home_of("lm-eval"), texts.folder, model, "fp8q_documents,fp8q_text")
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +162,38 @@ def test_documents_that_fit_a_window_are_scored_whole_after_bos(
     for name, (results, forward) in runtimes.items():
         theirs = nll_nats(results["fp8q_documents"], texts.documents)
         assert math.exp((theirs - after_bos(forward, texts)) / tokens) == pytest.approx(1, rel=LIMITS[name])
+
+
+def test_windows_that_begin_with_bos_are_scored_as_lm_eval_scores_documents(
+    home_of: Callable[[str], Path], opening_demo: Path, demo_texts: Any, tmp_path: Path, keeping_graphs: Any
+) -> None:
+    """Of a tokenizer that adds BOS, by default: documents that each fill a window behind it.
+
+    Perplexity by word is exp of the nats over the words, ours over the tokens that the protocol says were scored, which
+    are all but BOS: `nll_nats` turns the one into the other. Of such a tokenizer lm-eval would put two in front, its
+    own and the tokenizer's, and score the second; `add_bos_token=False` leaves its own.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(opening_demo)
+
+    def tokens(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    ids = tokens(demo_texts.evaluation.read_text(encoding="utf-8"))[:10_000]
+    width = SCORED - 1
+    cut = [str(tokenizer.decode(ids[place : place + width])) for place in range(0, len(ids) - width, width)]
+    documents = [text for text in cut if len(tokens(text)) == width]  # at an edge a text may be other tokens
+    assert len(documents) > 20
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (tmp_path / "documents.jsonl").write_text(rows, encoding="utf-8")
+    options = api.CalibrateOptions(kv_cache="fp8", samples=4, seq_len=SCORED)
+    evaluation = tmp_path / "documents.jsonl"
+    with keeping_graphs():
+        run = api.calibrate(str(opening_demo), str(demo_texts.calibration), tmp_path / "run", str(evaluation), options)
+    accuracy = api.validate(run.root, options=api.ValidateOptions(runtimes=("bf16",)))
+    assert (accuracy.protocol.bos, accuracy.protocol.tokens) == ("auto", width * len(documents))
+    theirs = lm_eval(home_of("lm-eval"), tmp_path, opening_demo, "fp8q_documents", ",add_bos_token=False")[
+        "fp8q_documents"
+    ]
+    perplexity = math.exp(nll_nats(theirs, documents) / accuracy.protocol.tokens)
+    assert perplexity == pytest.approx(accuracy.runtimes["bf16"].perplexity, rel=LIMITS["bf16"])

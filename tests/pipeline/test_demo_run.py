@@ -152,7 +152,7 @@ def test_every_promised_product_is_fp8_in_every_engine(demo_run: Run) -> None:
 def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Run) -> None:
     document = json.loads(demo_run.accuracy.read_text())
     assert set(document) == {"schema", "protocol", "runtimes"}
-    assert set(document["protocol"]) == {"dataset", "sha256", "tokens", "context", "stride"}
+    assert set(document["protocol"]) == {"dataset", "sha256", "tokens", "context", "stride", "bos", "prefix"}
     assert set(document["runtimes"]) == {"bf16", "reference", "onnxruntime"}
     for name in ("reference", "onnxruntime"):
         runtime = document["runtimes"][name]

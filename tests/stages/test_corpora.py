@@ -18,7 +18,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.corpus import encode
 from fp8q.errors import InputError
 from fp8q.files import read_document
-from fp8q.options import CalibrateOptions
+from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import corpora, measuring, other_text
@@ -257,22 +257,22 @@ def test_chats_are_held_against_the_scales_in_as_many_windows_as_they_fill(
 def test_what_was_calibrated_on_is_no_evaluation_text(run: Run, made: Corpora, tmp_path: Path) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(InputError) as refused:
-            other_text.evaluation(run, str(path), None, None, made)
+            other_text.evaluation(run, str(path), ValidateOptions(), made)
         return str(refused.value)
 
     whole = made.root / "code.txt"
     assert refusal(whole) == (
-        f"--data {whole}: is a text that {run.root} was calibrated on; evaluate on another, or leave --data out to "
-        "evaluate on what was held out"
+        f"--data {whole}: is a text that {run.root} was calibrated on; evaluate on another, leave --data out to "
+        "evaluate on what was held out, or give --allow-overlap"
     )
     rows = (made.root / "chats.jsonl").read_text(encoding="utf-8").splitlines()
     reflowed = tmp_path / "reflowed.jsonl"
     reflowed.write_text("\n".join(rows[1:]), encoding="utf-8")
     assert refusal(reflowed).endswith(
-        f"% of what {run.root} was calibrated on is in it; evaluate on other text, or leave --data out to evaluate on "
-        "what was held out"
+        f"% of what {run.root} was calibrated on is in it; evaluate on other text, leave --data out to evaluate on "
+        "what was held out, or give --allow-overlap"
     )
-    evaluation = other_text.evaluation(run, made.path("other.txt"), None, None, made)
+    evaluation = other_text.evaluation(run, made.path("other.txt"), ValidateOptions(), made)
     assert evaluation.protocol.dataset == made.path("other.txt")
 
 
@@ -281,7 +281,7 @@ def test_a_token_the_embedding_lacks_is_refused_in_other_text_too(run: Run, made
     config = copy.model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
     with pytest.raises(InputError, match=r"and the model's embedding ends at 99: it is not this model's tokenizer; "):
-        other_text.evaluation(copy, made.path("other.txt"), None, None, made)
+        other_text.evaluation(copy, made.path("other.txt"), ValidateOptions(), made)
 
 
 def test_the_positions_are_read_from_the_checkpoint_by_any_name(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from math import nan
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8q.errors import GateError, InputError
 from fp8q.reporter import SILENT
@@ -28,6 +30,66 @@ def test_a_stride_scores_each_token_once_with_more_context() -> None:
     assert evaluation.ids.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7], [6, 7, 8, 9]]
     assert sorted(evaluation.ids[evaluation.scored].tolist()) == list(range(1, 10))
     assert evaluation.protocol.stride == 2
+
+
+def test_with_a_prefix_every_token_of_the_text_is_scored_the_first_too() -> None:
+    evaluation = cut(np.array([99, *IDS]), "text", 4, 3, (99,))
+    assert evaluation.ids.tolist() == [[99, 0, 1, 2], [99, 3, 4, 5], [99, 6, 7, 8]]  # 9 fills no window
+    assert evaluation.scored.tolist() == [[False, True, True, True]] * 3
+    assert (evaluation.protocol.tokens, evaluation.protocol.prefix, evaluation.protocol.bos) == (9, [99], "auto")
+    assert cut(IDS, "text", 4, 3, (99,)).ids.tolist() == evaluation.ids.tolist()  # held out of the middle of a text
+
+
+def test_with_a_prefix_a_stride_counts_the_text_and_scores_each_token_once() -> None:
+    evaluation = cut(np.array([99, *IDS]), "text", 4, 2, (99,))
+    assert evaluation.ids.tolist() == [[99, 0, 1, 2], [99, 2, 3, 4], [99, 4, 5, 6], [99, 6, 7, 8]]
+    assert evaluation.scored.tolist() == [[False, True, True, True], *[[False, False, True, True]] * 3]
+    assert sorted(evaluation.ids[evaluation.scored].tolist()) == list(range(9))
+
+
+def test_a_prefix_of_two_tokens_leaves_two_less_for_the_text() -> None:
+    evaluation = cut(IDS, "text", 4, 1, (99, 98))
+    assert evaluation.ids[:2].tolist() == [[99, 98, 0, 1], [99, 98, 1, 2]]
+    assert evaluation.scored[:2].tolist() == [[False, False, True, True], [False, False, False, True]]
+
+
+def test_where_a_document_begins_inside_a_window_the_prefix_is_not_scored() -> None:
+    evaluation = cut(np.array([99, 0, 1, 99, 2, 3, 4]), "text", 4, 3, (99,))
+    assert evaluation.ids.tolist() == [[99, 0, 1, 99], [99, 2, 3, 4]]
+    assert evaluation.scored.tolist() == [[False, True, True, False], [False, True, True, True]]
+
+
+@given(tokens=st.integers(1, 60), context=st.integers(2, 12), prefix=st.integers(0, 2), data=st.data())
+def test_no_token_is_scored_twice_and_none_is_left_out(
+    tokens: int, context: int, prefix: int, data: st.DataObject
+) -> None:
+    front = tuple(range(1000, 1000 + min(prefix, context - 1)))
+    tokens += context
+    evaluation = cut(np.arange(tokens), "text", context, data.draw(st.integers(1, context - len(front))), front)
+    scored = evaluation.ids[evaluation.scored].tolist()
+    last = int(evaluation.ids[-1, -1])
+    if front or evaluation.protocol.stride < context:
+        assert scored == list(range(0 if front else 1, last + 1))
+    else:  # the first of each window has no past
+        assert scored == [token for token in range(last + 1) if token % context]
+
+
+@pytest.mark.parametrize(
+    ("context", "stride", "message"),
+    [
+        (4, 4, "--stride 4: must lie between 1 and 3, the context 4 less the 1 that each window begins with"),
+        (
+            1,
+            1,
+            "--context 1: a window needs at least 2 tokens, one to read and one to score",
+        ),
+        (12, 11, "text: has 10 tokens, less than one window of 12; give more text or a smaller --context"),
+    ],
+)
+def test_windows_that_cannot_begin_with_the_prefix_are_refused(context: int, stride: int, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        cut(IDS, "text", context, stride, (99,))
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(

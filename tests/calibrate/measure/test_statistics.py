@@ -118,6 +118,10 @@ def test_one_text_under_two_names_is_one_text() -> None:
             "their corpus batch_size differs (2 and 1); measure both with the same model and options",
         ),
         (
+            measured(0, [1], TEXTS[0].model_copy(update={"prefix": [7]})),
+            "their corpus prefix (--bos) differs ([] and [7]); measure both with the same model and options",
+        ),
+        (
             measured(0, [1], groups={"p": ["p", "q"]}),
             "their groups p differs (['p'] and ['p', 'q']); measure both with the same model and options",
         ),

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from fp8q.calibrate.text.overlap import check_disjoint, shares
+from fp8q.calibrate.text.overlap import Overlap, check_disjoint, overlap, repeated, shares
 from fp8q.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def refusal(calibration: list[str], evaluation: list[str]) -> str:
 def message(share: int, of: str, within: str) -> str:
     return (
         f"--eval-data e.txt: is not apart from the calibration text: {share}% of {of} is in {within}; "
-        "evaluate on other text, or leave --eval-data out to hold out the last tenth of --data"
+        "evaluate on other text, leave --eval-data out to hold out the last tenth of --data, or give --allow-overlap"
     )
 
 
@@ -80,6 +81,42 @@ def test_a_few_hundredths_are_noted(report: "Notebook") -> None:
     copied = " ".join(text.split()[:103])
     check_disjoint([text], [copied, prose(960, 2)], "c.txt", "e.txt", report)
     assert report.lines == ["--eval-data e.txt: 4.3% of c.txt is in e.txt"]  # 40 of 937 runs
+
+
+def test_a_passage_that_is_no_boilerplate_is_refused_from_a_hundredth_on(report: "Notebook") -> None:
+    # a window of 512 units in 20,000: runs of 64 are 449 of 20,000 less 63; those of 256, 257 of 20,000 less 255
+    text, window = prose(20_000, 1), " ".join(prose(1000, 2).split()[:512])
+    assert refusal([prose(1000, 2)], [window + " " + text]) == message(48, "c.txt", "e.txt")
+    calibration = [window + " " + prose(40_000, 3)]
+    assert refusal(calibration, [window + " " + text]) == (
+        "--eval-data e.txt: is not apart from the calibration text: 2.2% of e.txt is in c.txt; evaluate on other text, "
+        "leave --eval-data out to hold out the last tenth of --data, or give --allow-overlap"
+    )
+    header = " ".join(window.split()[:250])
+    check_disjoint([header + " " + prose(6_000, 3)], [header + " " + prose(5_000, 4)], "c.txt", "e.txt", report)
+    assert report.lines == ["--eval-data e.txt: 3.6% of e.txt is in c.txt"]
+
+
+def test_what_is_too_much_passes_with_a_note_where_it_is_allowed(report: "Notebook") -> None:
+    text = prose(1000, 1)
+    found = check_disjoint([text], [text + prose(1000, 2)], "c.txt", "e.txt", report, allowed=True)
+    assert (found.too_much, found.of_first) == (True, 1.0)
+    assert report.lines == ["--eval-data e.txt: 100% of c.txt is in e.txt"]
+
+
+def test_windows_of_a_text_are_found_in_it_wherever_they_were_cut() -> None:
+    words = prose(4000, 1).split()
+    windows = [" ".join(words[start : start + 48]) for start in range(7, 3900, 480)]
+    found = overlap(windows, [" ".join(words)], window=64)
+    assert found.of_first > 0.6
+    assert overlap(windows, [prose(4000, 2)], window=64) == Overlap()
+
+
+def test_a_text_that_repeats_itself_is_told_by_its_tokens() -> None:
+    ids = np.random.default_rng(0).integers(0, 2**32, 1000)
+    assert repeated(ids, ids[:500]) == 1.0
+    assert repeated(ids, np.concatenate([ids[100:227], ids[:436] + 1])) == pytest.approx(64 / 500, abs=1e-3)
+    assert repeated(ids, ids + 1) == 0.0
 
 
 def test_a_text_shorter_than_a_run_is_compared_as_far_as_it_goes() -> None:

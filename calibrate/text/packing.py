@@ -1,0 +1,93 @@
+"""Windows that begin as served text begins: with what the tokenizer puts in front of a text, mostly one BOS.
+
+A window of `size` tokens is the prefix and `size` less its length of the text's own, packed without gaps. Where the
+text has the prefix just there, at the beginning of a document, that one is taken: there are never two. Without a prefix
+windows are cut from the tokens as they are, and of one text the first alone begins with BOS: that is the plain recipe
+(Hugging Face, "Perplexity of fixed-length models"), and what fp8q did before it had the choice. A model that was
+trained with BOS in front attends to it from every token, and its activations are others without (docs/decisions/0016).
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import InputError
+from ..given import foreign, one_line
+from ..silence import muted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Two texts that have nothing in common: what stands before both is no part of them.
+SAMPLES = ("The quick brown fox", "0 = x\n")
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Windows of `size` tokens, each of which begins with the tokens `prefix`."""
+
+    size: int
+    prefix: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> int:
+        """How many tokens of the text a window holds."""
+        return self.size - len(self.prefix)
+
+    def check(self, option: str) -> None:
+        """Raise InputError, naming the option that says the size, when a window holds nothing of the text."""
+        if self.text < 1:
+            raise InputError(
+                f"{option} {self.size}: leaves no token of the text in a window, which begins with the tokenizer's "
+                f"{len(self.prefix)}; give at least {len(self.prefix) + 1}, or calibrate with --bos never"
+            )
+
+    def starts(self, ids: Tokens, stride: int | None = None) -> Tokens:
+        """Where in `ids` int64 [tokens] the text of each whole window begins, one every `stride` tokens; None: each
+        behind the one before. What fills no window is left out.
+        """
+        begins, found, place = self.beginnings(ids), list[int](), 0
+        while True:
+            if place < len(ids) and begins[place]:
+                place += len(self.prefix)
+            if place + self.text > len(ids):
+                return np.array(found, np.int64)
+            found.append(place)
+            place += stride or self.text
+
+    def windows(self, ids: Tokens, starts: Tokens) -> Tokens:
+        """The windows whose text begins at `starts`, int64 [windows, size]."""
+        text = ids[starts[:, None] + np.arange(self.text)]
+        return np.concatenate([np.tile(np.array(self.prefix, np.int64), (len(starts), 1)), text], axis=1)
+
+    def beginnings(self, ids: Tokens) -> npt.NDArray[np.bool_]:
+        """Where in `ids` the prefix stands, its first token: bool [tokens]."""
+        found, length = np.zeros(len(ids), np.bool_), len(self.prefix)
+        if 0 < length <= len(ids):
+            found[: len(ids) - length + 1] = (np.lib.stride_tricks.sliding_window_view(ids, length) == self.prefix).all(
+                1
+            )
+        return found
+
+
+def prefix_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """The special tokens that the tokenizer puts in front of any text; none where it puts none, or not always the same,
+    or cannot read our samples: what it makes of the user's text is for `corpus.encode` to say.
+    """
+    found = set[tuple[int, ...]]()
+    with suppress(InputError), foreign(lambda error: InputError(one_line(error))), muted():
+        found = {_before(tokenizer, text) for text in SAMPLES}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _before(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
+    """What stands before the tokens of `text` when it is encoded with special tokens."""
+    whole, plain = (
+        list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
+    )
+    places = range(len(whole) - len(plain) + 1)
+    return next((tuple(whole[:place]) for place in places if whole[place : place + len(plain)] == plain), ())
