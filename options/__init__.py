@@ -21,7 +21,7 @@ from .measured import (
     WeightMethod,
     WeightRounding,
 )
-from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, SensitivityOptions, ValidateOptions
+from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, DoctorOptions, SensitivityOptions, ValidateOptions
 from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "BenchOptions",
     "CalibrateOptions",
     "Clipping",
+    "DoctorOptions",
     "EngineOptions",
     "ExportOptions",
     "GenerateOptions",

@@ -85,3 +85,12 @@ class SensitivityOptions(Options):
         ),
         between(0),
     ] = None
+
+
+@dataclass(frozen=True)
+class DoctorOptions(Options):
+    """Options of `fp8q doctor` of a run."""
+
+    windows: Annotated[
+        int, option(EVALUATION, "Calibration windows to run, evenly spaced. Of a RUN only.", "N"), between(1)
+    ] = 4
