@@ -47,9 +47,9 @@ OUTLIER_TOKEN = Limit(OUTLIER_RATIO, 100.0)
 #: most 1/17 and by 2.6 % rms, so two factors err by 3.7 % where terms do not cancel, which is what healthy models have;
 #: the limits are twice and four times that.
 PRODUCT_ERROR = Limit(0.075, 0.15)
-#: The relative error of a layer's hidden states, the median token's. Products err by 3.7 % each, and the
-#: residual stream averages them: healthy models end below 6 %. 15 % is as much as 16 products'
-#: errors without that; an error of a quarter is a cosine of 0.97.
+#: The relative error of a layer's hidden states, the median token's. Products err by 3.7 % each, and the residual sum
+#: averages them: healthy models end below 6 %, the one of them whose heads have a size of 8 at 12 % (docs/doctor.md).
+#: 15 % is as much as 16 products' errors without that; an error of a quarter is a cosine of 0.97.
 HIDDEN_ERROR = Limit(0.15, 0.25)
 #: FP8 may loop where BF16 does not, and the other way round, by chance, since greedy text parts at near ties: one-sided
 #: sign test over the prompts in which one of them loops.
