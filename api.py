@@ -19,6 +19,7 @@ from .options import (
     BenchOptions,
     CalibrateOptions,
     Clipping,
+    DoctorOptions,
     EngineOptions,
     ExportOptions,
     GenerateOptions,
@@ -47,6 +48,7 @@ from .stages import (
     corpora,
     deploying,
     engines,
+    examining,
     generating,
     graphs,
     inspecting,
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from .validate.bench import Bench
     from .validate.columns import Table
     from .validate.continuations import Continuations
+    from .validate.doctor.verdict import Checkup
     from .validate.plots import Plot
     from .validate.sensitivity.document import Sensitivity
     from .validate.verdict import Verdict
@@ -85,6 +88,7 @@ __all__ = [
     "BenchOptions",
     "CalibrateOptions",
     "Clipping",
+    "DoctorOptions",
     "EngineOptions",
     "ExportOptions",
     "Format",
@@ -107,6 +111,7 @@ __all__ = [
     "calibrate",
     "chat",
     "compare",
+    "doctor",
     "engine",
     "export",
     "generate",
@@ -365,6 +370,16 @@ def sensitivity(
     """
     needs("calibrate", CALIBRATE_MODULES)
     return locating.sensitivity(open_run(path), options, Notes(progress))
+
+
+def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = SILENT) -> "Checkup":
+    """The stability checklist of the run at `path`: a verdict for everything that is known to go wrong, the worst
+    first, from its files and from a few calibration windows through its BF16 and FP8 models.
+
+    What needs the source model is `unknown` where that is gone. Raises nothing for what is bad (`refuse_bad` in
+    `validate.doctor.verdict` does).
+    """
+    return examining.examine(open_run(path), options, Notes(progress))
 
 
 def generate(

@@ -18,6 +18,12 @@ PATH_OR_NAME = "a path, or a name on the hub"
 
 Model = Annotated[str, Parameter(help="A checkpoint's directory, or its name on the Hugging Face hub."), PATH_OR_NAME]
 RunPath = Annotated[Path, Parameter(help="The run directory that `fp8q calibrate` made.")]
+ExaminedRun = Annotated[
+    Path | None,
+    Parameter(
+        name="RUN", help="A run directory that `fp8q calibrate` made; without it: this machine.", show_default=False
+    ),
+]
 RunPaths = Annotated[
     list[Path], Parameter(name="RUN", help="The run directories to add, two or more; they stay as they are.")
 ]

@@ -4,11 +4,9 @@ Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or lib
 (Ctrl-C), 143 stopped by SIGTERM, 1 anything else.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from inspect import BoundArguments
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +20,7 @@ from ..errors import GateError, InputError
 from ..options import (
     BenchOptions,
     CalibrateOptions,
+    DoctorOptions,
     EngineOptions,
     ExportOptions,
     GenerateOptions,
@@ -44,7 +43,7 @@ from .arguments import (
     Data,
     Delayed,
     EvalData,
-    Json,
+    ExaminedRun,
     LintPath,
     Model,
     OfRun,
@@ -396,16 +395,18 @@ def sensitivity(
 
 
 @app.command
-def doctor(*, as_json: Json = False) -> None:
-    """Say which runtimes, GPUs and versions are here, and what each is good for."""
-    from .doctor import examine
+def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions(), common: Common = Common()) -> None:
+    """Say which runtimes, GPUs and versions are here, and what each is good for; or look through a RUN for what is
+    known to go wrong, with a verdict, a module and a remedy each, and exit code 3 where one is bad.
+    """
+    from . import examining
 
-    found = examine()
-    if as_json:
-        sys.stdout.write(json.dumps({"fp8q": __version__, "findings": [asdict(finding) for finding in found]}) + "\n")
+    if run is None:
+        if given := first_given(options, options.declared()):
+            raise InputError(f"{given}: is for a RUN, and none is given; name one, or leave this out")
+        examining.machine(terminal(), common.as_json)
     else:
-        rows = [(finding.name, finding.version or "missing", finding.good_for, finding.remedy) for finding in found]
-        terminal().table(f"fp8q {__version__} on this machine", ("what", "version", "good for", "to get it"), rows)
+        examining.show(terminal(), run, options, common.as_json)
 
 
 for position, name in enumerate(app):

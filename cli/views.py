@@ -13,6 +13,7 @@ from ..errors import Fp8qError, visible
 from ..run import Run
 from ..validate.accuracy import load_accuracy
 from ..validate.bench import Bench, bench_table, capacity_table
+from ..validate.certificate import record_table, text_table
 from ..validate.columns import (
     Table,
     accuracy_table,
@@ -138,7 +139,8 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
         "against": found.against,
     }
     if as_json:
-        emit({name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None})
+        rows_of_parts = {name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None}
+        emit({**rows_of_parts, "certificate": plain(found.certificate)})
         return
     tables: list[Table[Any]] = [
         module_table(found.modules),
@@ -147,9 +149,11 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     ]
     tables += [delayed_table(found.delayed)] if found.delayed is not None else []
     tables += [against_table(found.against)] if found.against is not None else []
+    tables += [text_table(found.certificate), record_table(found.certificate)]
     for table in (*tables, finding_table(found.findings)):
         if table.rows:
             draw(speak, table)
+    speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")
 
 
 def losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:

@@ -22,7 +22,15 @@ from .measured import (
     WeightMethod,
     WeightRounding,
 )
-from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, ReportOptions, SensitivityOptions, ValidateOptions
+from .proven import (
+    RUNTIMES,
+    WITHOUT_FP8,
+    Accumulator,
+    DoctorOptions,
+    ReportOptions,
+    SensitivityOptions,
+    ValidateOptions,
+)
 from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 
 __all__ = [
@@ -38,6 +46,7 @@ __all__ = [
     "Bos",
     "CalibrateOptions",
     "Clipping",
+    "DoctorOptions",
     "EngineOptions",
     "ExportOptions",
     "GenerateOptions",

@@ -106,3 +106,12 @@ class ReportOptions(Options):
         option(EVALUATION, "Places of the evaluation text that BF16 and FP8 go on from; 0 for none.", "N"),
         between(0),
     ] = 3
+
+
+@dataclass(frozen=True)
+class DoctorOptions(Options):
+    """Options of `fp8q doctor` of a run."""
+
+    windows: Annotated[
+        int, option(EVALUATION, "Calibration windows to run, evenly spaced. Of a RUN only.", "N"), between(1)
+    ] = 4

@@ -53,17 +53,23 @@ def stored_tensors(directory: Path) -> Mapping[str, str]:
 def stored_scales(directory: Path, modules: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:
     """The weight scales of `modules` in the checkpoint in `directory`, float32 [output channels] each.
 
+    Raises what `stored_arrays` raises.
+    """
+    found = stored_arrays(directory, [f"{module}.weight_scale" for module in modules])
+    return {name.removesuffix(".weight_scale"): scale for name, scale in found.items()}
+
+
+def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:
+    """The scales called `names` in the checkpoint in `directory`, flat.
+
     Raises InputError where the index does not read or has no such scale, OSError or SafetensorError where a file is
     missing or damaged.
     """
     where = stored_tensors(directory)
-    if absent := next((name for module in modules if (name := f"{module}.weight_scale") not in where), None):
+    if absent := next((name for name in names if name not in where), None):
         raise InputError(f"{directory}: has no {absent}, which scales.json promises; copy the whole of model/ again")
-    shards = {file: _open(directory / file) for file in set(where.values())}
-    return {
-        module: shards[where[f"{module}.weight_scale"]].get_tensor(f"{module}.weight_scale").reshape(-1)
-        for module in modules
-    }
+    shards = {file: _open(directory / file) for file in {where[name] for name in names}}
+    return {name: shards[where[name]].get_tensor(name).reshape(-1) for name in names}
 
 
 def _open(path: Path) -> Any:

@@ -25,6 +25,7 @@ Of what is there, without writing:
 
     opening     a run, opened: the one place that says it is none, or a part
     inspecting  `fp8q inspect`: every module, and what stands out
+    examining   `fp8q doctor RUN`: the stability checklist, a verdict each
     engines     `fp8q engine`: what engines run, read from them anew
     generating  `fp8q generate`: text from its FP8 model, from the BF16 model it was made of, or from both
     serving     `fp8q serve`: its FP8 model behind OpenAI's API, and the BF16 model beside it

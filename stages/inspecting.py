@@ -14,6 +14,7 @@ from .measuring import measure_text
 from .steps import CALIBRATE_MODULES, Notes, needs
 
 if TYPE_CHECKING:
+    from ..validate.certificate import Certificate
     from ..validate.findings import AgainstRow, DelayedRow, Finding
     from ..validate.tables import ModuleRow
 
@@ -21,18 +22,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inspection:
     """What `fp8q inspect` found: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
-    out, and what was asked for beside it.
+    out, whether the text was enough, and what was asked for beside it.
     """
 
     modules: "list[ModuleRow]"
     bf16_cache: "list[ModuleRow]"
     findings: "list[Finding]"
+    certificate: "Certificate"
     delayed: "list[DelayedRow] | None" = None
     against: "list[AgainstRow] | None" = None
 
 
 def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Notes) -> Inspection:
     """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
+    from ..validate.certificate import certificate
     from ..validate.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
     from ..validate.tables import module_rows, wide_cache_rows
 
@@ -50,6 +53,7 @@ def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Note
         modules,
         wide_cache_rows(statistics, prospective),
         findings(statistics, scales, prospective),
+        certificate(statistics, scales),
         under_history,
         other,
     )

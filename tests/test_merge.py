@@ -255,6 +255,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "triton": [],
     "report": [],
     "inspect": ["--json"],
+    "doctor": [],
     "generate": ["--prompt", "Once"],
     "serve": [],
     "bench": [],

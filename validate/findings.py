@@ -180,10 +180,7 @@ def findings(
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
         wide = WIDE[name.rpartition(".")[2]]
         if name not in statistics.tensors:
-            raise InputError(
-                f"{name}: has a scale, and the statistics have no such tensor; restore statistics.safetensors and "
-                "scales.json, or calibrate again"
-            )
+            raise unmeasured(name)
         for what, check in CHECKS.items():
             value, limit, remedy = check(statistics.tensors[name], scale)
             if value > limit:
@@ -197,6 +194,14 @@ def findings(
                     )
                 )
     return sorted(found, key=lambda finding: -finding.severity)
+
+
+def unmeasured(tensor: str) -> InputError:
+    """The error of a scale that nothing was measured for."""
+    return InputError(
+        f"{tensor}: has a scale, and the statistics have no such tensor; restore statistics.safetensors and "
+        "scales.json, or calibrate again"
+    )
 
 
 def delayed_rows(statistics: Statistics, clipping: Clipping) -> list[DelayedRow]:

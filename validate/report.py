@@ -19,10 +19,13 @@ from ..errors import BackendError
 from ..files import replacing
 from ..options import WITHOUT_FP8
 from ..quantize.formats import E4M3
+from ..quantize.scales import load_scales
 from ..reporter import Reporter
 from ..run import Run
 from . import beside, columns, curves, tables
+from . import certificate as certificates
 from .accuracy import Protocol, load_accuracy, load_tokens
+from .certificate import Certificate
 from .columns import Table
 from .continuations import Continuations, load_continuations
 from .notebook import execute
@@ -76,7 +79,7 @@ def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
     """The tables of the report: `accuracy`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`,
-    `kept`, `facts`, `stages`, `notes`.
+    `kept`, `certificate`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
@@ -89,6 +92,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "engines": columns.engine_table(tables.engine_rows(run)),
         "modules": columns.module_table(modules),
         "kept": columns.kept_table(modules),
+        "certificate": certificates.record_table(certificate(run)),
         "facts": columns.fact_table(tables.fact_rows(run)),
         "stages": columns.stage_table(stages),
         "notes": columns.note_table(stages),
@@ -157,7 +161,13 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
         continuations=report_continuations(run).continuations,
         protocol=protocol(run),
         engines=engines(contents["engines"].rows),
+        certificate=certificate(run),
     )
+
+
+def certificate(run: Run) -> Certificate:
+    """Whether the run's calibration text was enough."""
+    return certificates.certificate(load_statistics(run), load_scales(run))
 
 
 def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:

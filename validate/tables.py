@@ -33,6 +33,11 @@ PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
 CODE_DTYPE = "F8_E4M3"
 
 
+def layer_of(module: str) -> int | None:
+    """Index of the decoder layer that a module is in: the first number in its name."""
+    return next((int(part) for part in module.split(".") if part.isdigit()), None)
+
+
 @dataclass(frozen=True)
 class ModuleRow:
     """A matrix product or one tensor of the FP8 cache.
@@ -64,8 +69,8 @@ class ModuleRow:
 
     @property
     def layer(self) -> int | None:
-        """The decoder layer's index: the first number in the name."""
-        return next((int(part) for part in self.module.split(".") if part.isdigit()), None)
+        """The decoder layer's index."""
+        return layer_of(self.module)
 
     @property
     def kind_of_module(self) -> str:

@@ -18,6 +18,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 NOT_MEASURED = (
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",
+    "| check | value | watch above | bad above |",
     "| tried with | on | what holds |",
     "| verdict | the interval |",
     "| path | what |",

@@ -1,0 +1,70 @@
+"""The command that helps, with the options it takes: written out, so that it can be copied."""
+
+from dataclasses import dataclass
+from shlex import quote
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What the commands of a run are made from: `run` its directory, and what `fp8q scales` chose so far; an option of
+    several patterns replaces those that the run has, so these are said again.
+    """
+
+    run: str
+    model: str
+    data: str
+    samples: int
+    two_terms: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def scales(self, *words: str) -> str:
+        """`fp8q scales RUN` with those options."""
+        return self._command("scales", quote(self.run), *words)
+
+    def two(self, pattern: str) -> str:
+        """Two codes a value for what matches, and for what has them already."""
+        return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
+
+    def wide(self, tensor: str) -> str:
+        """A tensor in BF16: a module by --skip, keys and values by the option of the cache."""
+        part = tensor.rpartition(".")[2]
+        if part == "k":
+            return self.scales("--kv-cache", "v")
+        if part == "v":
+            return self.scales("--kv-cache", "off")
+        return self.scales(*_repeated("--skip", (*self.skip, tensor)))
+
+    def better(self, tensor: str, terms: int = 1) -> str:
+        """The next better form of a tensor: two terms for one, BF16 for two; a cache has no two terms."""
+        return self.wide(tensor) if terms == 2 or tensor.endswith((".k", ".v")) else self.two(tensor)
+
+    def again(self) -> str:
+        """Choose all scales as they were chosen, where the files are not what that gives."""
+        return f"`rm {quote(f'{self.run}/scales.json')}`, then {self.scales()}"
+
+    def more_text(self) -> str:
+        """Calibrate on twice the windows."""
+        samples = str(2 * self.samples)
+        return self._command(
+            "calibrate", quote(self.model), "--data", quote(self.data), "--out", "OTHER", "--samples", samples
+        )
+
+    def tune(self) -> str:
+        """Let fp8q find what to change."""
+        return self._command("tune", quote(self.run), "--max-ppl-increase", "0.5%")
+
+    def wide_graph(self) -> str:
+        """The graphs in BF16 instead of FP16."""
+        return self._command("export", quote(self.run), "--dtype", "bf16")
+
+    def restored(self) -> str:
+        """What to do where the source is gone."""
+        return f"put the model back at {self.model}, or calibrate again"
+
+    @staticmethod
+    def _command(*words: str) -> str:
+        return f"`fp8q {' '.join(words)}`"
+
+
+def _repeated(option: str, patterns: tuple[str, ...]) -> list[str]:
+    return [word for pattern in dict.fromkeys(patterns) for word in (option, quote(pattern))]
