@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Findings of one rule that are shown; the rest are counted.
 LISTED = 8
+#: Columns of a terminal in which the whole table of accuracy can be read.
+WIDE = 100
 #: What a run holds for people to open, in the order of the stages.
 FILES = (
     "model",
@@ -64,7 +67,7 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
         emit(document(run, found))
         return
     tables: dict[str, Callable[[Any], Table[Any]]] = {
-        "accuracy": accuracy_table,
+        "accuracy": partial(accuracy_table, wide=speak.out.width >= WIDE),
         "engines": engine_table,
         "sizes": size_table,
         "stages": stage_table,

@@ -21,13 +21,14 @@ from .measured import (
     WeightMethod,
     WeightRounding,
 )
-from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, SensitivityOptions, ValidateOptions
+from .proven import FLOAT, RUNTIMES, WITHOUT_FP8, Accumulator, SensitivityOptions, ValidateOptions
 from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 
 __all__ = [
     "AS_THE_RUN_HAS_IT",
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
+    "FLOAT",
     "RUNTIMES",
     "WITHOUT_FP8",
     "Accumulator",

@@ -244,8 +244,10 @@ def against_table(rows: Sequence[AgainstRow]) -> Table[AgainstRow]:
     return Table("Against other text", rows, columns, "No tensor has a scale.")
 
 
-def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:
-    """Every runtime's perplexity, and what it differs in from BF16."""
+def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[AccuracyRow]:
+    """Every runtime's perplexity, and what it differs in from BF16; `wide`: with what a terminal of 80 columns has no
+    room for.
+    """
     columns = (
         Column[AccuracyRow]("runtime", lambda row: row.runtime, numeric=False),
         Column[AccuracyRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
@@ -258,6 +260,8 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:
         Column[AccuracyRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
         Column[AccuracyRow]("KL p99, nats", lambda row: row.kl_p99_nats, nats),
         Column[AccuracyRow]("top-1 agreement", lambda row: row.top1_agreement, share),
+        Column[AccuracyRow]("top-5 agreement", lambda row: row.top5_agreement if wide else None, share),
+        Column[AccuracyRow]("KL from FP32", lambda row: row.kl_fp32_nats, nats),
         Column[AccuracyRow]("KL of the sums", lambda row: row.kl_sums_nats, nats),
         Column[AccuracyRow]("sampled tokens", lambda row: row.tokens, count),
     )

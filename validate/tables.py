@@ -6,7 +6,7 @@ not the one its stage wrote is refused. A quantity that does not apply is None, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -116,8 +116,14 @@ class AccuracyRow:
     kl_mean_nats: float | None = None
     kl_p99_nats: float | None = None
     top1_agreement: float | None = None
+    top5_agreement: float | None = None
+    kl_fp32_nats: float | None = None
     tokens: int | None = None
     kl_sums_nats: float | None = None
+
+
+#: What a row has of `accuracy.json`.
+NUMBERS = {field.name for field in fields(AccuracyRow)}
 
 
 @dataclass(frozen=True)
@@ -269,7 +275,7 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
         low, high = (None, None)
         if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
             low, high = increase_interval(nll["bf16"], nll[name])
-        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, **found.model_dump()))
+        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, **found.model_dump(include=NUMBERS)))
     return sorted(rows, key=lambda row: row.runtime != "bf16")
 
 

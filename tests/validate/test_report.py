@@ -201,7 +201,7 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
         (
             [
                 BASE,
-                AccuracyRow("source", 9.0, 2.2, 0.125),
+                AccuracyRow("original", 9.0, 2.2, 0.125),
                 AccuracyRow("reference", 8.02, 2.08, 0.0025, 0.001, 0.004),
                 AccuracyRow("onnxruntime", 8.01, 2.08, 0.00125),
             ],

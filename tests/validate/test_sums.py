@@ -88,7 +88,7 @@ def with_sums(run: Run) -> Run:
 
 def test_the_table_says_of_how_many_tokens_such_a_row_is(evaluated_run: Run) -> None:
     plain = accuracy_table(accuracy_rows(evaluated_run))
-    assert [column.title for column in plain.columns][-1] == "top-1 agreement"
+    assert [column.title for column in plain.columns][-1] == "top-5 agreement"
     table = accuracy_table(accuracy_rows(with_sums(evaluated_run)))
     assert [column.title for column in table.columns][-2:] == ["KL of the sums", "sampled tokens"]
     assert [cell.text for cell in table.cells()[-1]][:4] == [
