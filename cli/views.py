@@ -286,6 +286,9 @@ def draw(speak: "Terminal", table: Table[Any]) -> None:
     titles = [column.title for column in table.columns]
     numeric = [column.title for column in table.columns if column.numeric]
     speak.table(table.title, titles, [[cell.text for cell in row] for row in table.cells()], numeric)
+    if table.note:
+        speak.say(table.note)
+        speak.say("")
 
 
 def emit(result: dict[str, Any]) -> None:

@@ -146,7 +146,8 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
         f"{columns.increase(worst.perplexity_increase or 0.0)}"
     )
     if worst.increase_low is None or worst.increase_high is None:
-        return f"{done} {change}."
+        why = columns.too_short(worst)
+        return f"{done} {change}{why and f'; {why}'}."
     doubt = "; zero lies inside it" if worst.increase_low <= 0 <= worst.increase_high else ""
     return f"{done} {change}, 95 % interval {columns.interval((worst.increase_low, worst.increase_high))}{doubt}."
 

@@ -18,7 +18,7 @@ from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
 from ..record import FP8_STAGES
 from ..run import Run
 from .accuracy import load_accuracy, load_tokens
-from .curves import increase_interval
+from .curves import increase_interval, paired
 from .findings import converged_after, outlier_channels
 
 #: What the cache is, by the parts of it that are codes.
@@ -103,8 +103,9 @@ class EngineRow:
 class AccuracyRow:
     """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
 
-    Shares are fractions. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums
-    in FP32.
+    Shares are fractions. `windows`: how many the interval is of, None in BF16's own row; where they are too few there
+    is no interval. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums in
+    FP32.
     """
 
     runtime: str
@@ -113,6 +114,7 @@ class AccuracyRow:
     perplexity_increase: float | None = None
     increase_low: float | None = None
     increase_high: float | None = None
+    windows: int | None = None
     kl_mean_nats: float | None = None
     kl_p99_nats: float | None = None
     top1_agreement: float | None = None
@@ -272,10 +274,12 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
     accuracy, nll = load_accuracy(run), load_tokens(run)
     rows = []
     for name, found in accuracy.runtimes.items():
-        low, high = (None, None)
+        low, high, windows = None, None, None
         if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
             low, high = increase_interval(nll["bf16"], nll[name])
-        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, **found.model_dump(include=NUMBERS)))
+            windows = len(paired(nll["bf16"], nll[name]))
+        numbers = found.model_dump(include=NUMBERS)
+        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
     return sorted(rows, key=lambda row: row.runtime != "bf16")
 
 
