@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BackendError, GateError, InputError, UnfinishedError
-from ..options import WITHOUT_FP8, ValidateOptions
+from ..options import FLOAT, WITHOUT_FP8, ValidateOptions
 from ..run import Run
+from .corpora import load_tokens
 from .graphs import files_of, fp8_files
 from .other_text import evaluation
 from .sources import source_of
@@ -44,7 +45,7 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
         key = {"inputs": inputs, "options": chosen, **arithmetic()}
         with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
-            log.outputs += save_accuracy(run, found.accuracy, found.nll)
+            log.outputs += save_accuracy(run, _explained(run, tokens, found), found.nll)
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found)
@@ -77,6 +78,27 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     return found
 
 
+def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
+    """What was found, by how often tokens occur in the calibration text, and with the place where numbers stop."""
+    from ..validate.blame import blamed
+    from ..validate.compare import BASELINE
+    from ..validate.frequency import by_frequency
+
+    accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
+    calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
+    runtimes = {
+        name: runtime.model_copy(
+            update={
+                "by_frequency": None
+                if runtime.sampled
+                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base)
+            }
+        )
+        for name, runtime in accuracy.runtimes.items()
+    }
+    return accuracy.model_copy(update={"runtimes": runtimes})
+
+
 def unfinished(found: "Outcome") -> UnfinishedError:
     """Why runtimes failed, and what becomes of the others."""
     again = " and ".join(found.failed)
@@ -106,20 +128,23 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
 
 def check_numbers(accuracy: "Accuracy") -> None:
     """Raise InputError for a float model whose perplexity is no finite number, which its files are to blame for, and
-    GateError for an FP8 runtime of which that is so.
+    GateError for another runtime of which that is so.
     """
     for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
         if isfinite(runtime.perplexity):
             continue
-        if name in WITHOUT_FP8:
+        bad, where = f"{name}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}", runtime.not_finite
+        if where:
+            bad += f", first at position {where.position} of window {where.window} (from 0)"
+            bad += f", by the output of {where.module}" if where.module else ""
+        if name in FLOAT or (where and where.bf16):
             raise InputError(
-                f"{name}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}: the model gives no finite "
-                "numbers before anything is quantized; check its config.json and its weights"
+                f"{bad}: the model gives no finite numbers before anything is quantized; check its config.json and its "
+                "weights"
             )
-        raise GateError(
-            f"{name}: perplexity is {runtime.perplexity}, and the float model's is a number; `fp8q inspect` shows what "
-            "stands out, keep modules in BF16 with --skip"
-        )
+        known = where is None or where.bf16 is not None
+        theirs = "and BF16's is a number" if known else "and BF16's is not known, since its checkpoint is gone"
+        raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
 
 
 def check_increase(accuracy: "Accuracy", limit: float | None) -> None:

@@ -27,6 +27,25 @@ class Protocol(Strict):
     stride: int
 
 
+class FrequencyBucket(Strict):
+    """The scored tokens that occur `least` to `most` times in the calibration text; NLL is their mean."""
+
+    least: int
+    most: int
+    tokens: int
+    nll_nats: float
+    nll_increase_nats: float | None = Field(default=None, description="over BF16's of the same tokens")
+
+
+class NotFinite(Strict):
+    """Where a runtime first gave no finite number: the window, and the position in it, both from 0."""
+
+    window: int
+    position: int
+    module: str | None = Field(default=None, description="the first whose output was not finite, as far as was found")
+    bf16: bool | None = Field(default=None, description="whether BF16's is none in that window either, where known")
+
+
 class RuntimeAccuracy(Strict):
     """One runtime; the comparison with BF16 is absent in BF16's own entry. Shares and increases are fractions."""
 
@@ -46,6 +65,8 @@ class RuntimeAccuracy(Strict):
     kl_sums_nats: float | None = Field(
         default=None, description="mean KL(reference-fp32 || this): what the accumulator alone adds"
     )
+    by_frequency: list[FrequencyBucket] | None = None
+    not_finite: NotFinite | None = None
 
     @property
     def sampled(self) -> bool:

@@ -25,7 +25,7 @@ from ..quantize.formats import E4M3
 from ..reporter import Reporter
 from ..run import Run
 from ..undo import scratch, undoing
-from . import columns, curves, tables
+from . import columns, curves, frequency, tables
 from .accuracy import Protocol, load_accuracy, load_tokens
 from .columns import Table
 from .tables import AccuracyRow, EngineRow, ModuleRow
@@ -70,13 +70,15 @@ def write_report(run: Run, report: Reporter) -> list[Path]:
 
 
 def report_tables(run: Run) -> dict[str, Table[Any]]:
-    """The tables of the report: `accuracy`, `sizes`, `engines`, `modules`, `kept`, `facts`, `stages`, `notes`.
+    """The tables of the report: `accuracy`, `frequency`, `sizes`, `engines`, `modules`, `kept`, `facts`, `stages`,
+    `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = tables.module_rows(run), tables.stage_rows(run)
     return {
         "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
+        "frequency": frequency.frequency_table(frequency.frequency_rows(run)),
         "sizes": columns.size_table(tables.size_rows(run)),
         "engines": columns.engine_table(tables.engine_rows(run)),
         "modules": columns.module_table(modules),

@@ -31,6 +31,11 @@ def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
     return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
 
 
+def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
+    """The source model as the runtime `name` of `FLOATS` has it."""
+    return load_model(source, FLOATS[name] or stored_dtype(source), device)
+
+
 def open_reference(run: Run, mode: Mode, device: str) -> Reference:
     """The FP8 reference, its wide parts in BF16."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):

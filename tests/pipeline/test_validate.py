@@ -1,4 +1,4 @@
-"""`fp8q validate` on the finished demo: runtimes by name, one that fails half-way."""
+"""`fp8q validate` on the finished demo: runtimes by name, one that fails half-way, numbers that stop being any."""
 
 import shutil
 from collections.abc import Callable
@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fp8q import api
 from fp8q.errors import UnfinishedError
+from fp8q.quantize.reference import load_reference
 from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.validate import compare, runtimes
@@ -120,10 +122,62 @@ def test_a_whole_run_ends_its_other_stages_when_a_runtime_fails(
     assert stages == ["build_engine", "triton", "report"]
 
 
+def spoiled(load: Callable[..., Any], module: str, model_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`load`, with NaN in what `module` gives from the tenth position on."""
+
+    def loaded(*given: Any) -> Any:
+        found = load(*given)
+
+        def spoil(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[:, 9:] = torch.nan
+            return output
+
+        model_of(found).get_submodule(module).register_forward_hook(spoil)
+        return found
+
+    return loaded
+
+
+def test_numbers_that_fp8_alone_loses_are_its_fault_by_module_and_place(
+    run: Run, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "model.layers.2.mlp.up_proj"
+    monkeypatch.setattr(runtimes, "load_reference", spoiled(load_reference, module, lambda found: found.model))
+    with pytest.raises(api.GateError) as error:
+        api.validate(run.root, text, options("bf16", "reference"))
+    said = f"first at position 9 of window 0 (from 0), by the output of {module}, and BF16's is a number; "
+    assert said in str(error.value)
+    place = load_accuracy(run).runtimes["reference"].not_finite
+    assert place is not None
+    assert (place.window, place.position, place.module, place.bf16) == (0, 9, module, False)
+    with pytest.raises(api.GateError) as again:  # nothing is run for it
+        api.validate(run.root, text, options("bf16", "reference"))
+    assert str(again.value) == str(error.value)
+    with pytest.raises(api.GateError, match=f"by the output of {module}, and BF16's is a number; "):
+        api.validate(run.root, text, options("reference"))  # BF16 did not run, and is asked
+
+
+@pytest.mark.parametrize("names", [("bf16", "reference"), ("reference",)])
+def test_numbers_that_bf16_loses_too_are_the_models_fault(
+    run: Run, text: str, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    module = "model.layers.1.post_attention_layernorm"
+    for name, model_of in (("load_model", lambda model: model), ("load_reference", lambda found: found.model)):
+        monkeypatch.setattr(runtimes, name, spoiled(getattr(runtimes, name), module, model_of))
+    with pytest.raises(api.InputError) as error:
+        api.validate(run.root, text, options(*names))
+    assert str(error.value) == (
+        f"{names[0]}: perplexity is nan on {text}, first at position 9 of window 0 (from 0), by the output of "
+        f"{module}: the model gives no finite numbers before anything is quantized; check its config.json and its "
+        "weights"
+    )
+
+
 def test_an_accuracy_of_before_is_read(run: Run) -> None:
-    """`source` was what `original` is called now; the fields of today may be absent."""
+    """`source` was what `original` is called now; the fields of today were not there."""
     accuracy, nll = load_accuracy(run), load_tokens(run)
-    old = {"source": accuracy.runtimes["bf16"], **accuracy.runtimes}
+    old = {"source": accuracy.runtimes["bf16"].model_copy(update={"by_frequency": None}), **accuracy.runtimes}
     with run.stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(run, accuracy.model_copy(update={"runtimes": old}), nll | {"source": nll["bf16"]})
     assert list(load_accuracy(run).runtimes) == ["original", *accuracy.runtimes]
