@@ -29,6 +29,7 @@ from pages import (
     numbers,
     sensitivity,
     two_terms,
+    validate,
     weights,
 )
 
@@ -50,6 +51,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/numbers.md": numbers.TABLES,
     "docs/sensitivity.md": sensitivity.TABLES,
     "docs/two-terms.md": two_terms.TABLES,
+    "docs/validate.md": validate.TABLES,
     "docs/weights.md": weights.TABLES,
 }
 #: Picture -> what draws it.

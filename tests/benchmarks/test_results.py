@@ -21,6 +21,8 @@ NOT_MEASURED = (
     "| tried with | on | what holds |",
     "| path | what |",
     "| field | |",
+    "| field | what it is |",
+    "| `--runtimes` | what runs |",
     "| in the repository | what it is |",
     "| what | how it is read |",
     "| file | what of it | bounds |",
