@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
 from .calibrate.ranks.place import place
-from .errors import BackendError, Fp8qError, GateError, InputError
+from .errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
 from .options import (
     BenchOptions,
     CalibrateOptions,
@@ -105,6 +105,7 @@ __all__ = [
     "SensitivityOptions",
     "ServeOptions",
     "TritonOptions",
+    "UnfinishedError",
     "ValidateOptions",
     "bench",
     "build_engine",
@@ -354,7 +355,8 @@ def validate(
 ) -> "Accuracy":
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
-    Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction).
+    Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction),
+    and UnfinishedError for a runtime that failed: the others' numbers are written first.
     """
     needs("calibrate", CALIBRATE_MODULES)
 
@@ -519,12 +521,12 @@ def run(
 ) -> Run:
     """All stages, one after the other: the arguments are those of `calibrate`.
 
-    A gate that is not met is raised when all is written.
+    A gate that is not met, and a runtime that failed beside others, are raised when all is written.
     """
     found = _calibrate(model, data, out, eval_data, options, options, progress)
     if place().rank:
         return found  # the first rank alone does what follows
-    gates: list[GateError] = []
+    gates, unfinished = list[GateError](), list[UnfinishedError]()
     for step in (
         lambda: build_engine(out, options.engine, progress),
         lambda: validate(out, None, options.validate, progress),
@@ -535,6 +537,10 @@ def run(
             step()
         except GateError as gate:
             gates.append(gate)
+        except UnfinishedError as error:
+            unfinished.append(error)
+    if unfinished:
+        raise UnfinishedError("; ".join(map(str, [*unfinished, *gates])))
     if gates:
         raise GateError("; ".join(map(str, gates)))
     return found

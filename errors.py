@@ -32,6 +32,10 @@ class BackendError(Fp8qError):
     exit_code = 4
 
 
+class UnfinishedError(BackendError):
+    """A runtime failed; what the others found is written, and the next call goes on (exit code 4)."""
+
+
 def visible(text: str) -> str:
     """`text` with all that is no printable character as Python's escape of it: controls (C0, C1, of direction, of zero
     width), the bytes of names that are not UTF-8, every space but the plain one.

@@ -86,6 +86,7 @@ class StageRecord(Strict):
     machine: dict[str, JsonValue] = Field(
         default_factory=dict, description="what it was computed on, where that decides its last bits"
     )
+    unfinished: tuple[str, ...] | None = Field(default=None, description="what failed of it, and is tried again")
 
 
 class RunRecord(Strict):
@@ -106,11 +107,14 @@ class RunRecord(Strict):
 
 @dataclass
 class StageLog:
-    """What a running stage says of itself; `outputs` are hashed when it ends."""
+    """What a running stage says of itself; `outputs` are hashed when it ends. What is `unfinished` of it the next call
+    goes on with.
+    """
 
     outputs: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, JsonValue] = field(default_factory=dict)
+    unfinished: tuple[str, ...] = ()
 
 
 def command(stage: str, root: Path) -> str:

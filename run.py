@@ -109,13 +109,14 @@ class Run:
         return path
 
     def is_current(self, stage: str, inputs: Mapping[str, str], options: Mapping[str, object]) -> bool:
-        """Whether `stage` was run with just these inputs and options by this version, and its outputs are all there.
+        """Whether all of `stage` was run with just these inputs and options by this version, and its outputs are
+        there.
 
         Raises InputError when an output is there but is not what the stage wrote.
         """
         recorded = self.record().stages.get(stage)
         asked = (dict(inputs), json.loads(json.dumps(dict(options))), __version__)
-        if recorded is None or (recorded.inputs, recorded.options, recorded.version) != asked:
+        if recorded is None or recorded.unfinished or (recorded.inputs, recorded.options, recorded.version) != asked:
             return False
         if not all((self.root / name).is_file() for name in recorded.outputs):
             return False
@@ -159,9 +160,11 @@ class Run:
                     seconds=round(time.monotonic() - start, 3),
                     peak_memory_bytes=peak_memory_bytes(),
                     machine=log.machine,
+                    unfinished=log.unfinished or None,
                 )
                 write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
-                remove(self._work_folder(name))
+                if not log.unfinished:
+                    remove(self._work_folder(name))
 
     def _create(self) -> bool:
         """Make the directory; whether it was not there before."""
@@ -275,8 +278,9 @@ class Run:
         but for the `current` one's. For who holds the lock.
         """
         self._clear_partial()
-        for name in self.record().stages.keys() - {current}:
-            remove(self._work_folder(name))
+        for name, done in self.record().stages.items():
+            if name != current and not done.unfinished:
+                remove(self._work_folder(name))
 
     def _clear_partial(self) -> None:
         for path in [*self.root.glob(f"**/.*{PARTIAL}")]:

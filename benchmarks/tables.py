@@ -31,6 +31,7 @@ from pages import (
     numbers,
     sensitivity,
     two_terms,
+    validate,
     weights,
 )
 
@@ -54,6 +55,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/numbers.md": numbers.TABLES,
     "docs/sensitivity.md": sensitivity.TABLES,
     "docs/two-terms.md": two_terms.TABLES,
+    "docs/validate.md": validate.TABLES,
     "docs/weights.md": weights.TABLES,
 }
 #: Picture -> what draws it.

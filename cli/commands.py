@@ -16,7 +16,7 @@ from cyclopts import App, ArgumentCollection, Parameter
 from .. import __version__
 from ..calibrate.ranks.place import place
 from ..declare import OPTIONS, first_given
-from ..errors import GateError, InputError
+from ..errors import GateError, InputError, UnfinishedError
 from ..options import (
     BenchOptions,
     CalibrateOptions,
@@ -415,8 +415,8 @@ for position, name in enumerate(app):
 
 @contextmanager
 def showing(speak: "Terminal", path: Path, common: Common) -> Iterator[None]:
-    """Show what the run at `path` holds when the block ends well, or with a gate that was not met; of several ranks the
-    first does.
+    """Show what the run at `path` holds when the block ends well, with a gate that was not met, or with a runtime that
+    failed beside others; of several ranks the first does.
     """
     from . import views
 
@@ -425,7 +425,7 @@ def showing(speak: "Terminal", path: Path, common: Common) -> Iterator[None]:
         return
     try:
         yield
-    except GateError:
+    except (GateError, UnfinishedError):
         views.summary(speak, path, common.as_json)
         raise
     views.summary(speak, path, common.as_json)

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Findings of one rule that are shown; the rest are counted.
 LISTED = 8
+#: Columns of a terminal in which the whole table of accuracy can be read.
+WIDE = 100
 #: What a run holds for people to open, in the order of the stages.
 FILES = (
     "model",
@@ -66,7 +69,7 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
         emit(document(run, found))
         return
     tables: dict[str, Callable[[Any], Table[Any]]] = {
-        "accuracy": accuracy_table,
+        "accuracy": partial(accuracy_table, wide=speak.out.width >= WIDE),
         "engines": engine_table,
         "sizes": size_table,
         "stages": stage_table,
@@ -293,6 +296,9 @@ def draw(speak: "Terminal", table: Table[Any], told: str = "") -> None:
         [[cell.text for cell in row] for row in table.cells()],
         numeric,
     )
+    if table.note:
+        speak.say(table.note)
+        speak.say("")
 
 
 def emit(result: dict[str, Any]) -> None:

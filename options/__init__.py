@@ -23,6 +23,7 @@ from .measured import (
     WeightRounding,
 )
 from .proven import (
+    FLOAT,
     RUNTIMES,
     WITHOUT_FP8,
     Accumulator,
@@ -37,6 +38,7 @@ __all__ = [
     "AS_THE_RUN_HAS_IT",
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
+    "FLOAT",
     "RUNTIMES",
     "WITHOUT_FP8",
     "Accumulator",

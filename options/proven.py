@@ -10,9 +10,13 @@ from ..errors import InputError
 from .built import Baseline
 from .measured import ALLOW_OVERLAP
 
-RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt")
+RUNTIMES = (
+    "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",
+)  # fmt: skip
+#: The float model, in its types.
+FLOAT = frozenset({"bf16", "fp32", "original"})
 #: What runs no FP8: the float model, and what FP8 is compared with.
-WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8"})
+WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
 #: How the products of codes are added: `quantize.adder`.
 Accumulator = Literal["fp32", "fp22", "two-level"]
 
@@ -35,9 +39,11 @@ class ValidateOptions(Options):
     """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: all of the
     text's tokens in it.
 
-    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
-    --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`. `accumulator`: see
-    `quantize.adder`.
+    The runtime `bf16` is what the others are compared with; `fp32` is the source model in FP32, from which BF16's own
+    distance is the yardstick; `original` is the source model in the type it is stored in, and joins `bf16` by itself
+    where that is another. The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions,
+    which `fp8q export --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`.
+    `accumulator`: see `quantize.adder`.
     """
 
     runtimes: Annotated[

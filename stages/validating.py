@@ -4,25 +4,28 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import GateError, InputError
-from ..options import WITHOUT_FP8, ValidateOptions
+from ..errors import BackendError, GateError, InputError, UnfinishedError
+from ..options import FLOAT, WITHOUT_FP8, ValidateOptions
 from ..run import Run
+from .corpora import load_tokens
 from .graphs import files_of, fp8_files
 from .other_text import evaluation
 from .sources import source_of
-from .steps import Notes, device, stage
+from .steps import Notes, arithmetic, device, stage
 
 if TYPE_CHECKING:
     from ..validate.accuracy import Accuracy
+    from ..validate.compare import Outcome
     from ..validate.perplexity import Evaluation
 
 
 def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes) -> "Accuracy":
     """Run the held-out text, or `data`, through `options.runtimes`, where that is not done, and return what was found.
 
-    Raises GateError, when all is written, for a runtime that loses more than `options.max_ppl_increase`.
+    Raises UnfinishedError, when what the others found is written, for runtimes that failed, and GateError for one that
+    loses more than `options.max_ppl_increase`.
     """
-    from ..validate.accuracy import load_accuracy
+    from ..validate.accuracy import load_accuracy, save_accuracy
 
     inputs = fp8_files(run)
     for precision in options.baselines:
@@ -41,32 +44,70 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     if options.accumulator:
         chosen |= {"accumulator": options.accumulator, "accumulator_windows": options.accumulator_windows}
     if not run.is_current("validate", inputs, chosen):
-        with stage(run, "validate", inputs, chosen, notes) as log:
-            log.outputs += _evaluate(run, tokens, options, notes)
+        key = {"inputs": inputs, "options": chosen, **arithmetic()}
+        with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key) as folder:
+            found = _evaluate(run, tokens, options, folder, notes)
+            log.outputs += save_accuracy(run, _explained(run, tokens, found), found.nll)
+            log.unfinished = tuple(found.failed)
+        if found.failed:
+            raise unfinished(found)
     accuracy = load_accuracy(run)
     check_numbers(accuracy)
     check_increase(accuracy, options.max_ppl_increase)
     return accuracy
 
 
-def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, notes: Notes) -> list[Path]:
-    """Run `tokens` through what was asked for, and write what was found; returns the files."""
-    from ..validate.accuracy import save_accuracy
-    from ..validate.compare import BASELINE, compare
-    from ..validate.runtimes import forwards, vocabulary
+def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes) -> "Outcome":
+    """Run `tokens` through what was asked for; `folder` keeps what a killed call has found.
+
+    Raises BackendError where no runtime runs.
+    """
+    from ..validate.compare import BASELINE, compare_in_turn
+    from ..validate.runtimes import openers, vocabulary
     from ..validate.sums import compare_sums, cost, sample
 
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
-    made = forwards(options.runtimes, run, lambda: source_of(run), device())
-    accuracy, nll = compare(tokens, made, vocabulary(run.model), notes)
+    made = openers(options.runtimes, run, lambda: source_of(run), device())
+    found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
-        baseline = made.get(BASELINE)
-        made.clear()  # their weights would stay in memory beside the next reference's
-        sums, their_nll = compare_sums(run, taken, baseline, options.accumulator, device(), notes)
-        accuracy, nll = accuracy.model_copy(update={"runtimes": accuracy.runtimes | sums}), nll | their_nll
-    return save_accuracy(run, accuracy, nll)
+        baseline = made.get(BASELINE) if BASELINE not in found.failed else None
+        sums = compare_sums(run, taken, baseline, options.accumulator, device(), folder / "sums", notes)
+        found = found.joined(sums)
+    if not found.nll:
+        raise BackendError("; ".join(found.failed.values()))
+    return found
+
+
+def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
+    """What was found, by how often tokens occur in the calibration text, and with the place where numbers stop."""
+    from ..validate.blame import blamed
+    from ..validate.compare import BASELINE
+    from ..validate.frequency import by_frequency
+
+    accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
+    calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
+    runtimes = {
+        name: runtime.model_copy(
+            update={
+                "by_frequency": None
+                if runtime.sampled
+                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base)
+            }
+        )
+        for name, runtime in accuracy.runtimes.items()
+    }
+    return accuracy.model_copy(update={"runtimes": runtimes})
+
+
+def unfinished(found: "Outcome") -> UnfinishedError:
+    """Why runtimes failed, and what becomes of the others."""
+    again = " and ".join(found.failed)
+    return UnfinishedError(
+        f"{'; '.join(found.failed.values())}; what {', '.join(found.nll)} gave is written, and the same command tries "
+        f"{again} again: free memory or give a smaller --context, or leave {again} out of --runtimes"
+    )
 
 
 def check_accumulator(options: ValidateOptions) -> None:
@@ -89,20 +130,23 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
 
 def check_numbers(accuracy: "Accuracy") -> None:
     """Raise InputError for a float model whose perplexity is no finite number, which its files are to blame for, and
-    GateError for an FP8 runtime of which that is so.
+    GateError for another runtime of which that is so.
     """
     for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
         if isfinite(runtime.perplexity):
             continue
-        if name in WITHOUT_FP8:
+        bad, where = f"{name}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}", runtime.not_finite
+        if where:
+            bad += f", first at position {where.position} of window {where.window} (from 0)"
+            bad += f", by the output of {where.module}" if where.module else ""
+        if name in FLOAT or (where and where.bf16):
             raise InputError(
-                f"{name}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}: the model gives no finite "
-                "numbers before anything is quantized; check its config.json and its weights"
+                f"{bad}: the model gives no finite numbers before anything is quantized; check its config.json and its "
+                "weights"
             )
-        raise GateError(
-            f"{name}: perplexity is {runtime.perplexity}, and the float model's is a number; `fp8q inspect` shows what "
-            "stands out, keep modules in BF16 with --skip"
-        )
+        known = where is None or where.bf16 is not None
+        theirs = "and BF16's is a number" if known else "and BF16's is not known, since its checkpoint is gone"
+        raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
 
 
 def check_increase(accuracy: "Accuracy", limit: float | None) -> None:

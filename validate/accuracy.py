@@ -45,6 +45,25 @@ class Protocol(Strict):
         )
 
 
+class FrequencyBucket(Strict):
+    """The scored tokens that occur `least` to `most` times in the calibration text; NLL is their mean."""
+
+    least: int
+    most: int
+    tokens: int
+    nll_nats: float
+    nll_increase_nats: float | None = Field(default=None, description="over BF16's of the same tokens")
+
+
+class NotFinite(Strict):
+    """Where a runtime first gave no finite number: the window, and the position in it, both from 0."""
+
+    window: int
+    position: int
+    module: str | None = Field(default=None, description="the first whose output was not finite, as far as was found")
+    bf16: bool | None = Field(default=None, description="whether BF16's is none in that window either, where known")
+
+
 class RuntimeAccuracy(Strict):
     """One runtime; the comparison with BF16 is absent in BF16's own entry. Shares and increases are fractions."""
 
@@ -53,11 +72,19 @@ class RuntimeAccuracy(Strict):
     perplexity_increase: float | None = None
     kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this) per scored token")
     kl_p99_nats: float | None = None
-    top1_agreement: float | None = None
+    top1_agreement: float | None = Field(default=None, description="scored tokens where both think the same likeliest")
+    top5_agreement: float | None = Field(
+        default=None, description="mean share of BF16's five likeliest tokens that are among this one's five likeliest"
+    )
+    kl_fp32_nats: float | None = Field(
+        default=None, description="mean KL(fp32 || this), where fp32 ran: BF16's own is the yardstick"
+    )
     tokens: int | None = Field(default=None, description="scored, where these are not all of the protocol's")
     kl_sums_nats: float | None = Field(
         default=None, description="mean KL(reference-fp32 || this): what the accumulator alone adds"
     )
+    by_frequency: list[FrequencyBucket] | None = None
+    not_finite: NotFinite | None = None
 
     @property
     def sampled(self) -> bool:
@@ -71,6 +98,10 @@ class Accuracy(Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     protocol: Protocol
     runtimes: dict[str, RuntimeAccuracy]
+
+
+#: What the runtime `original` was called before: what was written then is read.
+FORMER = {"source": "original"}
 
 
 def save_accuracy(run: Run, accuracy: Accuracy, nll: dict[str, npt.NDArray[np.float32]]) -> list[Path]:
@@ -87,7 +118,9 @@ def save_accuracy(run: Run, accuracy: Accuracy, nll: dict[str, npt.NDArray[np.fl
 
 def load_accuracy(run: Run) -> Accuracy:
     """Read `accuracy.json`; raises InputError when it is missing or not the file `fp8q validate` wrote."""
-    return read_document(run.require(run.accuracy, "validate"), Accuracy)
+    found = read_document(run.require(run.accuracy, "validate"), Accuracy)
+    runtimes = {FORMER.get(name, name): runtime for name, runtime in found.runtimes.items()}
+    return found.model_copy(update={"runtimes": runtimes})
 
 
 def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
@@ -98,4 +131,4 @@ def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
         open(path, "rb") as handle,
         np.load(handle, allow_pickle=False) as arrays,
     ):
-        return {name: arrays[name] for name in arrays.files}
+        return {FORMER.get(name, name): arrays[name] for name in arrays.files}

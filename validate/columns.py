@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..export.engine.info import listed
+from .curves import LEAST_WINDOWS
 from .findings import AgainstRow, DelayedRow, Finding
 from .tables import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 
@@ -102,12 +103,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table(Generic[Row]):
-    """Rows of one kind; `missing` says what to run where there are none."""
+    """Rows of one kind; `missing` says what to run where there are none, `note` what must be read with them."""
 
     title: str
     rows: Sequence[Row]
     all_columns: tuple[Column[Row], ...]
     missing: str
+    note: str = ""
 
     @property
     def columns(self) -> tuple[Column[Row], ...]:
@@ -133,7 +135,8 @@ class Table(Generic[Row]):
             for row in self.cells()
         )
         caption = f"<caption>{escape(self.title)}</caption>"
-        return f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
+        note = f"\n<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>{note}"
 
 
 def _align(numeric: bool) -> str:
@@ -244,8 +247,10 @@ def against_table(rows: Sequence[AgainstRow]) -> Table[AgainstRow]:
     return Table("Against other text", rows, columns, "No tensor has a scale.")
 
 
-def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:
-    """Every runtime's perplexity, and what it differs in from BF16."""
+def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[AccuracyRow]:
+    """Every runtime's perplexity, and what it differs in from BF16; `wide`: with what a terminal of 80 columns has no
+    room for.
+    """
     columns = (
         Column[AccuracyRow]("runtime", lambda row: row.runtime, numeric=False),
         Column[AccuracyRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
@@ -258,10 +263,24 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table[AccuracyRow]:
         Column[AccuracyRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
         Column[AccuracyRow]("KL p99, nats", lambda row: row.kl_p99_nats, nats),
         Column[AccuracyRow]("top-1 agreement", lambda row: row.top1_agreement, share),
+        Column[AccuracyRow]("top-5 agreement", lambda row: row.top5_agreement if wide else None, share),
+        Column[AccuracyRow]("KL from FP32", lambda row: row.kl_fp32_nats, nats),
         Column[AccuracyRow]("KL of the sums", lambda row: row.kl_sums_nats, nats),
         Column[AccuracyRow]("sampled tokens", lambda row: row.tokens, count),
     )
-    return Table("Accuracy", rows, columns, "Not evaluated yet: run `fp8q validate RUN`.")
+    short = dict[str, list[str]]()
+    for row in rows:
+        if why := too_short(row):
+            short.setdefault(why, []).append(row.runtime)
+    note = ". ".join(f"{', '.join(names)}: {why}" for why, names in short.items())
+    return Table("Accuracy", rows, columns, "Not evaluated yet: run `fp8q validate RUN`.", note)
+
+
+def too_short(row: AccuracyRow) -> str:
+    """Why there is no interval beside an increase; empty where there is one, or nothing to give one of."""
+    if row.windows is None or row.increase_low is not None:
+        return ""
+    return f"too short for an interval: {row.windows:,} window{'' if row.windows == 1 else 's'}; give {LEAST_WINDOWS}"
 
 
 def interval(bounds: tuple[float, float]) -> str:

@@ -20,6 +20,11 @@ CodeGrid = Format | TwoTerms
 PATTERNS_A_BAR = 16
 #: The octaves of the code that a sparkline spans: E4M3 from below its smallest value to above its largest.
 SPARK_LEFT, SPARK_RIGHT = -12, 10
+#: What share of such intervals should hold the truth.
+CONFIDENCE = 0.95
+#: Windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s √((n - 1) / n),
+#: s by Student's t with n - 1 degrees of freedom, and holds the truth in 81 % of cases at n = 4, in 90 % at ten.
+LEAST_WINDOWS = 10
 
 
 def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Floats, Floats]:
@@ -146,6 +151,11 @@ def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
     )
 
 
+def paired(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+    """The windows in which both have a scored token."""
+    return np.flatnonzero((~np.isnan(base) & ~np.isnan(other)).any(axis=1))
+
+
 def increase_interval(
     base: npt.NDArray[np.float32], other: npt.NDArray[np.float32], resamples: int = 2000
 ) -> tuple[float | None, float | None]:
@@ -154,16 +164,16 @@ def increase_interval(
 
     The tokens of a window are not independent of each other, so whole windows are drawn again (bootstrap, percentile
     method; Efron 1979). The pairing takes out what makes a text hard, which is a hundred times what FP8 adds. No
-    interval (None) below two windows that both have.
+    interval (None) below `LEAST_WINDOWS` windows that both have.
     """
-    scored = ~np.isnan(base) & ~np.isnan(other)
-    both = scored.any(axis=1)
-    scored, base, other = scored[both], base[both], other[both]
-    difference = np.where(scored, other.astype(np.float64) - base, 0).sum(axis=1)
-    tokens = scored.sum(axis=1)
-    windows = len(tokens)
-    if windows < 2:
+    windows = paired(base, other)
+    if len(windows) < LEAST_WINDOWS:
         return None, None
-    drawn = np.random.default_rng(0).multinomial(windows, np.full(windows, 1 / windows), resamples)
-    low, high = np.quantile(np.expm1(drawn @ difference / np.maximum(drawn @ tokens, 1)), [0.025, 0.975])
+    base, other = base[windows], other[windows]
+    scored = ~np.isnan(base) & ~np.isnan(other)
+    difference = np.where(scored, other.astype(np.float64) - base, 0).sum(axis=1)
+    tokens, count = scored.sum(axis=1), len(windows)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), resamples)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(np.expm1(drawn @ difference / np.maximum(drawn @ tokens, 1)), [tail, 1 - tail])
     return float(low), float(high)

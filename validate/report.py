@@ -22,7 +22,7 @@ from ..quantize.formats import E4M3
 from ..quantize.scales import load_scales
 from ..reporter import Reporter
 from ..run import Run
-from . import beside, columns, curves, tables
+from . import beside, columns, curves, frequency, tables
 from . import certificate as certificates
 from .accuracy import Protocol, load_accuracy, load_tokens
 from .certificate import Certificate
@@ -78,14 +78,15 @@ def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list
 
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
-    """The tables of the report: `accuracy`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`,
-    `kept`, `certificate`, `facts`, `stages`, `notes`.
+    """The tables of the report: `accuracy`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`, `engines`,
+    `modules`, `kept`, `certificate`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = tables.module_rows(run), tables.stage_rows(run)
     return {
         "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
+        "frequency": frequency.frequency_table(frequency.frequency_rows(run)),
         "beside": beside.run_table(beside.run_rows([run, *others]) if others else []),
         "loss": replace(columns.loss_table(losses(run)[:WORST]), missing=NOT_LOCATED),
         "sizes": columns.size_table(tables.size_rows(run)),

@@ -1,6 +1,7 @@
 """The runtimes that can be asked for logits, each as a function of a batch of windows."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,23 @@ from ..quantize.reference import Reference, load_reference
 from ..quantize.stored import checkpoint_of
 from ..run import GRAPH_FP32, Run
 from ..serve.sessions import SessionError, open_session
-from .compare import Forward
+from .compare import FLOAT32, Forward, Opener
+
+#: The runtime of the checkpoint's own type.
+ORIGINAL = "original"
+#: The runtimes that are the source model, in which type; None: its own.
+FLOATS = {"bf16": torch.bfloat16, FLOAT32: torch.float32, ORIGINAL: None}
 
 
 def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
     """The source model in `dtype`."""
     model = load_model(source, dtype, device)
     return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+
+
+def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
+    """The source model as the runtime `name` of `FLOATS` has it."""
+    return load_model(source, FLOATS[name] or stored_dtype(source), device)
 
 
 def open_reference(run: Run, mode: Mode, device: str) -> Reference:
@@ -52,39 +63,50 @@ def session(run: Run, runtime: str) -> Forward:
     Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
     refuses the graph.
     """
-    name, _, precision = runtime.partition("-")
-    checkpoint = checkpoint_of(run, precision or "fp8")
+    graph, name = graph_of(run, runtime), runtime.partition("-")[0]
     if name == "onnxruntime":
-        sound_graph(checkpoint / GRAPH_FP32)
+        sound_graph(graph)
     try:
-        opened = open_session(checkpoint, name)
+        opened = open_session(graph.parent, name)
     except SessionError as error:
         raise BackendError(str(error)) from error
 
     def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
         positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
-        logits, _ = opened.forward(ids, np.ones_like(ids), positions)
+        try:
+            logits, _ = opened.forward(ids, np.ones_like(ids), positions)
+        except Exception as error:  # its exceptions have no common class of their own
+            raise BackendError(f"{type(error).__name__}: {error}") from error
         return torch.from_numpy(logits)
 
     return forward
 
 
-def forwards(names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str) -> dict[str, Forward]:
-    """The named runtimes, loaded.
+def graph_of(run: Run, runtime: str) -> Path:
+    """The graph that a runtime of that name runs."""
+    return checkpoint_of(run, runtime.partition("-")[2] or "fp8") / GRAPH_FP32
 
-    A source in another type than BF16 brings its own, `source`, beside `bf16`, which it is cast to.
+
+def openers(names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str) -> dict[str, Opener]:
+    """What loads each of the named runtimes; the files of none are missing then.
+
+    A source in another type than BF16 brings its own, `original`, beside `bf16`, which it is cast to, where none of
+    those named is of that type.
     """
-    made: dict[str, Forward] = {}
+    made: dict[str, Opener] = {}
     for name in names:
-        if name == "bf16":
+        if name in FLOATS:
             opened = source()
-            made[name] = float_model(opened, torch.bfloat16, device)
-            if (own := stored_dtype(opened)) != torch.bfloat16:
-                made["source"] = float_model(opened, own, device)
+            made[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device)
+            own = stored_dtype(opened)
+            if name == "bf16" and own not in [FLOATS[each] for each in names if each in FLOATS]:
+                made[ORIGINAL] = partial(float_model, opened, own, device)
         elif name == "reference":
-            made[name] = reference(run, device)
+            made[name] = partial(reference, run, device)
         else:
-            made[name] = session(run, name)
+            if name.startswith("onnxruntime"):
+                sound_graph(graph_of(run, name))
+            made[name] = partial(session, run, name)
     return made
 
 

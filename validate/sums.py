@@ -7,6 +7,7 @@ only with that can they be compared; both scale the sum in FP32 and round it onc
 
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,7 @@ from ..quantize.reference import Reference
 from ..quantize.scales import load_scales
 from ..reporter import Reporter
 from ..run import Run
-from .accuracy import RuntimeAccuracy
-from .compare import BASELINE, Forward, compare
+from .compare import BASELINE, Forward, Opener, Outcome, compare_in_turn
 from .perplexity import Evaluation
 from .runtimes import logits_of, open_reference, vocabulary
 from .tables import CODE_DTYPE
@@ -85,17 +85,31 @@ def products_a_token(run: Run) -> int:
 
 
 def compare_sums(
-    run: Run, taken: Sample, baseline: Forward | None, accumulator: Accumulator, device: str, report: Reporter
-) -> tuple[dict[str, RuntimeAccuracy], dict[str, NLL]]:
+    run: Run,
+    taken: Sample,
+    baseline: Opener | None,
+    accumulator: Accumulator,
+    device: str,
+    folder: Path,
+    report: Reporter,
+) -> Outcome:
     """Run the sample through the reference with sums in FP32 and as `accumulator` has them, and through the `baseline`
-    that both are compared with; the same two results as of `compare`, for both references.
+    that both are compared with; the outcome is of both references. `folder`: as of `compare_in_turn`.
     """
-    reference = open_reference(run, "exact", device)
-    runtimes = {f"reference-{name}": adding(reference, name) for name in dict.fromkeys(["fp32", accumulator])}
+
+    def opener(name: Accumulator) -> Opener:
+        return lambda: adding(open_reference(run, "exact", device), name)
+
+    runtimes = {f"reference-{name}": opener(name) for name in dict.fromkeys(["fp32", accumulator])}
     besides = {BASELINE: baseline} if baseline else {}
-    accuracy, nll = compare(taken.evaluation, besides | runtimes, vocabulary(run.model), report)
-    found = {name: accuracy.runtimes[name].model_copy(update={"tokens": taken.tokens}) for name in runtimes}
-    return found, {name: taken.spread(nll[name]) for name in runtimes}
+    found = compare_in_turn(taken.evaluation, besides | runtimes, vocabulary(run.model), folder, report)
+    of = {
+        name: accuracy.model_copy(update={"tokens": taken.tokens})
+        for name, accuracy in found.accuracy.runtimes.items()
+        if name != BASELINE
+    }
+    accuracy = found.accuracy.model_copy(update={"runtimes": of})
+    return Outcome(accuracy, {name: taken.spread(found.nll[name]) for name in of}, found.failed)
 
 
 def adding(reference: Reference, accumulator: Accumulator) -> Forward:

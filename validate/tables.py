@@ -6,7 +6,7 @@ not the one its stage wrote is refused. A quantity that does not apply is None, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -18,7 +18,7 @@ from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
 from ..record import FP8_STAGES
 from ..run import Run
 from .accuracy import load_accuracy, load_tokens
-from .curves import increase_interval
+from .curves import increase_interval, paired
 from .findings import converged_after, outlier_channels
 
 #: What the cache is, by the parts of it that are codes.
@@ -108,8 +108,9 @@ class EngineRow:
 class AccuracyRow:
     """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
 
-    Shares are fractions. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums
-    in FP32.
+    Shares are fractions. `windows`: how many the interval is of, None in BF16's own row; where they are too few there
+    is no interval. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums in
+    FP32.
     """
 
     runtime: str
@@ -118,11 +119,18 @@ class AccuracyRow:
     perplexity_increase: float | None = None
     increase_low: float | None = None
     increase_high: float | None = None
+    windows: int | None = None
     kl_mean_nats: float | None = None
     kl_p99_nats: float | None = None
     top1_agreement: float | None = None
+    top5_agreement: float | None = None
+    kl_fp32_nats: float | None = None
     tokens: int | None = None
     kl_sums_nats: float | None = None
+
+
+#: What a row has of `accuracy.json`.
+NUMBERS = {field.name for field in fields(AccuracyRow)}
 
 
 @dataclass(frozen=True)
@@ -271,10 +279,12 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
     accuracy, nll = load_accuracy(run), load_tokens(run)
     rows = []
     for name, found in accuracy.runtimes.items():
-        low, high = (None, None)
+        low, high, windows = None, None, None
         if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
             low, high = increase_interval(nll["bf16"], nll[name])
-        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, **found.model_dump()))
+            windows = len(paired(nll["bf16"], nll[name]))
+        numbers = found.model_dump(include=NUMBERS)
+        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
     return sorted(rows, key=lambda row: row.runtime != "bf16")
 
 

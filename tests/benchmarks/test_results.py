@@ -23,6 +23,8 @@ NOT_MEASURED = (
     "| verdict | the interval |",
     "| path | what |",
     "| field | |",
+    "| field | what it is |",
+    "| `--runtimes` | what runs |",
     "| in the repository | what it is |",
     "| what | how it is read |",
     "| file | what of it | bounds |",

@@ -163,7 +163,10 @@ def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Ru
             "kl_mean_nats",
             "kl_p99_nats",
             "top1_agreement",
+            "top5_agreement",
+            "by_frequency",
         }
+        assert sum(bucket["tokens"] for bucket in runtime["by_frequency"]) == document["protocol"]["tokens"]
         assert abs(runtime["perplexity_increase"]) < 0.02
         assert 0 < runtime["kl_mean_nats"] < runtime["kl_p99_nats"]
     nll = load_nll(demo_run)

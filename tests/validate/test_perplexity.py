@@ -170,6 +170,6 @@ def test_a_perplexity_that_is_no_number_is_no_success() -> None:
     with pytest.raises(GateError) as lost:
         check_numbers(Accuracy(protocol=protocol, runtimes={"bf16": good, "reference": bad}))
     assert str(lost.value) == (
-        "reference: perplexity is nan, and the float model's is a number; `fp8q inspect` shows what stands out, keep "
+        "reference: perplexity is nan on text, and BF16's is a number; `fp8q inspect` shows what stands out, keep "
         "modules in BF16 with --skip"
     )

@@ -1,6 +1,7 @@
 """The report of the small run of conftest: what it says, and that it says it alone (no network, no other file)."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +20,7 @@ from fp8q.quantize.formats import E4M3, E5M2
 from fp8q.quantize.scales import Scales, Skipped
 from fp8q.reporter import SILENT
 from fp8q.run import Run
-from fp8q.validate import curves, plots, report
+from fp8q.validate import columns, curves, plots, report
 from fp8q.validate.tables import AccuracyRow, EngineRow, ModuleRow, module_rows
 
 VOID = {"meta", "wbr", "path", "rect", "use", "br"}
@@ -201,7 +202,7 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
         (
             [
                 BASE,
-                AccuracyRow("source", 9.0, 2.2, 0.125),
+                AccuracyRow("original", 9.0, 2.2, 0.125),
                 AccuracyRow("reference", 8.02, 2.08, 0.0025, 0.001, 0.004),
                 AccuracyRow("onnxruntime", 8.01, 2.08, 0.00125),
             ],
@@ -328,13 +329,47 @@ def test_a_curve_along_the_window_averages_windows_and_leaves_out_what_was_not_s
 
 
 def test_the_interval_of_the_increase_is_that_of_drawing_windows_again() -> None:
-    base = np.array([[np.nan, 2, 2], [np.nan, 1, 3]], np.float32)
+    base = np.array([[np.nan, 2, 2], [np.nan, 1, 3]] * 5, np.float32)
     same = curves.increase_interval(base, base + np.float32(0.25))
     assert same == pytest.approx((np.expm1(0.25), np.expm1(0.25)))
-    # of two windows, both draws are the first in a quarter of all cases
-    other = base + np.array([[0], [0.5]], np.float32)
-    assert curves.increase_interval(base, other) == pytest.approx((0, np.expm1(0.5)))
-    assert curves.increase_interval(base[:1], other[:1]) == (None, None)
+    assert curves.increase_interval(base[:9], base[:9]) == (None, None)
+
+
+def quantile_of_halves(draws: int, share: float) -> int:
+    """The least k that so many fair coins of `draws` fall short of, or meet, with that share."""
+    total = 0.0
+    for k in range(draws + 1):
+        total += math.comb(draws, k) / 2**draws
+        if total >= share:
+            return k
+    raise AssertionError
+
+
+def test_the_interval_holds_95_in_100_and_not_90() -> None:
+    """Half of 400 windows lose 0.1 nats a token and half lose none: what is drawn again is a number of coins."""
+    base = np.zeros((400, 3), np.float32)
+    other = base + np.where(np.arange(400) % 2, np.float32(0.1), np.float32(0))[:, None]
+    low, high = curves.increase_interval(base, other)
+    assert low is not None
+    assert high is not None
+    found = [400 * math.log1p(end) / 0.1 for end in (low, high)]
+    for end, share in zip(found, (0.025, 0.975), strict=True):
+        assert end == pytest.approx(quantile_of_halves(400, share), abs=1.2)  # of 2,000 draws: √(pq/n)/density = 0.6
+    narrower = [quantile_of_halves(400, share) for share in (0.05, 0.95)]  # an interval of 90 % would end there
+    assert found[0] < narrower[0] - 1.2
+    assert found[1] > narrower[1] + 1.2
+
+
+def test_what_is_too_short_for_an_interval_says_so() -> None:
+    short = AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=4)
+    said = report.summary([BASE, short], FP8, [])
+    assert said.endswith("(reference): +0.25 %; too short for an interval: 4 windows; give 10.")
+    assert columns.too_short(AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=1)) == (
+        "too short for an interval: 1 window; give 10"
+    )
+    table = columns.accuracy_table([BASE, short, AccuracyRow("onnxruntime", 8.02, 2.08, 0.0025, windows=4)])
+    assert table.note == "reference, onnxruntime: too short for an interval: 4 windows; give 10"
+    assert table.note in table._repr_html_()
 
 
 def test_the_packaged_notebook_and_template_are_where_the_report_looks_for_them() -> None:

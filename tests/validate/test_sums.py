@@ -88,24 +88,25 @@ def with_sums(run: Run) -> Run:
 
 def test_the_table_says_of_how_many_tokens_such_a_row_is(evaluated_run: Run) -> None:
     plain = accuracy_table(accuracy_rows(evaluated_run))
-    assert [column.title for column in plain.columns][-1] == "top-1 agreement"
+    assert [column.title for column in plain.columns][-1] == "top-5 agreement"
     table = accuracy_table(accuracy_rows(with_sums(evaluated_run)))
     assert [column.title for column in table.columns][-2:] == ["KL of the sums", "sampled tokens"]
     assert [cell.text for cell in table.cells()[-1]][:4] == [
         "reference-fp22",
         "20.0000",
         "+100.00 %",
-        "+100.00 to +100.00 %",
+        "",
     ]
+    assert (plain.note, table.note) == ("", "reference-fp22: too short for an interval: 2 windows; give 10")
     assert [cell.text for cell in table.cells()[-1]][-2:] == ["0.00125", "126"]
 
 
 def test_the_interval_is_of_the_windows_that_both_ran() -> None:
     base = np.zeros((50, 4), np.float32)
     other = np.full((50, 4), np.nan, np.float32)
-    other[:2] = [[0.1] * 4, [0.3] * 4]
-    assert increase_interval(base, other) == pytest.approx((np.expm1(0.1), np.expm1(0.3)))
-    other[1] = np.nan
+    other[:10] = 0.25
+    assert increase_interval(base, other) == pytest.approx((np.expm1(0.25), np.expm1(0.25)))
+    other[9] = np.nan
     assert increase_interval(base, other) == (None, None)
 
 

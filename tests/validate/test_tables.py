@@ -112,6 +112,7 @@ def test_accuracy_rows_repeat_the_file_and_add_the_interval(evaluated_run: Run) 
     assert fp8.increase_high is not None
     assert fp8.perplexity_increase is not None
     assert fp8.increase_low < fp8.perplexity_increase < fp8.increase_high
+    assert fp8.windows == 10
 
 
 def test_the_bf16_size_is_two_bytes_a_parameter_read_from_the_headers(calibrated_run: Run) -> None:
