@@ -21,7 +21,7 @@ from .measured import (
     WeightMethod,
     WeightRounding,
 )
-from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, SensitivityOptions, ValidateOptions
+from .proven import RUNTIMES, WITHOUT_FP8, Accumulator, Prefer, SensitivityOptions, TuneOptions, ValidateOptions
 from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "KvCache",
     "Method",
     "Precision",
+    "Prefer",
     "RescaleOptions",
     "ScaleGrid",
     "ScaleOptions",
@@ -50,6 +51,7 @@ __all__ = [
     "ServeOptions",
     "Terms",
     "TritonOptions",
+    "TuneOptions",
     "ValidateOptions",
     "WeightMethod",
     "WeightRounding",

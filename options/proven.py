@@ -1,10 +1,10 @@
-"""The proof: options of `validate` and `sensitivity`."""
+"""The proof: options of `validate`, `sensitivity` and `tune`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from ..declare import EVALUATION, Options, between, increase, option
+from ..declare import EVALUATION, Options, between, increase, nats, option
 from ..errors import InputError
 from .built import Baseline
 
@@ -13,6 +13,8 @@ RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime
 WITHOUT_FP8 = frozenset({"bf16", "source", "onnxruntime-bf16", "onnxruntime-int8"})
 #: How the products of codes are added: `quantize.adder`.
 Accumulator = Literal["fp32", "fp22", "two-level"]
+#: Which cost `tune` spares: the bytes that a decode step reads, or the operations of a prompt.
+Prefer = Literal["memory", "prefill"]
 
 
 def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
@@ -85,3 +87,48 @@ class SensitivityOptions(Options):
         ),
         between(0),
     ] = None
+
+
+@dataclass(frozen=True)
+class TuneOptions(Options):
+    """Options of `fp8q tune`. With neither budget nothing is chosen: the frontier is all there is to say.
+
+    `max_ppl_increase` is held as a fraction, and may be given as text, `"0.5%"`; `max_kl` in nats a token.
+    """
+
+    max_ppl_increase: Annotated[
+        float | None,
+        option(
+            EVALUATION, "The most that perplexity may rise by, such as 0.5% or 0.005.", "SHARE", "none", text=increase
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        option(EVALUATION, "The most KL from the float model, in nats a token.", "NATS", "none", text=nats),
+    ] = None
+    prefer: Annotated[
+        Prefer,
+        option(
+            EVALUATION,
+            "What is dear: the bytes of weights and cache that a decode step reads, or the operations of a prompt; the "
+            "other decides between equals.",
+        ),
+    ] = "memory"
+    windows: Annotated[
+        int,
+        option(
+            EVALUATION,
+            "Calibration windows to choose by, and as many others to check by, a quarter of all at most.",
+            "N",
+        ),
+        between(1),
+    ] = 32
+
+    def __post_init__(self) -> None:
+        """Refuse two budgets."""
+        super().__post_init__()
+        if self.max_kl is not None and self.max_ppl_increase is not None:
+            raise InputError(
+                f"--max-kl {self.max_kl:g}: --max-ppl-increase {self.max_ppl_increase:.2%} is a budget too; give one "
+                "of them"
+            )
