@@ -27,6 +27,7 @@ from .options import (
     SensitivityOptions,
     ServeOptions,
     TritonOptions,
+    TuneOptions,
     ValidateOptions,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -54,6 +55,7 @@ from .stages import (
     merging,
     serving,
     sources,
+    tuning,
     validating,
 )
 from .stages.inspecting import Inspection
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from .validate.columns import Table
     from .validate.plots import Plot
     from .validate.sensitivity.document import Sensitivity
+    from .validate.tuning.document import Tuning
 
 __all__ = [
     "E4M3",
@@ -95,6 +98,7 @@ __all__ = [
     "SensitivityOptions",
     "ServeOptions",
     "TritonOptions",
+    "TuneOptions",
     "ValidateOptions",
     "bench",
     "build_engine",
@@ -124,6 +128,7 @@ __all__ = [
     "squared_error",
     "tensor_scale",
     "triton",
+    "tune",
     "underflow",
     "validate",
 ]  # fmt: skip
@@ -357,6 +362,26 @@ def sensitivity(
     """
     needs("calibrate", CALIBRATE_MODULES)
     return locating.sensitivity(open_run(path), options, Notes(progress))
+
+
+@alone("path")
+def tune(
+    path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = SILENT
+) -> "Tuning":
+    """The cheapest mix of one term, two terms and BF16, of rounding and of the cache's form, for the budget of
+    `options`: chosen on the calibration windows of the run at `path`, measured on its evaluation text, written to
+    `tune.json`. `apply`: make checkpoint and graphs anew by it, where it meets the budget (`met`).
+
+    Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+
+    found, notes = open_run(path), Notes(progress)
+    tuning.check_budget(options, apply)
+    tuned = tuning.tune(found, options, notes)
+    if apply:
+        tuning.apply(found, tuned, notes)
+    return tuned
 
 
 def generate(

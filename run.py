@@ -62,6 +62,7 @@ class Run:
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
     sensitivity = _Path("sensitivity.json")
+    tuning = _Path("tune.json")
     bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")

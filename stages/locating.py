@@ -81,6 +81,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     from ..quantize.scales import load_scales
     from ..validate.sensitivity.alone import Prefix
     from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.sites import Quantizer, sites_of
 
     scales, where = load_scales(run), device()
@@ -94,7 +95,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     worst = _worst(sites, progress, prefix, options)
     _measure(quantizer, worst, batches, prefix, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in batches)
-    modules = ranked(scales, sites, tokens, _summed(progress), _added(progress.measured))
+    modules = ranked(scales, sites, tokens, summed(progress.predicted), _added(progress.measured))
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -145,10 +146,10 @@ def _worst(
     sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
     """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
-    from ..validate.sensitivity.gradients import AS_IT_IS
+    from ..validate.sensitivity.gradients import AS_IT_IS, summed
 
     if progress.chosen is None:
-        predicted = _summed(progress)
+        predicted = summed(progress.predicted)
         falling = sorted(sites, key=lambda site: -predicted.get(site.key, {}).get(AS_IT_IS, 0.0))
         if options.measure is not None:
             chosen = falling[: options.measure]
@@ -185,17 +186,6 @@ def _measure(
                 advance(1)
             progress.measured.append(found)
             progress.save()
-
-
-def _summed(progress: Progress) -> "Predicted":
-    """Site -> variant -> nats, over all batches."""
-    total: dict[str, dict[str, float]] = {}
-    for batch in progress.predicted:
-        for site, variants in batch.items():
-            own = total.setdefault(site, {})
-            for name, nats in variants.items():
-                own[name] = own.get(name, 0.0) + nats
-    return total
 
 
 def _added(batches: list[dict[str, float]]) -> dict[str, float]:

@@ -259,6 +259,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "serve": [],
     "bench": [],
     "sensitivity": [],
+    "tune": [],
 }
 #: The public functions that are asked something of a run.
 ASKED = (api.generate, api.compare)

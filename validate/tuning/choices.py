@@ -18,8 +18,8 @@ Form = Literal["one_term", "two_terms", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
 #: The codes that stand for an activation.
 TERMS: dict[Form, Literal[1, 2]] = {"one_term": 1, "two_terms": 2}
-Rounded = Literal["nearest", "gptq"]
-ROUNDINGS: tuple[Rounded, ...] = get_args(Rounded)
+RoundingName = Literal["nearest", "gptq"]
+ROUNDINGS: tuple[RoundingName, ...] = get_args(RoundingName)
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 #: What the cost that is not dear counts, where the dear one counts 1: it decides between equals.
 BESIDE = 1e-4

@@ -7,6 +7,7 @@ item. `steps` goes through the corners of the lower convex hulls by what each sa
 way is the cheapest of its own loss, and all of them are the frontier.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -59,7 +60,7 @@ def steps(items: Items) -> tuple[Chosen, list[tuple[str, Choice]]]:
     moves = [
         (_saved(before, after), name, after)
         for name, corners in hulls.items()
-        for before, after in zip(corners, corners[1:], strict=False)
+        for before, after in itertools.pairwise(corners)
     ]
     # the sort is stable, and within an item what is saved falls, so that its corners stay in order
     ordered = sorted(moves, key=lambda move: -move[0])

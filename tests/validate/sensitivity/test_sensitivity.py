@@ -25,7 +25,7 @@ from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.sensitivity.alone import Float, Prefix
 from fp8q.validate.sensitivity.document import Sensitivity
-from fp8q.validate.sensitivity.gradients import AS_IT_IS, TWO_TERMS, predict
+from fp8q.validate.sensitivity.gradients import AS_IT_IS, TWO_TERMS, predict, summed
 from fp8q.validate.sensitivity.sites import Quantizer, Site, sites_of
 
 WINDOWS = 4
@@ -251,4 +251,4 @@ def test_what_is_kept_of_a_killed_call_is_read_as_it_was_written(tmp_path: Path)
     progress.save()
     again = locating.Progress.of(tmp_path / "progress.json")
     assert again == progress
-    assert locating._summed(again) == {"weight:a": {AS_IT_IS: 3.0}}
+    assert summed(again.predicted) == {"weight:a": {AS_IT_IS: 3.0}}

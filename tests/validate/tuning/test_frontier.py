@@ -1,6 +1,6 @@
 """The knapsack, by hand and against trying everything."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -106,6 +106,6 @@ def test_no_combination_lies_below_the_frontier(every: list[list[Choice]]) -> No
     for combination in product(*items.values()):
         price, loss = sum(each.price for each in combination), sum(each.loss for each in combination)
         assert price >= points[0][0] - 1e-9
-        for (x, y), (right, lower) in zip(points, points[1:], strict=False):
+        for (x, y), (right, lower) in pairwise(points):
             if x <= price <= right and right > x:
                 assert loss >= y + (lower - y) * (price - x) / (right - x) - 1e-6
