@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,11 +92,12 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     batches, windows = _batches(run, options, where)
     progress = Progress.of(folder / "progress.json")
     _tell(quantizer, batches, len(sites), notes)
-    _predict(quantizer, sites, batches, progress, notes)
+    _predict(quantizer, sites, batches, progress, folder / "moments", notes)
     worst = _worst(sites, progress, prefix, options)
     _measure(quantizer, worst, batches, prefix, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in batches)
-    modules = ranked(scales, sites, tokens, summed(progress.predicted), _added(progress.measured))
+    left = _left(quantizer, sites, folder / "moments", load_tokens(run, run.calibration).size)
+    modules = ranked(scales, sites, tokens, summed(progress.predicted), _added(progress.measured), left)
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -126,20 +128,45 @@ def _tell(quantizer: "Quantizer", batches: "list[torch.Tensor]", sites: int, not
 
 
 def _predict(
-    quantizer: "Quantizer", sites: "list[Site]", batches: "list[torch.Tensor]", progress: Progress, notes: Notes
+    quantizer: "Quantizer",
+    sites: "list[Site]",
+    batches: "list[torch.Tensor]",
+    progress: Progress,
+    moments: Path,
+    notes: Notes,
 ) -> None:
-    """Predict all sites on the batches that are not done."""
+    """Predict all sites on the batches that are not done, and gather `moments` on the way."""
     import torch
 
+    from ..validate.sensitivity.compensated import Gathered
     from ..validate.sensitivity.gradients import predict
 
+    gathered = Gathered(moments)
+    if gathered.batches != len(progress.predicted):
+        progress.predicted.clear()  # a killed call has added part of a batch
     remaining = range(len(progress.predicted), len(batches))
     with notes.track(f"Predicting {len(sites)} tensors", len(remaining), "batches") as advance:
         for batch in remaining:
             draw = torch.Generator(batches[batch].device).manual_seed(batch)
-            progress.predicted.append(predict(quantizer, sites, batches[batch], draw))
+            see = partial(gathered.add, batch)
+            progress.predicted.append(predict(quantizer, sites, batches[batch], draw, see))
             progress.save()
             advance(1)
+
+
+def _left(quantizer: "Quantizer", sites: "list[Site]", moments: Path, calibrated: int) -> dict[str, float]:
+    """Module -> what `gptq` would leave of the loss of its weight, of those that are rounded to nearest; `calibrated`:
+    the tokens that it would be rounded by.
+    """
+    from ..validate.sensitivity.compensated import Gathered, shares_left
+
+    found, gathered, weights = dict[str, float](), Gathered(moments), quantizer.scales.weights
+    for site in sites:
+        if site.kind == "activation":
+            nearest = [member for member in site.members if weights[member].rounding == "nearest"]
+            errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
+            found |= shares_left(errors, site.module, gathered, calibrated)
+    return found
 
 
 def _worst(

@@ -196,7 +196,7 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
 
     every = load_tokens(run, run.calibration)
     parts = parted(len(every), options.windows)
-    rounding, choosing, held_out = (_batches(every[part]) for part in parts)
+    rounding, choosing, held_out = (batches_of(every[part]) for part in parts)
     prepared = prepare(run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes)
     shape, losses, own = prepared.shape, prepared.losses, prepared.own
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
@@ -246,7 +246,7 @@ def _judged(
     text = evaluation(run, None, None, None, notes)
     predicted = search.measured(mix)
     elsewhere = prepared.measured("held out", mix, held_out, notes)
-    there = prepared.measured("evaluation", mix, _batches(text.ids, text.scored), notes)
+    there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)
     rise = found.rise_over_kl * predicted.kl_nats
     within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
 
@@ -287,7 +287,7 @@ def _judged(
     )
 
 
-def _batches(
+def batches_of(
     windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
 ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
     """Windows int64 [windows, seq_len] and which of their tokens are `scored` (None: all), some at a time."""

@@ -46,14 +46,21 @@ class Seen:
         return self.cache.get(site.module)
 
 
-def predict(quantizer: Quantizer, sites: Sequence[Site], ids: torch.Tensor, draw: torch.Generator) -> Predicted:
+def predict(
+    quantizer: Quantizer,
+    sites: Sequence[Site],
+    ids: torch.Tensor,
+    draw: torch.Generator,
+    see: Callable[[dict[str, torch.Tensor]], None] = lambda inputs: None,
+) -> Predicted:
     """Site -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in all, for each variant of it;
-    labels are drawn by `draw`.
+    labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
         loss = drawn_loss(quantizer.model, ids, cache, draw)
         reached = {site: tensor for site in sites if (tensor := seen.of(site)) is not None}
         gradients = torch.autograd.grad(loss, list(reached.values()), allow_unused=True)
+    see({site.module: tensor.detach() for site, tensor in reached.items() if site.kind == "activation"})
     with torch.no_grad():
         return {
             site.key: {

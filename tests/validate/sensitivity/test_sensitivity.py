@@ -173,12 +173,18 @@ def test_the_prediction_ranks_as_the_full_measurement_does(full: Sensitivity, ru
 def test_two_terms_leave_next_to_nothing_of_an_activation_s_loss(full: Sensitivity) -> None:
     for loss in full.modules:
         assert loss.kl_after.bf16 == 0.0
-        assert loss.kl_after.gptq is None
         if loss.kind == "activation":
             assert loss.kl_after.two_terms is not None
             assert loss.kl_after.two_terms < 0.01 * loss.kl_nats
         else:
             assert loss.kl_after.two_terms is None
+
+
+def test_gptq_would_leave_a_part_of_what_a_weight_costs_and_nothing_is_said_of_the_rest(full: Sensitivity) -> None:
+    shares = [loss.kl_after.gptq / loss.kl_nats for loss in full.modules if loss.kl_after.gptq is not None]
+    assert len(shares) == sum(loss.kind == "weight" for loss in full.modules) == 28
+    assert 0.01 < min(shares) < 0.3
+    assert 0.4 < max(shares) <= 1
 
 
 def test_the_worst_are_first_and_those_are_measured_that_a_share_of_a_pass_pays_for(run: Run) -> None:
@@ -191,11 +197,11 @@ def test_a_killed_call_goes_on_at_the_batch_it_was_in(run: Run, monkeypatch: pyt
     options = SensitivityOptions(windows=8, measure=1)
     seen: list[int] = []
 
-    def interrupted(quantizer: Quantizer, sites: list[Site], ids: torch.Tensor, draw: torch.Generator) -> Any:
+    def interrupted(quantizer: Quantizer, sites: list[Site], ids: torch.Tensor, *further: Any) -> Any:
         seen.append(len(ids))
         if len(seen) == 2:
             raise KeyboardInterrupt
-        return predict(quantizer, sites, ids, draw)
+        return predict(quantizer, sites, ids, *further)
 
     monkeypatch.setattr("fp8q.validate.sensitivity.gradients.predict", interrupted)
     with pytest.raises(KeyboardInterrupt):
