@@ -364,7 +364,6 @@ def sensitivity(
     return locating.sensitivity(open_run(path), options, Notes(progress))
 
 
-@alone("path")
 def tune(
     path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = SILENT
 ) -> "Tuning":
@@ -380,8 +379,14 @@ def tune(
     tuning.check_budget(options, apply)
     tuned = tuning.tune(found, options, notes)
     if apply:
-        tuning.apply(found, tuned, notes)
+        _apply(path, tuned, notes)
     return tuned
+
+
+@alone("path")
+def _apply(path: Path, tuned: "Tuning", notes: Notes) -> None:
+    """Make the run at `path` anew by what was `tuned`."""
+    tuning.apply(open_run(path), tuned, notes)
 
 
 def generate(

@@ -28,6 +28,7 @@ from pages import (
     kv_cache,
     numbers,
     sensitivity,
+    tune,
     two_terms,
     weights,
 )
@@ -49,6 +50,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/kv-cache.md": kv_cache.TABLES,
     "docs/numbers.md": numbers.TABLES,
     "docs/sensitivity.md": sensitivity.TABLES,
+    "docs/tune.md": tune.TABLES,
     "docs/two-terms.md": two_terms.TABLES,
     "docs/weights.md": weights.TABLES,
 }

@@ -1,9 +1,10 @@
 """Whether `fp8q tune` reaches a third of the default's KL at no more weight bytes, and how well it predicts.
 
     python benchmarks/tune.py [MODEL=CALIBRATION,EVALUATION …] [--context 256] [--samples 128] [--windows 32]
+        [--evaluation 64]
 
-Each model is calibrated by the defaults (one term, nearest, a cache in BF16). Its KL on the windows that `tune` chooses
-by, divided by three, is the budget; `--apply` makes the run anew. Held against each other: what was predicted, what
+Each model is calibrated by the defaults (one term, nearest, a cache in BF16). A third of its KL on the evaluation text
+is the budget; `--apply` makes the run anew. Held against each other: what was predicted, what
 other calibration windows give, what the evaluation text gives of the mix and of the checkpoint that was written, and of
 the default. Everything in FP32 arithmetic. The ceiling beside it: a third of the default's KL. Prints one JSON line;
 exit status 1 when a limit is missed.
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Given, given, small_models
+from models import Given, cut_text, given, small_models
 from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, calibrate, tune
@@ -54,11 +55,11 @@ def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
     with tempfile.TemporaryDirectory() as folder:
         asked = CalibrateOptions(samples=options.samples, seq_len=options.context)
-        run = calibrate(texts.directory, texts.data, Path(folder) / "run", texts.eval_data, asked)
+        text = cut_text(texts, options.evaluation * options.context, Path(folder))
+        run = calibrate(texts.directory, texts.data, Path(folder) / "run", str(text), asked)
         default = kl_of(run)
-        plain = tune(run.root, TuneOptions(windows=options.windows))
         begun = time.process_time()
-        budget = TuneOptions(windows=options.windows, max_kl=plain.run.kl_nats / 3)
+        budget = TuneOptions(windows=options.windows, max_kl=default / 3)
         found = tune(run.root, budget)
         seconds = time.process_time() - begun
         tune(run.root, budget, apply=True)
@@ -66,7 +67,7 @@ def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
     assert found.chosen is not None, "there is a budget"
     return {
         "default_kl_nats": default,
-        "default_kl_on_windows": plain.run.kl_nats,
+        "default_kl_on_windows": found.run.kl_nats,
         "predicted_kl_nats": found.chosen.kl_nats,
         "held_out_kl_nats": found.chosen.held_out_kl_nats,
         "measured_kl_nats": found.chosen.measured_kl_nats,
@@ -75,12 +76,12 @@ def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
         "measured_increase": found.chosen.measured_increase.model_dump(),
         "kl_over_default": round(found.chosen.measured_kl_nats / default, 3),
         "predicted_over_held_out": round(found.chosen.kl_nats / found.chosen.held_out_kl_nats, 3),
-        "weight_bytes_over_default": found.chosen.weight_bytes / plain.run.weight_bytes,
+        "weight_bytes_over_default": found.chosen.weight_bytes / found.run.weight_bytes,
         "prefill_flops_ratio": round(found.chosen.prefill_flops_ratio, 3),
         "weight_rounding": found.chosen.weight_rounding,
         "kv_cache": found.chosen.kv_cache,
         "two_terms": found.chosen.two_terms,
-        "products": plain.frontier[-1].bf16 + plain.frontier[-1].two_terms,
+        "products": found.frontier[-1].bf16 + found.frontier[-1].two_terms,
         "rise_over_kl": round(found.rise_over_kl, 3),
         "processor_s": round(seconds, 1),
     }
@@ -102,13 +103,15 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--windows", type=int, default=TuneOptions.windows)
+    parser.add_argument("--evaluation", type=int, default=64, metavar="WINDOWS")
     options = parser.parse_args()
     head, results = described("tune", (ScaleOptions, TuneOptions)), {}
     for texts in options.models or small_models(*JUDGED, "gpt2", "mixtral"):
         results[texts.name] = benchmark(texts, options)
         print(texts.name, results[texts.name], file=sys.stderr, flush=True)
     passed = all(meets(found) for name, found in results.items() if name in JUDGED)
-    protocol = {"windows": options.windows, "context": options.context, "samples": options.samples}
+    names = ("windows", "context", "samples", "evaluation")
+    protocol = {name: getattr(options, name) for name in names}
     return publish(head, {**protocol, "limits": LIMITS, "results": results, "passed": passed}, options.save)
 
 
