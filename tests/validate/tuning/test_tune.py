@@ -22,7 +22,7 @@ from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of
 from fp8q.stages.steps import Notes
 from fp8q.stages.tuning import batches_of, check_met, parted
-from fp8q.validate.tuning.choices import Mix
+from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict
 from fp8q.validate.tuning.joint import Measured, believed, measure, ratio
@@ -50,8 +50,8 @@ def tuned(run: Run) -> Tuning:
 def prepared(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     windows = load_tokens(run, run.calibration)
     rounding, choosing, _ = (batches_of(windows[part]) for part in parted(len(windows), WINDOWS))
-    ids = [[ids for ids, _ in part] for part in (rounding, choosing)]
-    return prepare(run, source_of(run), *ids, tmp_path_factory.mktemp("work"), Notes(SILENT))
+    by, on = ([ids for ids, _ in part] for part in (rounding, choosing))
+    return prepare(run, source_of(run), by, on, tmp_path_factory.mktemp("work"), Notes(SILENT))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_windows_are_shared_out_and_none_serves_twice() -> None:
 def test_losses_and_intervals_by_hand() -> None:
     """Two windows of 10 tokens: KL 0.1 and 0.3, rise 0.2 and 0.2."""
     found = Measured([10, 10], [0.1, 0.3], [0.2, 0.2])
-    assert (found.kl_nats, found.rise_nats) == (pytest.approx(0.02), pytest.approx(0.02))
-    assert ratio(found) == (pytest.approx(1), pytest.approx(1.96 * 0.1 * 2**0.5 * 2**0.5 / 0.4))
+    assert [found.kl_nats, found.rise_nats] == pytest.approx([0.02, 0.02])
+    assert list(ratio(found)) == pytest.approx([1, 1.96 * 0.1 * 2**0.5 * 2**0.5 / 0.4])
     assert Measured([10, 10], [1, 1], [0.1, 0.3]).rise_within(0.02) == pytest.approx(1.96 * 0.1 * 2**0.5 / 2**0.5 / 10)
     assert believed(1.4, 0.5) == 1
     assert believed(1.4, 0.3) == 1.4
@@ -117,12 +117,12 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
 def test_a_group_s_loss_is_predicted_as_it_is_measured(
     prepared: Prepared, choosing: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    wide = dict.fromkeys(prepared.own.forms, "bf16")
-    for rounding in ("nearest", "gptq"):
-        for form in ("one_term", "two_terms"):
+    wide: dict[str, Form] = dict.fromkeys(prepared.own.forms, "bf16")
+    for rounding in ROUNDINGS:
+        for form in TERMS:
             predicted, measured = 0.0, 0.0
             for name in wide:
-                mix = Mix(wide | {name: form}, rounding, "off")  # type: ignore[dict-item]
+                mix = Mix(wide | {name: form}, rounding, "off")
                 predicted += prepared.losses.of(mix)
                 measured += prepared.measured("choosing", mix, choosing, Notes(SILENT)).kl_nats
             assert 0.6 < predicted / measured < 1.5, (rounding, form)
