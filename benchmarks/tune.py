@@ -25,9 +25,9 @@ from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, calibrate, tun
 from fp8q.quantize.reference import load_reference
 from fp8q.reporter import SILENT
 from fp8q.run import Run
+from fp8q.stages.candidates import batches_of
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of
-from fp8q.stages.tuning import batches_of
 from fp8q.validate.runtimes import float_model
 from fp8q.validate.tuning.joint import measure
 

@@ -11,6 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import InputError
 from ..files import replacing
 from ..options import ScaleOptions
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from ..validate.tuning.solve import Losses
 
     Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+#: Tokens that go through the model at a time, whole windows.
+TOKENS = 1024
 
 
 @dataclass
@@ -249,3 +255,33 @@ def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
         next(iter(scales.weights.values())).rounding,
         parts[scales.cache_parts],
     )
+
+
+def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
+    """Which of `count` calibration windows weights are rounded by, the mix is chosen by, and the prediction is checked
+    by: of the last two so many `windows` each, a quarter of all at most, spread evenly.
+
+    Raises InputError for less than four.
+    """
+    if count < 4:
+        raise InputError(
+            f"fp8q tune: needs 4 calibration windows, some to choose by and others to check by, and the run has "
+            f"{count}; calibrate on more text, or with a smaller --seq-len"
+        )
+    each = min(windows, count // 4)
+    spread = np.linspace(0, count - 1, 2 * each).round().astype(int).tolist()
+    choosing, held_out = spread[::2], spread[1::2]
+    return [index for index in range(count) if index not in {*spread}], choosing, held_out
+
+
+def batches_of(
+    windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
+) -> "list[tuple[torch.Tensor, torch.Tensor]]":
+    """Windows int64 [windows, seq_len] and which of their tokens are `scored` (None: all), some at a time."""
+    import torch
+
+    where = device()
+    ids = torch.from_numpy(np.ascontiguousarray(windows)).to(where)
+    counted = torch.ones_like(ids, dtype=torch.bool) if scored is None else torch.from_numpy(scored).to(where)
+    size = max(1, TOKENS // ids.shape[1])
+    return list(zip(ids.split(size), counted.split(size), strict=True))

@@ -7,25 +7,22 @@ they are judged by.
 """
 
 from dataclasses import dataclass, replace
-from math import expm1, log1p
+from math import expm1, isfinite, log1p
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from ..errors import GateError, InputError
 from ..files import write_document
 from ..options import CalibrateOptions, ScaleOptions, TuneOptions
 from ..run import Run
-from .candidates import Prepared, prepare
+from .candidates import Prepared, batches_of, parted, prepare
 from .choosing import quantize, recorded
 from .corpora import load_tokens
 from .graphs import clipping_of, export, exported_options
 from .measuring import measure
 from .other_text import evaluation
 from .sources import products_of, source_of
-from .steps import Notes, arithmetic, device, stage
+from .steps import Notes, arithmetic, stage
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +39,6 @@ AIM = 0.9
 CLOSE = 0.95
 #: Mixes that are measured at most on the way to the one that is chosen.
 ROUNDS = 5
-#: Tokens that go through the model at a time, whole windows.
-TOKENS = 1024
 
 
 def tune(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
@@ -114,6 +109,7 @@ def apply(run: Run, found: "Tuning", notes: Notes) -> None:
         measure(run, source, CalibrateOptions(batch_size=batch_size, weight_rounding="gptq"), notes)
     quantize(run, source, products_of(source, options), options, notes)
     export(run, exported_options(run), notes)
+    notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 
 
 def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
@@ -128,23 +124,6 @@ def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
         kv_cache=recipe.kv_cache,
         weight_rounding=recipe.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these
     )
-
-
-def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
-    """Which of `count` calibration windows weights are rounded by, the mix is chosen by, and the prediction is checked
-    by: of the last two so many `windows` each, a quarter of all at most, spread evenly.
-
-    Raises InputError for less than four.
-    """
-    if count < 4:
-        raise InputError(
-            f"fp8q tune: needs 4 calibration windows, some to choose by and others to check by, and the run has "
-            f"{count}; calibrate on more text, or with a smaller --seq-len"
-        )
-    each = min(windows, count // 4)
-    spread = np.linspace(0, count - 1, 2 * each).round().astype(int).tolist()
-    choosing, held_out = spread[::2], spread[1::2]
-    return [index for index in range(count) if index not in {*spread}], choosing, held_out
 
 
 @dataclass
@@ -185,7 +164,7 @@ class Search:
         within = [mix for mix in tried if self.measured(mix).kl_nats <= aim]
         if within:
             return min(within, key=lambda mix: self.problem.price.of_cost(self.problem.shape.cost(mix)))
-        return best if self.measured(best).kl_nats <= aim else min(tried, key=lambda mix: self.measured(mix).kl_nats)
+        return min([*tried, best], key=lambda mix: self.measured(mix).kl_nats)
 
 
 def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
@@ -251,7 +230,12 @@ def _judged(
     within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
 
     def interval(middle: float, half: float) -> Interval:
-        return Interval(increase=expm1(middle), low=expm1(middle - half), high=expm1(middle + half))
+        known = isfinite(half)  # which one window does not tell
+        return Interval(
+            increase=expm1(middle),
+            low=expm1(middle - half) if known else None,
+            high=expm1(middle + half) if known else None,
+        )
 
     chosen = Chosen(
         **point(shape, mix, predicted.kl_nats, True).model_dump(),
@@ -285,16 +269,3 @@ def _judged(
             "chosen": chosen,
         }
     )
-
-
-def batches_of(
-    windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
-) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-    """Windows int64 [windows, seq_len] and which of their tokens are `scored` (None: all), some at a time."""
-    import torch
-
-    where = device()
-    ids = torch.from_numpy(np.ascontiguousarray(windows)).to(where)
-    counted = torch.ones_like(ids, dtype=torch.bool) if scored is None else torch.from_numpy(scored).to(where)
-    size = max(1, TOKENS // ids.shape[1])
-    return list(zip(ids.split(size), counted.split(size), strict=True))

@@ -10,7 +10,8 @@ H of n tokens tells of itself: p inputs explain p of n tokens by chance. Akaike'
 autoregressive models for prediction") is what is left on other text where N tokens are rounded by:
 (1 + p / N) / (1 - p / n) times as much, and never more than x_j itself.
 
-On the demo this comes to within 30 % of what the codes of `gptq` lose, by the same gradients, in nine groups of ten.
+On the demo the codes of `gptq` lose, by the same gradients on windows that they were not rounded by, 0.84 to 1.36 times
+as much in 15 of 16 groups, and 1.8 times where a twentieth is left.
 """
 
 from collections.abc import Mapping

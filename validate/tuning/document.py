@@ -41,11 +41,11 @@ class Step(Point):
 
 
 class Interval(Strict):
-    """The rise of perplexity, a fraction, and its 95 % interval."""
+    """The rise of perplexity, a fraction, and its 95 % interval, where several windows tell of it."""
 
     increase: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 class Windows(Strict):

@@ -16,12 +16,12 @@ from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.reporter import SILENT
 from fp8q.run import Run
-from fp8q.stages.candidates import Prepared, prepare
+from fp8q.stages.candidates import Prepared, batches_of, parted, prepare
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of
 from fp8q.stages.steps import Notes
-from fp8q.stages.tuning import batches_of, check_met, parted
+from fp8q.stages.tuning import check_met
 from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict
