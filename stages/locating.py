@@ -114,12 +114,12 @@ def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[t
 
 
 def _tell(quantizer: "Quantizer", batches: "list[torch.Tensor]", sites: int, notes: Notes) -> None:
-    """Say beforehand what it is going to take, by one batch."""
+    """Say beforehand what it is going to take, by one window."""
     from ..validate.sensitivity.alone import Float
 
     begun = time.perf_counter()
-    Float(quantizer, batches[0], None, ())
-    forward = (time.perf_counter() - begun) * len(batches)
+    Float(quantizer, batches[0][:1], None, ())
+    forward = (time.perf_counter() - begun) * sum(map(len, batches))
     passes = GRADIENT_PASSES + 1 + MEASURING_PASSES
     notes.note(
         f"sensitivity: {sites} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} forward "

@@ -15,6 +15,7 @@ as much in 15 of 16 groups, and 1.8 times where a twentieth is left.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 
 from ...calibrate.measure.moments import add_product, load_moments, moments_file, new_matrix
 from ...files import replacing
-from ...quantize.weight_rounding import Compensation, compensation
+from ...quantize.weight_rounding import DAMPING
 
 #: Of the windows that are run, one in so many is gathered.
 EVERY = 2
@@ -69,14 +70,35 @@ class Gathered:
             partial.write_text(str(batches), encoding="utf-8")
 
 
-def share_left(error: torch.Tensor, found: Compensation, tokens: int, calibrated: int) -> float:
-    """What `gptq` leaves of the loss that `error` float32 [out, in] causes, nearest rounding's of a weight whose input
-    has the compensation that was `found` of so many `tokens`, where `calibrated` tokens are rounded by.
+@dataclass(frozen=True)
+class Untold:
+    """Of an input, in the `order` int64 [in] of rounding: `moments` float32 [in, in], damped, and `left` float32 [in],
+    the part of each channel's energy that those after it do not tell.
+    """
+
+    order: torch.Tensor
+    moments: torch.Tensor
+    left: torch.Tensor
+
+    @classmethod
+    def of(cls, moments: torch.Tensor) -> "Untold":
+        """That of `moments` float32 [in, in]. Reversed, H has a Cholesky factor whose diagonal is one over U's."""
+        order = torch.argsort(moments.diagonal(), descending=True, stable=True)
+        damped = moments[order[:, None], order]
+        mean = float(damped.diagonal().mean())
+        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+        factor = torch.linalg.cholesky(damped.flip(0, 1).double())
+        return cls(order, damped, factor.diagonal().square().flip(0).float())
+
+
+def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int) -> float:
+    """What `gptq` leaves of the loss that `error` float32 [out, in] causes, nearest rounding's of a weight of whose
+    input that was `found` by so many `tokens`, where `calibrated` tokens are rounded by.
     """
     apart, whole = error[:, found.order], found.moments.diagonal()
     after = torch.arange(len(whole) - 1, -1, -1)
     chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
-    left = torch.minimum(chance / found.factor.diagonal().square(), whole)
+    left = torch.minimum(chance * found.left, whole)
     now = float(((apart @ found.moments) * apart).sum())
     return min(1.0, float((apart.square().sum(0) * left).sum()) / now) if now > 0 else 1.0
 
@@ -86,5 +108,5 @@ def shares_left(errors: Mapping[str, torch.Tensor], name: str, gathered: Gathere
     tokens = gathered.tokens
     if name not in tokens or not errors:
         return {}
-    found = compensation(load_moments(gathered.folder, name))
+    found = Untold.of(load_moments(gathered.folder, name))
     return {module: share_left(error, found, tokens[name], calibrated) for module, error in errors.items()}
