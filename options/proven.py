@@ -74,7 +74,7 @@ class ValidateOptions(Options):
 
 @dataclass(frozen=True)
 class SensitivityOptions(Options):
-    """Options of `fp8q sensitivity`. `measure` None: as many as less than one more pass pays for."""
+    """Options of `fp8q sensitivity`. `measure` None: as many as a quarter of a pass pays for."""
 
     windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
     measure: Annotated[
@@ -83,7 +83,7 @@ class SensitivityOptions(Options):
             EVALUATION,
             "Measure so many of the worst by running the model, instead of predicting them.",
             "N",
-            "as many as one more pass pays for",
+            "as many as a quarter of a pass pays for",
         ),
         between(0),
     ] = None

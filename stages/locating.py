@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 #: Tokens that go through the model at a time, whole windows.
 TOKENS = 1024
-#: What a pass forward and back with all errors takes, in passes forward (`benchmarks/sensitivity.py`).
-GRADIENT_PASSES = 4.0
+#: What a pass forward and back with all errors takes, and second moments of half of it, in passes forward
+#: (`benchmarks/sensitivity.py`).
+GRADIENT_PASSES = 4.75
 #: Passes forward that measuring the worst may take where the user does not say how many.
-MEASURING_PASSES = 0.75
+MEASURING_PASSES = 0.25
 
 
 @dataclass
