@@ -3,11 +3,11 @@
     python benchmarks/tune.py [MODEL=CALIBRATION,EVALUATION …] [--context 256] [--samples 96] [--windows 24]
         [--evaluation 40]
 
-Each model is calibrated by the defaults (one term, nearest, a cache in BF16). The budget is
-three tenths of its KL on the evaluation text, so that a third is left room for what texts differ by; `--apply` makes the run anew. Held against each other: what was predicted, what
-other calibration windows give, what the evaluation text gives of the mix and of the checkpoint that was written, and of
-the default. Everything in FP32 arithmetic. The ceiling beside it: a third of the default's KL. Prints one JSON line;
-exit status 1 when a limit is missed.
+Each model is calibrated by the defaults (one term, nearest, a cache in BF16). The budget is three tenths of its KL on
+the evaluation text, so that a third leaves room for what texts differ by; `--apply` makes the run anew. Held against
+each other: what was predicted, what other calibration windows give, what the evaluation text gives of the mix, of the
+checkpoint that was written, and of the default. Everything in FP32 arithmetic. The ceiling beside it: a third of the
+default's KL. Prints one JSON line; exit status 1 when a limit is missed.
 """
 
 import argparse
