@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--evaluation", type=int, default=40, metavar="WINDOWS")
     options = parser.parse_args()
     head, results = described("tune", (ScaleOptions, TuneOptions)), {}
-    for texts in options.models or small_models(*JUDGED, "gpt2", "mixtral"):
+    for texts in options.models or small_models(*JUDGED):
         results[texts.name] = benchmark(texts, options)
         print(texts.name, results[texts.name], file=sys.stderr, flush=True)
     passed = all(meets(found) for name, found in results.items() if name in JUDGED)
