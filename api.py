@@ -29,6 +29,7 @@ from .options import (
     SensitivityOptions,
     ServeOptions,
     TritonOptions,
+    TuneOptions,
     ValidateOptions,
 )
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -59,6 +60,7 @@ from .stages import (
     reporting,
     serving,
     sources,
+    tuning,
     validating,
 )
 from .stages.inspecting import Inspection
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from .validate.doctor.verdict import Checkup
     from .validate.plots import Plot
     from .validate.sensitivity.document import Sensitivity
+    from .validate.tuning.document import Tuning
     from .validate.verdict import Verdict
 
 __all__ = [
@@ -105,6 +108,7 @@ __all__ = [
     "SensitivityOptions",
     "ServeOptions",
     "TritonOptions",
+    "TuneOptions",
     "UnfinishedError",
     "ValidateOptions",
     "bench",
@@ -138,6 +142,7 @@ __all__ = [
     "squared_error",
     "tensor_scale",
     "triton",
+    "tune",
     "underflow",
     "validate",
 ]  # fmt: skip
@@ -382,6 +387,31 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
     `validate.doctor.verdict` does).
     """
     return examining.examine(open_run(path), options, Notes(progress))
+
+
+def tune(
+    path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = SILENT
+) -> "Tuning":
+    """The cheapest mix of one term, two terms and BF16, of rounding and of the cache's form, for the budget of
+    `options`: chosen on the calibration windows of the run at `path`, measured on its evaluation text, written to
+    `tune.json`. `apply`: make checkpoint and graphs anew by it, where it meets the budget (`met`).
+
+    Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+
+    found, notes = open_run(path), Notes(progress)
+    tuning.check_budget(options, apply)
+    tuned = tuning.tune(found, options, notes)
+    if apply:
+        _apply(path, tuned, notes)
+    return tuned
+
+
+@alone("path")
+def _apply(path: Path, tuned: "Tuning", notes: Notes) -> None:
+    """Make the run at `path` anew by what was `tuned`."""
+    tuning.apply(open_run(path), tuned, notes)
 
 
 def generate(

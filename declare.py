@@ -116,6 +116,17 @@ def increase(option: str, value: float | str) -> float:
     return number(value)
 
 
+def nats(option: str, value: float | str) -> float:
+    """The rule of a KL: a number of nats, which text may give too."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = float("nan")
+    if not 0 <= found < float("inf"):
+        raise InputError(f"{option} {value}: is no number of nats; give one such as 0.001")
+    return found
+
+
 def part_of_all(option: str, value: float | str) -> float:
     """The rule of a share of a whole, as a fraction: 96% or 0.96."""
     if not 0 <= number(value) <= 1:

@@ -63,6 +63,7 @@ class Run:
     tokens = _Path("tokens.npz")
     sensitivity = _Path("sensitivity.json")
     continuations = _Path("continuations.json")
+    tuning = _Path("tune.json")
     bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")

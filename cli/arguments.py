@@ -90,6 +90,7 @@ Chat = Annotated[
 Compare = Annotated[
     bool, option(GENERATION, "Let the BF16 source answer too, and show both, with the token where they part.")
 ]
+Apply = Annotated[bool, option(OPTIONS, "Make checkpoint and graphs of the run anew by it, where it meets the budget.")]
 Json = Annotated[
     bool,
     option(

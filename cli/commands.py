@@ -31,11 +31,13 @@ from ..options import (
     SensitivityOptions,
     ServeOptions,
     TritonOptions,
+    TuneOptions,
     ValidateOptions,
 )
 from . import config
 from .arguments import (
     Against,
+    Apply,
     BuiltTargets,
     Chat,
     Common,
@@ -392,6 +394,23 @@ def sensitivity(
 
     speak = terminal()
     views.losses(speak, api.sensitivity(run, options, speak), common.as_json)
+
+
+@app.command
+def tune(
+    run: RunPath, /, *, options: TuneOptions = TuneOptions(), apply: Apply = False, common: Common = Common()
+) -> None:
+    """Find the cheapest mix of one term, two terms and BF16, of rounding and of the cache's form that meets a budget of
+    loss; without one, what every loss costs. docs/tune.md says how.
+    """
+    from .. import api
+    from ..stages.tuning import check_met
+    from . import tuning
+
+    speak = terminal()
+    found = api.tune(run, options, apply, speak)
+    tuning.show(speak, found, common.as_json)
+    check_met(found)
 
 
 @app.command

@@ -28,8 +28,10 @@ from .proven import (
     WITHOUT_FP8,
     Accumulator,
     DoctorOptions,
+    Prefer,
     ReportOptions,
     SensitivityOptions,
+    TuneOptions,
     ValidateOptions,
 )
 from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
@@ -56,6 +58,7 @@ __all__ = [
     "KvCache",
     "Method",
     "Precision",
+    "Prefer",
     "ReportOptions",
     "RescaleOptions",
     "ScaleGrid",
@@ -64,6 +67,7 @@ __all__ = [
     "ServeOptions",
     "Terms",
     "TritonOptions",
+    "TuneOptions",
     "ValidateOptions",
     "WeightMethod",
     "WeightRounding",

@@ -1,11 +1,11 @@
-"""The proof: options of `validate` and `sensitivity`."""
+"""The proof: options of `validate`, `sensitivity` and `tune`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from ..declare import EVALUATION, OPTIONS, Options, between, increase, option
+from ..declare import EVALUATION, OPTIONS, Options, between, increase, nats, option
 from ..errors import InputError
 from .built import Baseline
 from .measured import ALLOW_OVERLAP
@@ -19,6 +19,8 @@ FLOAT = frozenset({"bf16", "fp32", "original"})
 WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
 #: How the products of codes are added: `quantize.adder`.
 Accumulator = Literal["fp32", "fp22", "two-level"]
+#: Which cost `tune` spares: the bytes that a decode step reads, or the operations of a prompt.
+Prefer = Literal["memory", "prefill"]
 
 
 def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ class ValidateOptions(Options):
 
 @dataclass(frozen=True)
 class SensitivityOptions(Options):
-    """Options of `fp8q sensitivity`. `measure` None: as many as less than one more pass pays for."""
+    """Options of `fp8q sensitivity`. `measure` None: as many as a quarter of a pass pays for."""
 
     windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
     measure: Annotated[
@@ -93,7 +95,7 @@ class SensitivityOptions(Options):
             EVALUATION,
             "Measure so many of the worst by running the model, instead of predicting them.",
             "N",
-            "as many as one more pass pays for",
+            "as many as a quarter of a pass pays for",
         ),
         between(0),
     ] = None
@@ -121,3 +123,48 @@ class DoctorOptions(Options):
     windows: Annotated[
         int, option(EVALUATION, "Calibration windows to run, evenly spaced. Of a RUN only.", "N"), between(1)
     ] = 4
+
+
+@dataclass(frozen=True)
+class TuneOptions(Options):
+    """Options of `fp8q tune`. With neither budget nothing is chosen: the frontier is all there is to say.
+
+    `max_ppl_increase` is held as a fraction, and may be given as text, `"0.5%"`; `max_kl` in nats a token.
+    """
+
+    max_ppl_increase: Annotated[
+        float | None,
+        option(
+            EVALUATION, "The most that perplexity may rise by, such as 0.5% or 0.005.", "SHARE", "none", text=increase
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        option(EVALUATION, "The most KL from the float model, in nats a token.", "NATS", "none", text=nats),
+    ] = None
+    prefer: Annotated[
+        Prefer,
+        option(
+            EVALUATION,
+            "What is dear: the bytes of weights and cache that a decode step reads, or the operations of a prompt; the "
+            "other decides between equals.",
+        ),
+    ] = "memory"
+    windows: Annotated[
+        int,
+        option(
+            EVALUATION,
+            "Calibration windows to choose by, and as many others to check by, a quarter of all at most.",
+            "N",
+        ),
+        between(1),
+    ] = 32
+
+    def __post_init__(self) -> None:
+        """Refuse two budgets."""
+        super().__post_init__()
+        if self.max_kl is not None and self.max_ppl_increase is not None:
+            raise InputError(
+                f"--max-kl {self.max_kl:g}: --max-ppl-increase {self.max_ppl_increase:.2%} is a budget too; give one "
+                "of them"
+            )

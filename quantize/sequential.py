@@ -186,7 +186,7 @@ class Sequence(Chain):
             chosen = [name for name in members if name in self.activations and name in inside]
             if chosen:
                 at = Place(first, chosen[0], added.get(first) if members == [first] else None)
-                rows = {name: _rows(self.products[name]) for name in chosen}
+                rows = {name: rows_of(self.products[name]) for name in chosen}
                 found, wanted = self._goals(at, rows, entering, through, weights)
                 for name, weight in rows.items():
                     made = quantize_weight(weight, self.method, found, wanted=wanted.get(name))
@@ -301,7 +301,7 @@ class Sequence(Chain):
                     module._parameters["weight"] = before[name]
 
 
-def _rows(module: nn.Module) -> torch.Tensor:
+def rows_of(module: nn.Module) -> torch.Tensor:
     """The weight of a product, BF16 [out, in] in memory."""
     return _weight(module).movedim(output_axis(module), 0).cpu().to(torch.bfloat16).contiguous()
 

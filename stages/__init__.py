@@ -17,6 +17,8 @@ In the order of work:
     validating  `validate`: the held-out text through the runtimes, and the gate on what is lost
     deploying   `triton`: the model repository, and in it the plain model of an engine
     locating    `sensitivity`: the loss that each tensor causes alone
+    tuning      `tune`: the cheapest mix that meets a budget of loss, and the run made anew by it
+    candidates  for it: scales and codes of all that can be chosen, and what each is predicted to lose
     benching    `bench`: what answers take on a runtime, in each precision and beside other runs
     continuing  `continue`: what BF16 and FP8 write after the same words, for the report
     reporting   `report`: the run as a page and a notebook, beside other runs

@@ -112,19 +112,22 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
-    before = run.record().stages.get("quantize")
-    recorded = before.options if before else {}
-    names = ScaleOptions.declared().keys() & recorded.keys()
-    kept: dict[str, Any] = {
-        name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
-    }
-    chosen = options.over(ScaleOptions(**kept))
+    chosen = options.over(recorded(run))
     if chosen.weight_rounding == "sequential":
         raise InputError(
             "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q "
             "calibrate` with the options of the run and those that are to change"
         )
     return chosen
+
+
+def recorded(run: Run) -> ScaleOptions:
+    """What the scales of `run` were chosen by, but for the method and what belongs to it, which take their defaults."""
+    before = run.record().stages.get("quantize")
+    options = before.options if before else {}
+    names = ScaleOptions.declared().keys() & options.keys()
+    kept: dict[str, Any] = {name: tuple(value) if isinstance(value := options[name], list) else value for name in names}
+    return ScaleOptions(**kept)
 
 
 def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 #: Tokens that go through the model at a time, whole windows.
 TOKENS = 1024
-#: What a pass forward and back with all errors takes, in passes forward (`benchmarks/sensitivity.py`).
-GRADIENT_PASSES = 4.0
+#: What a pass forward and back with all errors takes, and second moments of half of it, in passes forward
+#: (`benchmarks/sensitivity.py`).
+GRADIENT_PASSES = 4.75
 #: Passes forward that measuring the worst may take where the user does not say how many.
-MEASURING_PASSES = 0.75
+MEASURING_PASSES = 0.25
 
 
 @dataclass
@@ -81,6 +83,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     from ..quantize.scales import load_scales
     from ..validate.sensitivity.alone import Prefix
     from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.sites import Quantizer, sites_of
 
     scales, where = load_scales(run), device()
@@ -90,11 +93,12 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     batches, windows = _batches(run, options, where)
     progress = Progress.of(folder / "progress.json")
     _tell(quantizer, batches, len(sites), notes)
-    _predict(quantizer, sites, batches, progress, notes)
+    _predict(quantizer, sites, batches, progress, folder / "moments", notes)
     worst = _worst(sites, progress, prefix, options)
     _measure(quantizer, worst, batches, prefix, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in batches)
-    modules = ranked(scales, sites, tokens, _summed(progress), _added(progress.measured))
+    left = _left(quantizer, sites, folder / "moments", load_tokens(run, run.calibration).size)
+    modules = ranked(scales, sites, tokens, summed(progress.predicted), _added(progress.measured), left)
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -111,12 +115,12 @@ def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[t
 
 
 def _tell(quantizer: "Quantizer", batches: "list[torch.Tensor]", sites: int, notes: Notes) -> None:
-    """Say beforehand what it is going to take, by one batch."""
+    """Say beforehand what it is going to take, by one window."""
     from ..validate.sensitivity.alone import Float
 
     begun = time.perf_counter()
-    Float(quantizer, batches[0], None, ())
-    forward = (time.perf_counter() - begun) * len(batches)
+    Float(quantizer, batches[0][:1], None, ())
+    forward = (time.perf_counter() - begun) * sum(map(len, batches))
     passes = GRADIENT_PASSES + 1 + MEASURING_PASSES
     notes.note(
         f"sensitivity: {sites} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} forward "
@@ -125,30 +129,56 @@ def _tell(quantizer: "Quantizer", batches: "list[torch.Tensor]", sites: int, not
 
 
 def _predict(
-    quantizer: "Quantizer", sites: "list[Site]", batches: "list[torch.Tensor]", progress: Progress, notes: Notes
+    quantizer: "Quantizer",
+    sites: "list[Site]",
+    batches: "list[torch.Tensor]",
+    progress: Progress,
+    moments: Path,
+    notes: Notes,
 ) -> None:
-    """Predict all sites on the batches that are not done."""
+    """Predict all sites on the batches that are not done, and gather `moments` on the way."""
     import torch
 
+    from ..validate.sensitivity.compensated import Gathered
     from ..validate.sensitivity.gradients import predict
 
+    gathered = Gathered(moments)
+    if gathered.batches != len(progress.predicted):
+        progress.predicted.clear()  # a killed call has added part of a batch
     remaining = range(len(progress.predicted), len(batches))
     with notes.track(f"Predicting {len(sites)} tensors", len(remaining), "batches") as advance:
         for batch in remaining:
             draw = torch.Generator(batches[batch].device).manual_seed(batch)
-            progress.predicted.append(predict(quantizer, sites, batches[batch], draw))
+            see = partial(gathered.add, batch)
+            progress.predicted.append(predict(quantizer, sites, batches[batch], draw, see))
             progress.save()
             advance(1)
+
+
+def _left(quantizer: "Quantizer", sites: "list[Site]", moments: Path, calibrated: int) -> dict[str, float]:
+    """Module -> what `gptq` would leave of the loss of its weight, of those that are rounded to nearest; `calibrated`:
+    the tokens that it would be rounded by.
+    """
+    from ..validate.sensitivity.compensated import Gathered, shares_left
+
+    found, gathered, weights = dict[str, float](), Gathered(moments), quantizer.scales.weights
+    for site in sites:
+        if site.kind == "activation":
+            nearest = [member for member in site.members if weights[member].rounding == "nearest"]
+            errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
+            found |= shares_left(errors, site.module, gathered, calibrated)
+    return found
 
 
 def _worst(
     sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
     """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
+    from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.site import AS_IT_IS
 
     if progress.chosen is None:
-        predicted = _summed(progress)
+        predicted = summed(progress.predicted)
         falling = sorted(sites, key=lambda site: -predicted.get(site.key, {}).get(AS_IT_IS, 0.0))
         if options.measure is not None:
             chosen = falling[: options.measure]
@@ -185,17 +215,6 @@ def _measure(
                 advance(1)
             progress.measured.append(found)
             progress.save()
-
-
-def _summed(progress: Progress) -> "Predicted":
-    """Site -> variant -> nats, over all batches."""
-    total: dict[str, dict[str, float]] = {}
-    for batch in progress.predicted:
-        for site, variants in batch.items():
-            own = total.setdefault(site, {})
-            for name, nats in variants.items():
-                own[name] = own.get(name, 0.0) + nats
-    return total
 
 
 def _added(batches: list[dict[str, float]]) -> dict[str, float]:

@@ -168,6 +168,6 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
         if increase is not None and not increase <= limit:
             raise GateError(
                 f"{name}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
-                f"--max-ppl-increase {limit:.2%}; `fp8q inspect` shows the modules that lose most, keep some in BF16 "
-                "with --skip"
+                f"--max-ppl-increase {limit:.2%}; `fp8q tune RUN --max-ppl-increase {limit:.2%}` finds the cheapest "
+                "mix that meets it"
             )

@@ -260,6 +260,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "serve": [],
     "bench": [],
     "sensitivity": [],
+    "tune": [],
 }
 REPORTS = ("report-continuations", "report-plots", "report-tables", "report-verdict")
 #: The public functions that are asked something of a run.

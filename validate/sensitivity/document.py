@@ -1,5 +1,6 @@
 """`sensitivity.json`: what each tensor that is quantized costs alone, worst first."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
@@ -40,14 +41,28 @@ class Sensitivity(Strict):
 
 
 def ranked(
-    scales: Scales, sites: list[Site], tokens: int, predicted: Predicted, measured: dict[str, float]
+    scales: Scales,
+    sites: list[Site],
+    tokens: int,
+    predicted: Predicted,
+    measured: dict[str, float],
+    left: Mapping[str, float],
 ) -> list[Loss]:
-    """The losses of `sites`, worst first, from sums in nats over `tokens`; a site no token came by causes none."""
-    losses = [_loss(scales, site, tokens, predicted.get(site.key, {}), measured.get(site.key)) for site in sites]
+    """The losses of `sites`, worst first, from sums in nats over `tokens`; a site no token came by causes none. `left`:
+    module -> what `gptq` would leave of its weight's.
+    """
+    losses = [_loss(scales, site, tokens, predicted.get(site.key, {}), measured.get(site.key), left) for site in sites]
     return sorted(losses, key=lambda loss: -loss.kl_nats)
 
 
-def _loss(scales: Scales, site: Site, tokens: int, predicted: dict[str, float], measured: float | None) -> Loss:
+def _loss(
+    scales: Scales,
+    site: Site,
+    tokens: int,
+    predicted: dict[str, float],
+    measured: float | None,
+    left: Mapping[str, float],
+) -> Loss:
     guess = predicted.get(AS_IT_IS, 0.0)
     found = guess if measured is None else measured
     two_terms = predicted.get(TWO_TERMS)
@@ -59,7 +74,10 @@ def _loss(scales: Scales, site: Site, tokens: int, predicted: dict[str, float], 
         kl_nats=found / tokens,
         sqnr_db=_sqnr_db(scales, site),
         measured=measured is not None,
-        kl_after=KlAfter(two_terms=None if two_terms is None else two_terms / tokens),
+        kl_after=KlAfter(
+            two_terms=None if two_terms is None else two_terms / tokens,
+            gptq=found / tokens * left[site.module] if site.kind == "weight" and site.module in left else None,
+        ),
         shared_by=list(site.members) if len(site.members) > 1 else [],
     )
 

@@ -12,13 +12,14 @@ draw of labels for each token is enough: sums over tokens average it. What is le
 small.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
@@ -42,20 +43,25 @@ class Seen:
         return self.cache.get(site.module)
 
 
-def predict(quantizer: Quantizer, sites: Sequence[Site], ids: torch.Tensor, draw: torch.Generator) -> Predicted:
+def predict(
+    quantizer: Quantizer,
+    sites: Sequence[Site],
+    ids: torch.Tensor,
+    draw: torch.Generator,
+    see: Callable[[dict[str, torch.Tensor]], None] = lambda inputs: None,
+) -> Predicted:
     """Site -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in all, for each variant of it;
-    labels are drawn by `draw`.
+    labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
-    with _seeing(quantizer) as (seen, cache), torch.enable_grad():
-        logits = quantizer.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, :-1].flatten(0, 1)
-        labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=draw)[:, 0]
-        loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+    with seeing(quantizer) as (seen, cache), torch.enable_grad():
+        loss = drawn_loss(quantizer.model, ids, cache, draw)
         reached = {site: tensor for site in sites if (tensor := seen.of(site)) is not None}
         gradients = torch.autograd.grad(loss, list(reached.values()), allow_unused=True)
+    see({site.module: tensor.detach() for site, tensor in reached.items() if site.kind == "activation"})
     with torch.no_grad():
         return {
             site.key: {
-                name: _half_square(gradient, error()) for name, error in _errors(quantizer, site, seen, tensor).items()
+                name: half_square(gradient, error()) for name, error in _errors(quantizer, site, seen, tensor).items()
             }
             for (site, tensor), gradient in zip(reached.items(), gradients, strict=True)
             if gradient is not None
@@ -76,15 +82,53 @@ def _errors(
     return found
 
 
-def _half_square(gradient: torch.Tensor, error: torch.Tensor) -> float:
+def drawn_loss(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, draw: torch.Generator) -> torch.Tensor:
+    """Σ -log p(y) over the tokens `ids` int64 [windows, seq_len], y drawn from the model itself by `draw`."""
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, :-1].flatten(0, 1)
+    labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=draw)[:, 0]
+    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def half_square(gradient: torch.Tensor, error: torch.Tensor) -> float:
     """½ Σ (g · e)² over tokens: rows of [..., width], or all heads of [windows, heads, seq, size]."""
-    along = gradient * error
-    tokens = along.sum((1, 3)) if along.dim() == 4 else along.sum(-1)
-    return 0.5 * float(tokens.square().sum(dtype=torch.float64))
+    return 0.5 * float(along(gradient, error).square().sum(dtype=torch.float64))
+
+
+def along(gradient: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """g · e for each token, summed over the width, and over heads where there are any."""
+    both = gradient * error
+    return both.sum((1, 3)) if both.dim() == 4 else both.sum(-1)
+
+
+def summed(batches: Iterable[Predicted]) -> Predicted:
+    """Site -> variant -> nats, over all batches."""
+    total: Predicted = {}
+    for batch in batches:
+        for site, variants in batch.items():
+            own = total.setdefault(site, {})
+            for name, nats in variants.items():
+                own[name] = own.get(name, 0.0) + nats
+    return total
+
+
+class Watched(Protocol):
+    """A model whose tensors are looked at: its products by name, and what writes each layer of its cache."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, in FP32."""
+
+    @property
+    def products(self) -> Mapping[str, nn.Module]:
+        """The products that are quantized."""
+
+    @property
+    def attention(self) -> Mapping[int, str]:
+        """Layer index -> name of the module that writes that layer of the cache."""
 
 
 @contextmanager
-def _seeing(quantizer: Quantizer) -> Iterator[tuple[Seen, DynamicCache]]:
+def seeing(quantizer: Watched) -> Iterator[tuple[Seen, DynamicCache]]:
     """What passes through the model, from an embedding on that gradients go back to."""
     seen = Seen()
 

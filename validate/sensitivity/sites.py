@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.model.products import attention_modules, observed_products
+from ...calibrate.model.products import attention_modules, observed_products, output_axis
 from ...quantize.clip import power_of_two_ceil
 from ...quantize.kv_cache import FP8Cache, round_to_codes
 from ...quantize.linear import FP8Linear
@@ -49,6 +49,13 @@ class Quantizer:
     def output_error(self, module: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """What rounding the weight of `module` changes of its output `y` for the input `x`."""
         return self._quantized_output(module, x) - y
+
+    def weight_error(self, module: str) -> torch.Tensor:
+        """What rounding the weight of `module` changes of it, float32 [out, in]."""
+        layer, product = self.layers[module], self.products[module]
+        own = product.weight
+        assert isinstance(own, torch.Tensor), "a matrix product has a weight"
+        return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_axis(product), 0)
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """What rounding the cache tensor `name` changes of it."""

@@ -1,0 +1,122 @@
+"""Costs by hand, and against `quantize.cost`."""
+
+import pytest
+
+from fp8q.quantize.cost import Cost, cost_of
+from fp8q.quantize.scales import Scales, TensorScale, WeightScales
+from fp8q.validate.tuning.choices import Group, Mix, Price, Shape, changes, members
+from fp8q.validate.tuning.solve import Correction, Losses, Problem, same
+
+#: q and k read one tensor, down another; a head of 80 × 40 stays in BF16.
+GROUPS = (Group("q", {"q": (40, 40), "k": (20, 40)}), Group("down", {"down": (40, 60)}))
+SHAPE = Shape(GROUPS, 3200, {"a.k": 200, "a.v": 200})
+#: down loses most in one term; gptq wins back half of every weight; the cache's keys cost four times its values.
+LOSSES = Losses(
+    {
+        "q": {"nearest one_term": 3, "nearest two_terms": 1, "gptq one_term": 2.5, "gptq two_terms": 0.5},
+        "down": {"nearest one_term": 9, "nearest two_terms": 1, "gptq one_term": 8.5, "gptq two_terms": 0.5},
+        "a.k": {"fp8": 4},
+        "a.v": {"fp8": 1},
+    },
+    ("nearest", "gptq"),
+    ("off", "v", "fp8"),
+)
+
+
+def mix(q: str = "one_term", down: str = "one_term", rounding: str = "nearest", kv_cache: str = "off") -> Mix:
+    return Mix({"q": q, "down": down}, rounding, kv_cache)  # type: ignore[dict-item,arg-type]
+
+
+def problem(prefer: str = "memory", own: Mix | None = None) -> Problem:
+    return Problem(LOSSES, SHAPE, Price(SHAPE.plain, prefer, 10), own or mix())  # type: ignore[arg-type]
+
+
+def test_costs_are_those_of_a_checkpoint_with_these_scales() -> None:
+    """q and k: 2,400 values and 60 scales; down: 2,400 and 40; the head 3,200 in BF16; a cache of 400 values."""
+    assert SHAPE.cost(mix()) == SHAPE.plain == Cost(6400 + 2400 + 240 + 2400 + 160, 800, 6400 + 2400 + 2400)
+    assert SHAPE.cost(mix("two_terms", "bf16", kv_cache="v")) == Cost(6400 + 2640 + 4800, 600, 6400 + 4800 + 4800)
+    tensor = TensorScale(method="amax", amax=1, clip=1, scale=1, saturation=0, underflow=0, sqnr_db=30)
+    weight = WeightScales(method="mse", axis=0, channels=40, scale_min=1, scale_max=1, sqnr_db=30)
+    scales = Scales(
+        weights={"q": weight, "k": weight.model_copy(update={"channels": 20})},
+        activations=dict.fromkeys(("q", "k"), tensor.model_copy(update={"terms": 2})),
+        kv_cache={"a.v": tensor},
+        skipped={},
+    )
+    shapes = {name: shape for group in GROUPS for name, shape in group.weights.items()} | {"lm_head": (80, 40)}
+    assert SHAPE.cost(mix("two_terms", "bf16", kv_cache="v")) == cost_of(shapes, SHAPE.cache, scales)
+
+
+def test_what_is_dear_weighs_and_the_other_decides_between_equals() -> None:
+    """Plain: 11,600 + 10 · 800 bytes, 11,200 operations."""
+    assert Price(SHAPE.plain, "memory", 10).of_cost(SHAPE.plain) == pytest.approx(1 + 1e-4)
+    assert Price(SHAPE.plain, "prefill", 10).of(19_600, 0) == pytest.approx(1e-4)
+    assert Price(SHAPE.plain, "memory", 10).of(1960, 1120) == pytest.approx(0.1 + 1e-5)
+
+
+def test_what_changes_is_told_by_groups_and_for_the_whole_model() -> None:
+    assert changes(mix(), mix()) == []
+    assert changes(mix(), mix("bf16", rounding="gptq", kv_cache="v")) == [
+        ("*", "gptq"), ("*", "kv_cache=v"), ("q", "bf16"),
+    ]  # fmt: skip
+    assert members(GROUPS, ["q"]) == ["q", "k"]
+
+
+@pytest.mark.parametrize(
+    ("prefer", "budget", "expected"),
+    [
+        ("memory", 17, mix(kv_cache="fp8")),  # 3 + 9 + 5: nothing is cheaper than one term and an FP8 cache
+        ("memory", 16.9, mix(rounding="gptq", kv_cache="fp8")),  # 2.5 + 8.5 + 5: rounding costs nothing
+        ("memory", 9, mix(down="two_terms", kv_cache="fp8")),  # 3 + 1 + 5
+        ("memory", 2, mix("two_terms", "two_terms", "gptq", "v")),  # 0.5 + 0.5 + 1
+        ("memory", 1.9, mix("two_terms", "two_terms", "gptq", "off")),  # 2,000 bytes more, for 10 positions
+        ("memory", 0.9, mix("bf16", "two_terms", "gptq", "off")),  # q in BF16 is 2,160 more bytes, down 2,240
+        ("prefill", 12, mix(rounding="gptq", kv_cache="v")),  # 2.5 + 8.5 + 1: a cache in BF16 adds no operation
+        ("prefill", 11.9, mix(rounding="gptq", kv_cache="off")),
+        ("prefill", 4.9, mix("one_term", "two_terms", "gptq", "v")),  # as many operations as in BF16, fewer bytes
+        ("prefill", 2.9, mix("one_term", "bf16", "gptq", "off")),
+    ],
+)
+def test_the_cheapest_mix_by_hand(prefer: str, budget: float, expected: Mix) -> None:
+    found = problem(prefer).cheapest(budget)
+    assert found is not None
+    assert LOSSES.of(found) <= budget
+    assert same(found, expected), changes(expected, found)
+
+
+def test_of_equals_the_one_that_changes_least_is_taken() -> None:
+    """13 is met by one term and values in FP8 either way of rounding."""
+    for rounding in ("nearest", "gptq"):
+        found = problem("prefill", mix(rounding=rounding)).cheapest(13)
+        assert found is not None
+        assert found.rounding == rounding
+
+
+def test_something_stays_in_fp8_whatever_is_asked_for() -> None:
+    assert problem().cheapest(0) is None
+    best = problem().best()
+    assert sorted(best.forms.values()) == ["bf16", "two_terms"]
+    assert LOSSES.of(best) == 0.5
+    assert all(set(point.forms.values()) != {"bf16"} for point in problem().frontier())
+
+
+def test_along_the_frontier_losses_fall_and_prices_rise() -> None:
+    points = problem().frontier()
+    losses = [LOSSES.of(point) for point in points]
+    prices = [problem().price.of_cost(SHAPE.cost(point)) for point in points]
+    assert losses == sorted(losses, reverse=True)
+    assert prices == sorted(prices)
+    assert same(points[0], mix(rounding="gptq", kv_cache="fp8")) or losses[0] == 17
+    assert min(losses) == 0.5
+
+
+def test_the_correction_goes_through_what_was_measured_and_on_with_the_nearest_ratio() -> None:
+    found = Correction([(4, 8), (1, 1)])
+    assert [found.of(value) for value in (1, 4, 2)] == pytest.approx([1, 8, 8**0.5])
+    assert [found.of(value) for value in (0.5, 8, 0)] == pytest.approx([0.5, 16, 0])
+    assert [found.back(found.of(value)) for value in (0.3, 1.7, 9)] == pytest.approx([0.3, 1.7, 9])
+
+
+def test_what_was_measured_never_falls_where_more_is_predicted() -> None:
+    found = Correction([(1, 2), (2, 1.5), (4, 6)])
+    assert found.of(2) == pytest.approx(2)

@@ -1,0 +1,111 @@
+"""The scales and codes of all choices, and the model as a mix has it.
+
+One model in FP32 stands for every mix: weights are exchanged for the numbers of their codes, and hooks round what
+products get, as long as a mix is looked at. Scales are those that `fp8q scales` would choose, so that what is measured
+is what it would write; codes by `gptq` depend on the form of the activation too, since they make up for what that loses
+(`quantize.weight_rounding`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ...calibrate.model.products import attention_modules, observed_products, output_axis
+from ...quantize.kv_cache import FP8Cache, round_to_codes
+from ...quantize.scales import CACHE_PARTS, TensorScale
+from ...quantize.sequential import product_input
+from ...quantize.weights import Made
+from .choices import Form, Mix
+
+#: How codes were rounded, and for which form of the activation.
+Kind = tuple[str, Form]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What can be chosen: `groups` (products that read one tensor, by the first), `inputs` form -> product -> scale,
+    `codes` of each kind, `cache` tensor -> scale (none where an FP8 cache has none).
+    """
+
+    model: PreTrainedModel
+    groups: Mapping[str, tuple[str, ...]]
+    inputs: Mapping[Form, Mapping[str, TensorScale]]
+    codes: Mapping[Kind, Made]
+    cache: Mapping[str, float]
+
+    @property
+    def products(self) -> dict[str, nn.Module]:
+        """The products that may be quantized, by name."""
+        wanted = {member for members in self.groups.values() for member in members}
+        return {name: module for name, module in observed_products(self.model).items() if name in wanted}
+
+    @property
+    def attention(self) -> dict[int, str]:
+        """Layer index -> name of the module that writes that layer of the cache."""
+        return attention_modules(self.model)
+
+    def weight(self, module: str, rounding: str, form: Form) -> torch.Tensor:
+        """The numbers that the codes of a weight stand for, float32 [out, in]."""
+        found = self.codes[rounding, form].of(module)
+        assert found is not None, "every product is rounded in every way before it is looked at"
+        codes, scale = found
+        return (codes.float() * scale[:, None]).to(self.model.device)
+
+    def input(self, module: str, form: Form, x: torch.Tensor) -> torch.Tensor:
+        """The numbers that the codes of the input `x` of a product stand for."""
+        return product_input(x, self.inputs[form][module])
+
+    def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What rounding the cache tensor `name` changes of it."""
+        return round_to_codes(x, self.cache[name]) - x
+
+    def exact(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 [windows, seq_len] to the float model's logits."""
+        logits: torch.Tensor = self.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
+        return logits
+
+    def runner(self, mix: Mix) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Token ids int64 [windows, seq_len] to logits, by the model as `mix` has it."""
+
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            with self._made_as(mix) as cache, torch.inference_mode():
+                logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            return logits
+
+        return run
+
+    @contextmanager
+    def _made_as(self, mix: Mix) -> Iterator[FP8Cache]:
+        """The model with codes where `mix` has them, and an empty cache to run it with."""
+        products = self.products
+        form_of = {member: mix.forms[name] for name, members in self.groups.items() for member in members}
+        parts = CACHE_PARTS[mix.kv_cache]
+        with ExitStack() as stack:
+            for name, module in products.items():
+                if (form := form_of[name]) != "bf16":
+                    numbers = self.weight(name, mix.rounding, form).movedim(0, output_axis(module))
+                    stack.enter_context(exchanged(module, numbers))
+                    stack.callback(module.register_forward_pre_hook(self._rounding(name, form)).remove)
+            yield FP8Cache(
+                {name: scale for name, scale in self.cache.items() if name[-1] in parts}, attention_modules(self.model)
+            )
+
+    def _rounding(
+        self, name: str, form: Form
+    ) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+        return lambda module, given: (self.input(name, form, given[0]), *given[1:])
+
+
+@contextmanager
+def exchanged(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
+    """The `module` with another weight, for a while."""
+    before = module._parameters["weight"]
+    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters["weight"] = before

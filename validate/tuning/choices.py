@@ -1,0 +1,123 @@
+"""What can be chosen, and what it costs where it is served.
+
+Products that read one tensor are one `Group`: its codes are shared, so they take one term, two terms or BF16 together.
+How weights are rounded and which form the cache has is chosen for the whole model, as `fp8q scales` has it. Rounding
+costs nothing that is served. What the run keeps in BF16 already stays there.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+from ...options import KvCache, Prefer
+from ...quantize.cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost
+from ...quantize.scales import CACHE_PARTS
+
+Form = Literal["one_term", "two_terms", "bf16"]
+FORMS: tuple[Form, ...] = get_args(Form)
+#: The codes that stand for an activation.
+TERMS: dict[Form, Literal[1, 2]] = {"one_term": 1, "two_terms": 2}
+RoundingName = Literal["nearest", "gptq"]
+ROUNDINGS: tuple[RoundingName, ...] = get_args(RoundingName)
+CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
+#: What the cost that is not dear counts, where the dear one counts 1: it decides between equals.
+BESIDE = 1e-4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Products that read one tensor, under the name of the first; `weights`: [out, in] of each of them."""
+
+    name: str
+    weights: Mapping[str, tuple[int, int]]
+
+    def bytes_of(self, form: Form) -> int:
+        """What a decode step reads of their weights."""
+        if form == "bf16":
+            return sum(WIDE_BYTES * prod(shape) for shape in self.weights.values())
+        return sum(prod(shape) + SCALE_BYTES * shape[0] for shape in self.weights.values())
+
+    def operations_of(self, form: Form) -> int:
+        """Multiplications for each token of a prompt, in those of FP8 codes."""
+        return sum(map(prod, self.weights.values())) * (WIDE_OPERATIONS if form == "bf16" else TERMS[form])
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A form for each group, how weights are rounded, and which parts of the cache are codes."""
+
+    forms: Mapping[str, Form]
+    rounding: str
+    kv_cache: KvCache
+
+    def of(self, form: Form) -> list[str]:
+        """The groups in this form."""
+        return [name for name, found in self.forms.items() if found == form]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What costs are computed of: the groups, the values that the other products' weights have, which stay in BF16, and
+    for each cache tensor its values a position.
+    """
+
+    groups: tuple[Group, ...]
+    wide: int
+    cache: Mapping[str, int]
+
+    def cost(self, mix: Mix) -> Cost:
+        """What `mix` costs."""
+        return Cost(
+            WIDE_BYTES * self.wide + sum(group.bytes_of(mix.forms[group.name]) for group in self.groups),
+            self.cache_bytes(mix.kv_cache),
+            WIDE_OPERATIONS * self.wide + sum(group.operations_of(mix.forms[group.name]) for group in self.groups),
+        )
+
+    def cache_bytes(self, kv_cache: KvCache) -> int:
+        """What a sequence keeps for each position."""
+        parts = CACHE_PARTS[kv_cache]
+        return sum(values * (1 if name[-1] in parts else WIDE_BYTES) for name, values in self.cache.items())
+
+    @property
+    def plain(self) -> Cost:
+        """The cost of one term everywhere and a cache in BF16, which others are held against."""
+        return self.cost(Mix(dict.fromkeys((group.name for group in self.groups), "one_term"), "nearest", "off"))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Both costs as one number: bytes a decode step reads after `positions` tokens and operations of a prompt, each as
+    a share of `plain`; the one that is not dear counts `BESIDE`.
+    """
+
+    plain: Cost
+    prefer: Prefer
+    positions: int
+
+    def of(self, step_bytes: float, operations: float) -> float:
+        """The price of so much."""
+        memory, prefill = (BESIDE, 1.0) if self.prefer == "prefill" else (1.0, BESIDE)
+        return (
+            memory * step_bytes / self.plain.step_bytes(self.positions)
+            + prefill * operations / self.plain.prefill_operations
+        )
+
+    def of_cost(self, cost: Cost) -> float:
+        """The price of a whole mix."""
+        return self.of(cost.step_bytes(self.positions), cost.prefill_operations)
+
+
+def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
+    """What is to change, as (first module of the group, form); `*` stands for the whole model: its rounding, and
+    `kv_cache=` its cache's form.
+    """
+    whole = [("*", after.rounding)] if after.rounding != before.rounding else []
+    whole += [("*", f"kv_cache={after.kv_cache}")] if after.kv_cache != before.kv_cache else []
+    return whole + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
+
+
+def members(groups: Iterable[Group], names: Iterable[str]) -> list[str]:
+    """All products of the groups of these `names`."""
+    wanted = set(names)
+    return [member for group in groups if group.name in wanted for member in group.weights]

@@ -1,0 +1,127 @@
+"""`tune.json`: the mix that was chosen for a budget, what it was predicted to lose and loses, and the frontier."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ...files import Strict, read_document
+from ...options import KvCache, Prefer
+from ...run import Run
+from .choices import Mix, Shape, changes, members
+
+
+class Change(Strict):
+    """What is to be made anew: `choice` is `one_term`, `two_terms` or `bf16`, of the module and all that read the same
+    tensor; `rescaled` where the run has another scale than would be chosen; of the module `*`, the whole model, how
+    weights are rounded or `kv_cache=` the form of the cache.
+    """
+
+    module: str
+    choice: str
+
+
+class Point(Strict):
+    """One mix: what it loses and costs. `prefill_flops_ratio`: operations of a prompt, 1 for one term everywhere."""
+
+    kl_nats: float = Field(description="mean KL(float || this) per token on calibration windows, in FP32 arithmetic")
+    measured: bool
+    weight_bytes: int
+    cache_bytes: int = Field(description="for each position of a sequence")
+    prefill_flops_ratio: float
+    weight_rounding: str
+    kv_cache: KvCache
+    two_terms: int = Field(description="products")
+    bf16: int = Field(description="products, beside those that the run keeps in BF16 already")
+
+
+class Step(Point):
+    """A point of the frontier, and what it changes of the point before; the first: of the run."""
+
+    changes: list[Change]
+
+
+class Interval(Strict):
+    """The rise of perplexity, a fraction, and its 95 % interval, where several windows tell of it."""
+
+    increase: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Windows(Strict):
+    """How many calibration windows weights were rounded by, the mix chosen by, and the prediction checked by: none are
+    shared.
+    """
+
+    rounding: int
+    choosing: int
+    held_out: int
+
+
+class Recipe(Strict):
+    """What `fp8q scales` would be given for the mix, beside what the run has: `--apply` does it."""
+
+    two_terms: list[str]
+    skip: list[str]
+    kv_cache: KvCache
+    weight_rounding: str
+
+
+class Chosen(Point):
+    """The mix for the budget. What is predicted comes from calibration windows; `held_out_kl_nats` from others of them,
+    what is measured from the evaluation text.
+    """
+
+    recipe: Recipe
+    predicted_increase: Interval
+    held_out_kl_nats: float
+    measured_kl_nats: float
+    measured_increase: Interval
+
+
+class Tuning(Strict):
+    """`tune.json`; what is null had no budget to be chosen for."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    max_kl: float | None = None
+    max_ppl_increase: float | None = None
+    prefer: Prefer
+    met: bool | None = Field(default=None, description="whether prediction and evaluation text are within the budget")
+    met_on_calibration: bool | None = Field(default=None, description="whether the prediction alone is")
+    changes: list[Change]
+    predicted_kl_nats: float | None = None
+    measured_kl_nats: float | None = None
+    weight_bytes: int | None = None
+    cache_bytes: int | None = None
+    prefill_flops_ratio: float | None = None
+    chosen: Chosen | None = None
+    run: Point
+    frontier: list[Step]
+    windows: Windows
+    rise_over_kl: float = Field(description="by which a rise of NLL follows from KL")
+
+
+def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
+    """What `mix` costs, and what it was found to lose."""
+    cost = shape.cost(mix)
+    return Point(
+        kl_nats=kl_nats,
+        measured=measured,
+        weight_bytes=cost.weight_bytes,
+        cache_bytes=cost.cache_bytes,
+        prefill_flops_ratio=cost.prefill_operations / shape.plain.prefill_operations,
+        weight_rounding=mix.rounding,
+        kv_cache=mix.kv_cache,
+        two_terms=len(members(shape.groups, mix.of("two_terms"))),
+        bf16=len(members(shape.groups, mix.of("bf16"))),
+    )
+
+
+def changed(before: Mix, after: Mix) -> list[Change]:
+    """What makes `after` of `before`."""
+    return [Change(module=module, choice=choice) for module, choice in changes(before, after)]
+
+
+def load_tuning(run: Run) -> Tuning:
+    """Read `tune.json`; raises InputError when it is missing or not the file `fp8q tune` wrote."""
+    return read_document(run.require(run.tuning, "tune"), Tuning)

@@ -1,0 +1,65 @@
+"""What each choice loses alone, predicted for all of them by one pass of the float model forward and back.
+
+As `sensitivity.gradients` has it, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is what a group's products make of all that is
+chosen for it: with x̂ for their input and ŵ for each weight, e = ŵ x̂ - w x at each output, and the sum over them goes
+into the square. So what the weights of `gptq` make up for of the activation's error is seen, and that q, k and v read
+the same codes; the sum of what weights and activation cost alone would see neither.
+"""
+
+import torch
+from torch import nn
+
+from ...calibrate.model.products import output_axis
+from ..sensitivity.gradients import along, drawn_loss, half_square, seeing
+from ..sensitivity.site import Predicted
+from .candidates import Candidates
+from .choices import ROUNDINGS, TERMS, Form
+
+#: What a cache tensor is predicted for.
+CODES = "fp8"
+
+
+def variant(rounding: str, form: Form) -> str:
+    """What a group's loss in one form is called, its weights rounded so."""
+    return f"{rounding} {form}"
+
+
+def predict(candidates: Candidates, ids: torch.Tensor, draw: torch.Generator) -> tuple[Predicted, dict[str, int]]:
+    """Group or cache tensor -> variant -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in
+    all, labels drawn by `draw`; and each cache tensor's values a position.
+    """
+    with seeing(candidates) as (seen, cache), torch.enable_grad():
+        loss = drawn_loss(candidates.model, ids, cache, draw)
+        caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
+        tensors = [*seen.outputs.values(), *caches.values()]
+        found = torch.autograd.grad(loss, tensors, allow_unused=True)
+    gradients = dict(zip([*seen.outputs, *caches], found, strict=True))
+    result: Predicted = {}
+    with torch.no_grad():
+        for name, members in candidates.groups.items():
+            reached = {member: g for member in members if (g := gradients.get(member)) is not None}
+            for rounding in ROUNDINGS if reached else ():
+                if not any(kind[0] == rounding for kind in candidates.codes):
+                    continue
+                for form in TERMS:
+                    tokens = sum(
+                        along(g, _output_error(candidates, member, rounding, form, seen.inputs[member]))
+                        for member, g in reached.items()
+                    )
+                    assert isinstance(tokens, torch.Tensor)
+                    result.setdefault(name, {})[variant(rounding, form)] = 0.5 * float(
+                        tokens.square().sum(dtype=torch.float64)
+                    )
+        for name, tensor in caches.items():
+            if (g := gradients[name]) is not None:
+                result[name] = {CODES: half_square(g, candidates.cache_error(name, tensor))}
+    return result, {name: x.shape[1] * x.shape[3] for name, x in seen.cache.items()}
+
+
+def _output_error(candidates: Candidates, module: str, rounding: str, form: Form, x: torch.Tensor) -> torch.Tensor:
+    """ŵ x̂ - w x."""
+    product = candidates.products[module]
+    own = product.weight
+    assert isinstance(own, torch.Tensor), "a matrix product has a weight"
+    rounded = nn.functional.linear(candidates.input(module, form, x), candidates.weight(module, rounding, form))
+    return rounded - nn.functional.linear(x, own.movedim(output_axis(product), 0))

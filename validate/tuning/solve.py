@@ -1,0 +1,150 @@
+"""The mix that a budget leads to: the cheapest of all, in a prediction that joint measurements correct.
+
+Predicted losses add up; measured together they are not quite the sum. The ratio of the two changes little from a mix to
+a like one, so it is interpolated, in logarithms, between the mixes that were measured, and the mix that is chosen is
+measured before it is believed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...options import KvCache
+from ...quantize.scales import CACHE_PARTS
+from .choices import FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
+from .frontier import Choice, Items, cheapest, loss_of, price_of, steps
+from .gradients import CODES, variant
+
+#: What a change counts, as a price: of equals the one that changes least is taken.
+CHANGED = 1e-9
+#: The smallest loss whose logarithm is taken.
+SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class Losses:
+    """In nats a token, as predicted: `parts` group or cache tensor -> variant -> what it loses alone; the roundings and
+    forms of the cache there are to choose from.
+    """
+
+    parts: Mapping[str, Mapping[str, float]]
+    roundings: tuple[RoundingName, ...]
+    caches: tuple[KvCache, ...]
+
+    def group(self, name: str, rounding: str, form: Form) -> float:
+        """What a group loses in a form; nothing in BF16, or where no token came by."""
+        return 0.0 if form == "bf16" else self.parts.get(name, {}).get(variant(rounding, form), 0.0)
+
+    def cache(self, kv_cache: KvCache) -> float:
+        """What the cache loses in a form."""
+        parts = CACHE_PARTS[kv_cache]
+        return sum(found[CODES] for name, found in self.parts.items() if CODES in found and name[-1] in parts)
+
+    def of(self, mix: Mix) -> float:
+        """What a mix loses: the sum of its parts."""
+        return self.cache(mix.kv_cache) + sum(self.group(name, mix.rounding, form) for name, form in mix.forms.items())
+
+
+class Correction:
+    """From what is predicted of a mix to what is measured of it, and back."""
+
+    def __init__(self, pairs: Iterable[tuple[float, float]]):
+        """By `pairs` of predicted and measured losses, at least one."""
+        logarithms = np.log(np.maximum(sorted(pairs), SMALLEST))
+        self.predicted = logarithms[:, 0]
+        self.measured = np.maximum.accumulate(logarithms[:, 1])
+
+    def of(self, predicted: float) -> float:
+        """What is to be expected of a mix of which so much is predicted; beyond all pairs the nearest one's ratio."""
+        return _between(predicted, self.predicted, self.measured)
+
+    def back(self, expected: float) -> float:
+        """What may be predicted of a mix of which so much is to be expected."""
+        return _between(expected, self.measured, self.predicted)
+
+
+def _between(value: float, here: npt.NDArray[np.float64], there: npt.NDArray[np.float64]) -> float:
+    if value <= 0:
+        return 0.0
+    at = float(np.log(max(value, SMALLEST)))
+    inside = float(np.clip(at, here[0], here[-1]))
+    return float(np.exp(np.interp(inside, here, there) + at - inside))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be solved: losses and shape, what is dear, and the mix that the run has, changes of which are few."""
+
+    losses: Losses
+    shape: Shape
+    price: Price
+    own: Mix
+
+    def cheapest(self, budget: float) -> Mix | None:
+        """The cheapest mix that is predicted to lose at most `budget`; None where there is none."""
+        found: list[tuple[float, Mix]] = []
+        for rounding, kv_cache, items in self._wholes():
+            chosen = cheapest(items, budget - self.losses.cache(kv_cache))
+            if chosen is not None and (mix := self._mix(rounding, kv_cache, chosen)) is not None:
+                found.append((price_of(chosen) + self._whole_price(rounding, kv_cache), mix))
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def best(self) -> Mix:
+        """The mix that loses least: all but one group in BF16, since a run without FP8 is none."""
+        rounding = min(
+            self.losses.roundings,
+            key=lambda each: min(self.losses.group(g.name, each, "two_terms") for g in self.shape.groups),
+        )
+        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, "two_terms")).name
+        forms: dict[str, Form] = {g.name: "two_terms" if g.name == kept else "bf16" for g in self.shape.groups}
+        return Mix(forms, rounding, self.losses.caches[0])
+
+    def frontier(self) -> list[Mix]:
+        """The cheapest mix of each loss, those that lose most first."""
+        points: list[tuple[float, float, Mix]] = []
+        for rounding, kv_cache, items in self._wholes():
+            chosen, further = steps(items)
+            for name, choice in [("", None), *further]:
+                chosen |= {name: choice} if choice else {}
+                if (mix := self._mix(rounding, kv_cache, chosen)) is not None:
+                    price = price_of(chosen) + self._whole_price(rounding, kv_cache)
+                    points.append((price, loss_of(chosen) + self.losses.cache(kv_cache), mix))
+        kept: list[tuple[float, float, Mix]] = []
+        for point in sorted(points, key=lambda each: each[:2]):
+            if not kept or point[1] < kept[-1][1]:
+                kept.append(point)
+        return [mix for _, _, mix in kept]
+
+    def _wholes(self) -> Iterable[tuple[RoundingName, KvCache, Items]]:
+        """The choices for the whole model, and what there is to choose group by group under each."""
+        for rounding in self.losses.roundings:
+            items = {group.name: self._choices(group, rounding) for group in self.shape.groups}
+            for kv_cache in self.losses.caches:
+                yield rounding, kv_cache, items
+
+    def _choices(self, group: Group, rounding: RoundingName) -> Sequence[Choice]:
+        return [
+            Choice(
+                form,
+                self.losses.group(group.name, rounding, form),
+                self.price.of(group.bytes_of(form), group.operations_of(form))
+                + CHANGED * (form != self.own.forms[group.name]),
+            )
+            for form in FORMS
+        ]
+
+    def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:
+        changed = (rounding != self.own.rounding) + (kv_cache != self.own.kv_cache)
+        return self.price.of(self.price.positions * self.shape.cache_bytes(kv_cache), 0) + CHANGED * changed
+
+    def _mix(self, rounding: RoundingName, kv_cache: KvCache, chosen: Mapping[str, Choice]) -> Mix | None:
+        """The mix of these choices; None where nothing of it would be FP8."""
+        forms = {group.name: form for group in self.shape.groups for form in FORMS if chosen[group.name].name == form}
+        return Mix(forms, rounding, kv_cache) if set(forms.values()) != {"bf16"} else None
+
+
+def same(one: Mix, other: Mix) -> bool:
+    """Whether two mixes are the same."""
+    return not changes(one, other)

@@ -1,0 +1,80 @@
+"""How a tuning reads: the frontier, what changes, and what was predicted beside what was measured."""
+
+from dataclasses import dataclass
+
+from ..columns import Column, Table, count, increase, nats, size
+from .document import Change, Point, Tuning
+
+#: Points of the frontier that are shown; `--json` and `tune.json` have all.
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class PointRow:
+    """A mix, and what it is."""
+
+    what: str
+    point: Point
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """What the chosen mix loses somewhere: `increase` of perplexity, its interval."""
+
+    where: str
+    kl_nats: float
+    increase: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def point_rows(found: Tuning) -> list[PointRow]:
+    """Some of the frontier, evenly, then the run and the mix that was chosen."""
+    points, last = found.frontier, len(found.frontier) - 1
+    taken = sorted({round(index * last / (SHOWN - 1)) for index in range(SHOWN)}) if last > 0 else range(last + 1)
+    rows = [PointRow("could be", points[index]) for index in taken] + [PointRow("the run", found.run)]
+    return rows + ([PointRow("chosen", found.chosen)] if found.chosen else [])
+
+
+def point_table(found: Tuning) -> Table[PointRow]:
+    """KL against cost."""
+    columns = (
+        Column[PointRow]("mix", lambda row: row.what, numeric=False),
+        Column[PointRow]("KL", lambda row: row.point.kl_nats, nats),
+        Column[PointRow]("weights", lambda row: row.point.weight_bytes, size),
+        Column[PointRow]("cache", lambda row: row.point.cache_bytes, count),
+        Column[PointRow]("prefill", lambda row: row.point.prefill_flops_ratio, "{:.2f}".format),
+        Column[PointRow]("rounding", lambda row: row.point.weight_rounding, numeric=False),
+        Column[PointRow]("kv", lambda row: row.point.kv_cache, numeric=False),
+        Column[PointRow]("two", lambda row: row.point.two_terms, count),
+        Column[PointRow]("bf16", lambda row: row.point.bf16, count),
+    )
+    return Table("KL against cost", point_rows(found), columns, "Nothing is quantized.")
+
+
+def change_table(found: Tuning) -> Table[Change]:
+    """What is to be made anew."""
+    columns = (
+        Column[Change]("module", lambda row: "all" if row.module == "*" else row.module, numeric=False),
+        Column[Change]("becomes", lambda row: row.choice.replace("_", " "), numeric=False),
+    )
+    return Table("What changes", found.changes, columns, "Nothing: the run is the cheapest mix for this budget.")
+
+
+def outcome_table(found: Tuning) -> Table[LossRow]:
+    """What was predicted, and what was found of it elsewhere."""
+    rows = list[LossRow]()
+    if (its := found.chosen) is not None:
+        rows = [
+            LossRow("predicted, on windows chosen by", its.kl_nats, **its.predicted_increase.model_dump()),
+            LossRow("measured, on windows held out", its.held_out_kl_nats),
+            LossRow("measured, on the evaluation text", its.measured_kl_nats, **its.measured_increase.model_dump()),
+        ]
+    columns = (
+        Column[LossRow]("what it loses", lambda row: row.where, numeric=False),
+        Column[LossRow]("KL", lambda row: row.kl_nats, nats),
+        Column[LossRow]("perplexity", lambda row: row.increase, increase),
+        Column[LossRow]("from", lambda row: row.low, increase),
+        Column[LossRow]("to", lambda row: row.high, increase),
+    )
+    return Table("Predicted and measured", rows, columns, "No budget: nothing was chosen.")
