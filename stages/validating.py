@@ -47,7 +47,7 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
         key = {"inputs": inputs, "options": chosen, **arithmetic()}
         with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
-            log.outputs += save_accuracy(run, _explained(run, tokens, found), found.nll)
+            log.outputs += save_accuracy(run, _explained(run, tokens, found), found.nll, found.kl)
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found)

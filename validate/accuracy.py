@@ -4,7 +4,9 @@ Perplexity is exp of the mean negative log-likelihood in nats over all scored to
 because the number means nothing without: Llama-2-7B has "WikiText-2 perplexity" 8.71 by one and 5.47 by another.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import numpy as np
@@ -102,16 +104,20 @@ class Accuracy(Strict):
 
 #: What the runtime `original` was called before: what was written then is read.
 FORMER = {"source": "original"}
+#: What the name of a runtime's divergences ends in.
+KL = ".kl"
+ByToken = Mapping[str, npt.NDArray[np.float32]]
 
 
-def save_accuracy(run: Run, accuracy: Accuracy, nll: dict[str, npt.NDArray[np.float32]]) -> list[Path]:
+def save_accuracy(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken = MappingProxyType({})) -> list[Path]:
     """Write `accuracy.json` and `tokens.npz`; returns both paths.
 
-    `nll`: runtime -> float32 [windows, context], nats, NaN where a token is not scored; stored under the runtime's
-    name.
+    `nll`, and `kl` from BF16: runtime -> float32 [windows, context], nats, NaN where a token is not scored; stored
+    under the runtime's name, with `.kl` behind it.
     """
+    arrays = {**nll, **{f"{name}{KL}": values for name, values in kl.items()}}
     with replacing(run.tokens) as partial, open(partial, "wb") as handle:
-        np.savez(handle, allow_pickle=False, **{name: nll[name] for name in sorted(nll)})
+        np.savez(handle, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
     write_document(run.accuracy, accuracy)
     return [run.accuracy, run.tokens]
 
@@ -125,6 +131,17 @@ def load_accuracy(run: Run) -> Accuracy:
 
 def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored."""
+    return {name: values for name, values in _load(run).items() if not name.endswith(KL)}
+
+
+def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    """Read `tokens.npz`: runtime -> KL(bf16 || this) in nats, float32 [windows, context], NaN unscored; nothing in what
+    older versions wrote.
+    """
+    return {name.removesuffix(KL): values for name, values in _load(run).items() if name.endswith(KL)}
+
+
+def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     path = run.require(run.tokens, "validate")
     with (
         reading(path, "losses of tokens", "restore it, or run `fp8q validate` again"),

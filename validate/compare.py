@@ -12,7 +12,7 @@ import gc
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -55,17 +55,20 @@ DISK_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found, and why runtimes `failed`. `nll`: float32 [windows, context], nats, NaN where not scored."""
+    """What was found, and why runtimes `failed`. `nll`, and `kl` from the baseline: float32 [windows, context], nats,
+    NaN where not scored.
+    """
 
     accuracy: Accuracy
     nll: dict[str, npt.NDArray[np.float32]]
     failed: dict[str, str]
+    kl: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def joined(self, other: "Outcome") -> "Outcome":
         """This and what was found of other runtimes."""
         runtimes = self.accuracy.runtimes | other.accuracy.runtimes
         accuracy = self.accuracy.model_copy(update={"runtimes": runtimes})
-        return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed)
+        return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl)
 
 
 def compare(
@@ -210,11 +213,17 @@ class Turns:
         if BASELINE in found and BACK in found.get(FLOAT32, {}):
             found[BASELINE][YARDSTICKS[FLOAT32]] = found[FLOAT32][BACK]
         base = found[BASELINE]["nll"] if BASELINE in found else None
-        nll = {name: np.full(self.evaluation.ids.shape, np.nan, np.float32) for name in found}
-        for name, values in nll.items():
-            values[self.evaluation.scored] = found[name]["nll"]
+        nll = {name: self._placed(each["nll"]) for name, each in found.items()}
+        own = YARDSTICKS[BASELINE]
+        kl = {name: self._placed(each[own]) for name, each in found.items() if own in each}
         runtimes = {name: summary(each, None if name == BASELINE else base) for name, each in found.items()}
-        return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed)
+        return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed, kl)
+
+    def _placed(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
+        """A value for each scored token, where the token is; NaN elsewhere."""
+        every = np.full(self.evaluation.ids.shape, np.nan, np.float32)
+        every[self.evaluation.scored] = values
+        return every
 
 
 def loading(name: str, opener: Opener) -> Forward:

@@ -1,19 +1,26 @@
-"""The pictures of where the loss is made: the KL that each layer causes, from `sensitivity.json`.
+"""The pictures of where the loss is made: the KL that each layer causes, from `sensitivity.json`; the KL along the
+window, token by token; and what less of it would cost, from `tune.json`.
 
 Colours and sizes are those of `plots`.
 """
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from .columns import nats
-from .plots import BLUE, GREEN, MUTED, VERMILLION, Plot, figure_of, integers, plot
+from .curves import along_window
+from .plots import BLUE, GREEN, MUTED, SERIES, VERMILLION, WIDE, Plot, figure_of, integers, name_lines, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .sensitivity.document import Loss
+    from .tuning.document import Point, Tuning
 
 #: What each part of a bar is of, from the axis outwards.
 KINDS = {"activation": (BLUE, "activations"), "weight": (VERMILLION, "weights"), "kv_cache": (GREEN, "cache")}
@@ -64,3 +71,64 @@ def _named(loss: "Loss") -> str:
     return (
         loss.module if loss.kind == "kv_cache" else f"the {loss.kind.replace('activation', 'input')} of {loss.module}"
     )
+
+
+def divergence_plot(kl: Mapping[str, npt.NDArray[np.float32]]) -> Plot:
+    """KL from BF16 along the window in every runtime of `kl`, float32 [windows, context], nats, NaN: not scored."""
+    spans = max(1, min(32, next(iter(kl.values())).shape[1] // 8))
+    curves = {name: along_window(values, spans) for name, values in kl.items()}
+    colors = dict(zip(kl, itertools.cycle(SERIES), strict=False))
+
+    def draw(width: float) -> "Figure":
+        figure = figure_of(width, 2.6)
+        axes = figure.add_subplot()
+        for name, curve in curves.items():
+            axes.fill_between(curve.position, curve.low, curve.high, color=colors[name], alpha=0.15, linewidth=0)
+            axes.plot(curve.position, curve.mean, color=colors[name])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("position in the window", color=MUTED)
+        axes.set_ylabel("KL from BF16, nats")
+        name_lines(axes, {name: (float(curve.mean[-1]), colors[name]) for name, curve in curves.items()})
+        return figure
+
+    caption = (
+        "How far each runtime’s next-token distribution is from BF16’s, at each part of the window, with two standard "
+        "errors. A line that rises to the right is an error that builds up in the cache."
+    )
+    return plot("KL along the window", caption, draw)
+
+
+def frontier_plot(tuning: "Tuning") -> Plot:
+    """KL against what it costs: operations of a prompt, and bytes of weights."""
+
+    def memory(point: "Point") -> float:
+        return point.weight_bytes / tuning.run.weight_bytes
+
+    def prefill(point: "Point") -> float:
+        return point.prefill_flops_ratio
+
+    panels = {"operations of a prompt": prefill, "bytes of weights over the run’s": memory}
+    marked = {"the run": (tuning.run, VERMILLION)} | ({"chosen": (tuning.chosen, GREEN)} if tuning.chosen else {})
+
+    def draw(width: float) -> "Figure":
+        wide = width == WIDE
+        figure = figure_of(width, 2.8 if wide else 5.0)
+        drawn = figure.subplots(*((1, 2) if wide else (2, 1)), sharey=wide, squeeze=False)
+        for axes, (title, cost) in zip(drawn.flat, panels.items(), strict=True):
+            steps = sorted(tuning.frontier, key=cost)
+            axes.plot([cost(step) for step in steps], [step.kl_nats for step in steps], "o", color=BLUE, markersize=3)
+            for name, (point, color) in marked.items():
+                axes.plot([cost(point)], [point.kl_nats], "o", color=color, markersize=5)
+                axes.annotate(
+                    name, (cost(point), point.kl_nats), xytext=(5, 3), textcoords="offset points", color=color
+                )
+            axes.set_yscale("log")
+            axes.set_xlabel(title, color=MUTED)
+        figure.axes[0].set_ylabel("KL, nats")
+        return figure
+
+    caption = (
+        "What less loss costs: each point is a mix of one term, two terms and BF16, of rounding and of the cache’s "
+        "form, that nothing cheaper betters, as predicted; the run and what was chosen are measured."
+    )
+    return plot("Loss against cost", caption, draw)

@@ -24,7 +24,7 @@ from ..reporter import Reporter
 from ..run import Run
 from . import beside, columns, curves, frequency, tables
 from . import certificate as certificates
-from .accuracy import Protocol, load_accuracy, load_tokens
+from .accuracy import Protocol, load_accuracy, load_divergences, load_tokens
 from .certificate import Certificate
 from .columns import Table
 from .continuations import Continuations, load_continuations
@@ -109,9 +109,10 @@ def losses(run: Run) -> "list[Loss]":
 
 def report_plots(run: Run) -> "dict[str, Plot]":
     """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `loss`
-    where it was located, `positions` where the run was evaluated.
+    where it was located, `frontier` where it was tuned, `positions` and `divergence` where the run was evaluated.
     """
     from . import loss_plots, plots
+    from .tuning.document import load_tuning
 
     rows = [row for row in tables.module_rows(run) if row.scale is not None]
     drawn: dict[str, Plot] = {}
@@ -121,7 +122,11 @@ def report_plots(run: Run) -> "dict[str, Plot]":
         drawn["layers"] = plots.layer_plot(rows)
     if loss_plots.by_layer(located := losses(run)):
         drawn["loss"] = loss_plots.loss_plot(located)
+    if tables.wrote(run, run.tuning, "tune"):
+        drawn["frontier"] = loss_plots.frontier_plot(load_tuning(run))
     if tables.wrote(run, run.tokens, "validate"):
+        if kl := load_divergences(run):
+            drawn["divergence"] = loss_plots.divergence_plot(kl)
         sampled = {row.runtime for row in tables.accuracy_rows(run) if row.tokens is not None}
         nll = {name: values for name, values in load_tokens(run).items() if name not in sampled}
         drawn["positions"] = plots.position_plot(nll)

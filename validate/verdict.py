@@ -6,7 +6,8 @@ no equality.
 
 same      the whole interval lies within a tenth of a percent of BF16: what evaluations on other texts differ by, many
           times over, and no user sees
-noise     the interval holds zero: on this text FP8 cannot be told from BF16
+noise     the interval holds zero: on this text FP8 cannot be told from BF16. Or FP8 is no farther from FP32 than BF16
+          is itself (KL, where the runtime fp32 ran): then what it adds is less than what BF16's own rounding does
 better    the interval lies below zero, which happens by chance, and is no reason to worry
 worse     the interval lies above zero
 unknown   nothing was evaluated, or too little for an interval
@@ -20,7 +21,7 @@ from math import isfinite
 from typing import Literal
 
 from ..options import WITHOUT_FP8
-from .columns import interval
+from .columns import interval, nats, too_short
 from .tables import AccuracyRow
 
 Kind = Literal["same", "noise", "better", "worse", "unknown", "broken"]
@@ -69,11 +70,18 @@ def verdict(accuracy: Sequence[AccuracyRow]) -> Verdict:
     worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
     rise, low, high = worst.perplexity_increase or 0.0, worst.increase_low, worst.increase_high
     if low is None or high is None:
-        said = f"Not known: perplexity {moved(rise)}, measured on too little text to say how sure that is."
+        said = f"Not known: perplexity {moved(rise)}, {too_short(worst) or 'and nothing says how sure that is'}."
         return Verdict("unknown", said, worst.runtime, rise)
+    bf16 = next((row.kl_fp32_nats for row in accuracy if row.runtime == "bf16"), None)
     sure = f"95 % interval {interval((low, high))}"
     if max(abs(low), abs(high)) <= SAME:
         return Verdict("same", f"Same model: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime, rise)
+    if bf16 is not None and worst.kl_fp32_nats is not None and worst.kl_fp32_nats <= bf16:
+        said = (
+            f"Within the noise of BF16: perplexity {moved(rise)}, and FP8 is no farther from FP32 than BF16 is: "
+            f"{nats(worst.kl_fp32_nats)} nats against {nats(bf16)} ({sure})."
+        )
+        return Verdict("noise", said, worst.runtime, rise)
     if low <= 0 <= high:
         said = f"Within the noise of BF16: perplexity {moved(rise)}, and this text cannot tell that from none ({sure})."
         return Verdict("noise", said, worst.runtime, rise)

@@ -22,6 +22,7 @@ from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.validate import columns, curves, plots, report
 from fp8q.validate.tables import AccuracyRow, EngineRow, ModuleRow, module_rows
+from fp8q.validate.verdict import verdict
 
 VOID = {"meta", "wbr", "path", "rect", "use", "br"}
 
@@ -362,8 +363,7 @@ def test_the_interval_holds_95_in_100_and_not_90() -> None:
 
 def test_what_is_too_short_for_an_interval_says_so() -> None:
     short = AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=4)
-    said = report.summary([BASE, short], FP8, [])
-    assert said.endswith("(reference): +0.25 %; too short for an interval: 4 windows; give 10.")
+    assert verdict([BASE, short]).sentence.endswith("0.25 %, too short for an interval: 4 windows; give 10.")
     assert columns.too_short(AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=1)) == (
         "too short for an interval: 1 window; give 10"
     )

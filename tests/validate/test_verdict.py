@@ -29,15 +29,27 @@ NOTHING = Standing("RUN", located=False, tuned=False, engine=False, repository=F
         (0.0031, 0.0011, 0.005, "worse",
          "Worse: perplexity rises by 0.31 % against BF16 (95 % interval +0.11 to +0.50 %)."),
         (0.0031, None, None, "unknown",
-         "Not known: perplexity rises by 0.31 %, measured on too little text to say how sure that is."),
+         "Not known: perplexity rises by 0.31 %, too short for an interval: 4 windows; give 10."),
     ],
 )  # fmt: skip
 def test_the_interval_decides_and_not_the_increase_alone(
     rise: float, low: float | None, high: float | None, kind: str, said: str
 ) -> None:
-    row = replace(FP8, perplexity_increase=rise, increase_low=low, increase_high=high)
+    row = replace(FP8, perplexity_increase=rise, increase_low=low, increase_high=high, windows=4)
     found = verdict([BF16, row])
     assert (found.kind, found.sentence, found.runtime) == (kind, said, "reference")
+
+
+def test_what_is_no_farther_from_fp32_than_bf16_is_within_its_noise() -> None:
+    bf16 = replace(BF16, kl_fp32_nats=6.8e-5)
+    near = replace(FP8, increase_low=0.0011, increase_high=0.005, kl_fp32_nats=6.7e-5)
+    found = verdict([bf16, near])
+    assert found.kind == "noise"
+    assert found.sentence == (
+        "Within the noise of BF16: perplexity rises by 0.31 %, and FP8 is no farther from FP32 than BF16 is: 6.7e-05 "
+        "nats against 6.8e-05 (95 % interval +0.11 to +0.50 %)."
+    )
+    assert verdict([bf16, replace(near, kl_fp32_nats=6.9e-5)]).kind == "worse"
 
 
 def test_it_is_of_the_worst_fp8_runtime_that_ran_every_window() -> None:
