@@ -17,8 +17,9 @@ from ..run import Run
 from .opening import open_run
 
 if TYPE_CHECKING:
-    from ..export.lint.rules import Finding, Promise
+    from ..export.lint.rules import Promise
     from ..export.lint.tensors import Array
+    from ..findings import Finding
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -161,7 +162,7 @@ def check_findings(linted: Linted | LintedRun) -> None:
     """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
     missing or cut short.
     """
-    from ..export.lint.rules import places
+    from ..findings import places
 
     errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:
