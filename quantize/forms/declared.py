@@ -229,7 +229,9 @@ def _compressed_tensors(source: Path, said: dict[str, Any]) -> Declared:
         raise InputError(f"{source}: has no config_groups; copy or download it again")
     found = tuple(_group(source, name, group) for name, group in groups.items())
     ignore = _names(said.get("ignore") or [], source, "ignore")
-    return Declared(source, "compressed-tensors", found, ignore, bool(said.get("kv_cache_scheme")))
+    cache = said.get("kv_cache_scheme")
+    static = isinstance(cache, dict) and not cache.get("dynamic", False)
+    return Declared(source, "compressed-tensors", found, ignore, static)
 
 
 def _group(source: Path, name: str, group: Any) -> Group:

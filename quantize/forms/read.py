@@ -36,7 +36,7 @@ CODES = "F8_E4M3"
 WEIGHT_SCALES: Mapping[Form, tuple[str, ...]] = {
     "compressed-tensors": ("weight_scale",),
     "modelopt": ("weight_scale",),
-    "fp8": ("weight_scale_inv", "weight_scale"),
+    "fp8": ("weight_scale_inv", "weight_scale", "scale"),
 }
 INPUT_SCALES: Mapping[Form, tuple[str, ...]] = {
     "compressed-tensors": ("input_scale",),
@@ -163,15 +163,19 @@ class Checkpoint:
         tensor = self.tensors[codes.weight]
         return self._read(tensor, np.uint8).reshape(tensor.shape)
 
-    @staticmethod
-    def _read(tensor: Located, dtype: Any) -> npt.NDArray[Any]:
-        count = prod(tensor.shape)
-        if not count:
+    @cached_property
+    def _mapped(self) -> dict[Path, npt.NDArray[np.uint8]]:
+        return {}
+
+    def _read(self, tensor: Located, dtype: Any) -> npt.NDArray[Any]:
+        if tensor.start == tensor.end:
             return np.zeros(0, dtype)
         try:
-            return np.memmap(tensor.file, dtype, "r", tensor.start, (count,))
+            if tensor.file not in self._mapped:
+                self._mapped[tensor.file] = np.memmap(tensor.file, np.uint8, "r")
         except (OSError, ValueError) as error:
             raise InputError(f"{tensor.file}: cannot be read ({error}); copy or download it again") from None
+        return self._mapped[tensor.file][tensor.start : tensor.end].view(dtype)
 
 
 def granularity_of(

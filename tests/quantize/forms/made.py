@@ -4,6 +4,7 @@ is amax / 448, and a code the nearest of value / scale.
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ def modelopt(source: Path, folder: Path, configuration: str = "FP8_DEFAULT_CFG",
         config = update_quant_cfg_with_kv_cache_quant(config, mtq.FP8_KV_CFG["quant_cfg"])
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     tokens = torch.randint(2, 2000, (2, 32), generator=torch.Generator().manual_seed(0))
-    mtq.quantize(model, config, lambda quantizing: quantizing(tokens))
-    export_hf_checkpoint(model, torch.bfloat16, export_dir=folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, of tensors that it copies
+        mtq.quantize(model, config, lambda quantizing: quantizing(tokens))
+        export_hf_checkpoint(model, torch.bfloat16, export_dir=folder)
     return folder
