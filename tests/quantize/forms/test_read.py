@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from fp8q.errors import InputError
 from fp8q.quantize.forms.declared import Scheme
+from fp8q.quantize.forms.patterns import Form, Matcher
 from fp8q.quantize.forms.read import Checkpoint, open_checkpoint
 
 from . import made
@@ -60,3 +62,59 @@ def test_codes_times_scales_are_the_weights_that_were_quantized(
     spread = np.abs(original).max()
     assert np.all(error <= np.maximum(np.abs(original) * 2**-4 * 1.01, spread * 2**-15))  # half of the last of 3 bits
     assert checkpoint.declared.scheme("lm_head") is None
+
+
+def changed(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
+    """A checkpoint with another tensor of this name, or without it."""
+    tensors = load_file(folder / made.SINGLE)
+    tensors.pop(name)
+    save_file(tensors | ({name: tensor} if tensor is not None else {}), folder / made.SINGLE)
+    return folder
+
+
+def test_codes_without_a_scale_are_refused_and_never_taken_for_1(demo_checkpoint: Path, tmp_path: Path) -> None:
+    folder = changed(made.fine_grained(demo_checkpoint, tmp_path / "made"), f"{MODULE}.weight_scale_inv", None)
+    checkpoint = opened(folder)
+    with pytest.raises(InputError) as raised:
+        checkpoint.scales(checkpoint.codes[MODULE])
+    assert str(raised.value) == (
+        f"{MODULE}.weight: has no scale (weight_scale_inv or weight_scale or scale), and codes without one say "
+        "nothing; export the checkpoint again"
+    )
+
+
+def test_scales_that_do_not_tile_are_refused(demo_checkpoint: Path, tmp_path: Path) -> None:
+    name = f"{MODULE}.weight_scale_inv"
+    checkpoint = opened(changed(made.fine_grained(demo_checkpoint, tmp_path / "made"), name, torch.ones(2, 5)))
+    with pytest.raises(InputError) as raised:
+        checkpoint.scales(checkpoint.codes[MODULE])
+    assert str(raised.value) == (
+        f"{name}: has the shape [2, 5], which does not tile {MODULE}.weight [256, 704]; export the checkpoint again"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e8m0fnu])
+def test_a_scale_is_read_in_any_type_that_scales_have(
+    dtype: torch.dtype, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    name, value = f"{MODULE}.weight_scale_inv", torch.full((2, 6), 2.0**-12).to(dtype)
+    checkpoint = opened(changed(made.fine_grained(demo_checkpoint, tmp_path / "made"), name, value))
+    assert checkpoint.values(name).tolist() == [[2.0**-12] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern", "module", "matched"),
+    [
+        ("compressed-tensors", "lm_head", "lm_head", True),
+        ("compressed-tensors", "lm_head", "model.lm_head", False),
+        ("compressed-tensors", "re:.*gate$", "model.layers.0.mlp.gate", True),
+        ("compressed-tensors", "Linear", "model.layers.0.mlp.up_proj", True),
+        ("modelopt", "model.layers.0*", "model.layers.0.mlp.up_proj", True),
+        ("modelopt", "lm_head", "model.lm_head", False),
+        ("fp8", "lm_head", "model.lm_head", True),
+        ("fp8", "model.layers.1", "model.layers.10.mlp.up_proj", True),  # as transformers' re.match has it
+        ("fp8", "mlp.gate", "model.layers.1.mlp.gate_proj", False),
+    ],
+)
+def test_names_are_matched_as_the_forms_loader_does(form: Form, pattern: str, module: str, matched: bool) -> None:
+    assert Matcher(pattern, form, Path("config.json")).matches(module) is matched
