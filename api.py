@@ -304,7 +304,7 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
 
 def lint(path: Path, run: Path | None = None) -> linting.Linted | linting.LintedRun:
     """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
-    repository, or all that a run holds; what is found is returned, and nothing is raised for it.
+    repository, an FP8 checkpoint, or all that a run holds; what is found is returned, and nothing is raised for it.
 
     The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
     that lies elsewhere. Needs no torch and no server.

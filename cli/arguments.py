@@ -30,7 +30,8 @@ RunPaths = Annotated[
 LintPath = Annotated[
     Path,
     Parameter(
-        name="PATH", help="An ONNX file (its external data stay where they are, unread), a repository, or a run."
+        name="PATH",
+        help="An ONNX file (its external data stay where they are, unread), a repository, an FP8 checkpoint, or a run.",
     ),
 ]
 Out = Annotated[Path, option(OPTIONS, "The run directory to write, or to go on with.", "RUN")]

@@ -229,8 +229,8 @@ def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common:
 
 @app.command
 def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
-    """Check an FP8 ONNX graph, a Triton repository, or all that a run holds against what is known to go wrong on the
-    way to an engine and to a server. docs/lint.md explains the rules.
+    """Check an FP8 ONNX graph, a Triton repository, an FP8 checkpoint, or all that a run holds against what is known to
+    go wrong on the way to an engine and to a server. docs/lint.md explains the rules.
     """
     from .. import api
     from ..stages.linting import check_findings

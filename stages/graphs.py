@@ -16,7 +16,7 @@ from .queries import measure_queries
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
-    from ..export.lint.rules import Finding
+    from ..findings import Finding
 
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
 SMALLEST_FP16_SCALE = 2.0**-15

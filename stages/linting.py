@@ -1,4 +1,5 @@
-"""`fp8q lint`: what is at a path held against the rules: an ONNX file, a Triton repository, or all that a run holds.
+"""`fp8q lint`: what is at a path held against the rules: an ONNX file, a Triton repository, a checkpoint, or all that a
+run holds.
 
 No torch, no GPU, no server, no weight read.
 """
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from ..calibrate.given import exists
 from ..errors import GateError, InputError
 from ..files import disk_errors, read_document
 from ..run import Run
 from .opening import open_run
 
 if TYPE_CHECKING:
-    from ..export.lint.rules import Finding, Promise
+    from ..export.lint.rules import Promise
     from ..export.lint.tensors import Array
+    from ..findings import Finding
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -57,9 +60,10 @@ class LintedRun:
 
 def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     """Lint what is at `path`: an ONNX file, against the promises of `run`, or else of the run whose `model/` it lies
-    in; a Triton repository; a run, with its graphs, engines and repository.
+    in; a Triton repository; an FP8 checkpoint; a run, with its graphs, engines and repository.
 
-    Raises InputError for what is none of these, and for a run whose promises do not read.
+    Raises InputError for what is none of these, for a checkpoint of a form that is not read, and for a run whose
+    promises do not read.
     """
     from ..serve.lint.folder import is_repository
 
@@ -68,7 +72,9 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     if run is not None:
         raise InputError(f"--run {run.root}: is for an ONNX file, and {path} is a directory; leave it out")
     with disk_errors(path):
-        if not Run(path).exists() and not (path / "config.json").exists() and is_repository(path):
+        if not Run(path).exists() and exists(path / "config.json"):
+            return lint_checkpoint(path)
+        if not Run(path).exists() and is_repository(path):
             return lint_repository(path)
         return lint_run(path)
 
@@ -78,14 +84,9 @@ def lint_run(path: Path) -> LintedRun:
     from ..serve.lint.check import lint_engines
 
     if not Run(path).exists():
-        if (path / "config.json").exists():
-            raise InputError(
-                f"{path}: is a checkpoint, and this version has no rules for those; name an ONNX file, a Triton "
-                "repository or a run"
-            )
         raise InputError(
-            f"{path}: is a directory that holds neither run.json nor models of Triton (folders with config.pbtxt); "
-            "name an ONNX file, a Triton repository or a run"
+            f"{path}: is a directory that holds neither run.json nor config.json nor models of Triton (folders with "
+            "config.pbtxt); name an ONNX file, a Triton repository, a checkpoint or a run"
         )
     run = open_run(path)
     parts = [lint_graph(graph, run) for graph in (run.onnx, run.onnx_fp32)]
@@ -108,6 +109,19 @@ def lint_repository(path: Path) -> Linted:
     repository, findings = lint_repository(path)
     names = ", ".join(model.folder.name for model in repository.models)
     return Linted(path, f"a Triton repository of {names or 'no model'}", findings)
+
+
+def lint_checkpoint(path: Path) -> Linted:
+    """Lint an FP8 checkpoint, whoever exported it."""
+    from ..quantize.lint.check import lint_checkpoint
+
+    checkpoint, findings = lint_checkpoint(path)
+    form, count = checkpoint.declared.form, len(checkpoint.codes)
+    ways = sorted({codes.granularity or "unknown" for codes in checkpoint.codes.values()})
+    what = (
+        f"an FP8 checkpoint in the form {form}, {count} weights in codes, one scale a {' or '.join(ways) or 'weight'}"
+    )
+    return Linted(path, what, findings)
 
 
 def lint_graph(path: Path, run: Run | None) -> Linted:
@@ -161,7 +175,7 @@ def check_findings(linted: Linted | LintedRun) -> None:
     """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
     missing or cut short.
     """
-    from ..export.lint.rules import places
+    from ..findings import places
 
     errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ...errors import BackendError, InputError
 from ...files import PARTIAL, replacing, write_document
+from ...findings import places
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.stored import checkpoint_of
 from ...reporter import Reporter
@@ -29,7 +30,6 @@ from ...run import GRAPH, Run
 from .. import names
 from ..lint.check import lint, promised_attention, sound_graph
 from ..lint.loading import load_graph
-from ..lint.rules import places
 from . import targets
 from .build_progress import Progress
 from .failures import explain

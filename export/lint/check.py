@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...errors import InputError
 from ...files import read_document
+from ...findings import Finding
 from ...quantize.scales import AttentionScales, Scales
 from ...run import Run
 from .. import names
@@ -25,7 +26,7 @@ from . import (  # noqa: F401  # enter their rules
 )
 from .indexed import Indexed
 from .loading import load_graph
-from .rules import RULES, Finding, Promise, Rule
+from .rules import RULES, Promise, Rule
 from .tensors import Array
 
 #: The rule that the others take for granted.

@@ -6,8 +6,9 @@ from functools import cache
 import numpy as np
 from onnx import NodeProto, TensorProto
 
+from ...findings import Broken
 from .indexed import FP8_TYPES, Indexed
-from .rules import Broken, rule
+from .rules import rule
 from .schemas import STANDARD, schema_of
 from .tensors import attribute, type_name
 

@@ -5,8 +5,9 @@ from collections import Counter
 from onnx import IR_VERSION, AttributeProto, helper
 from onnx import __version__ as onnx_version
 
+from ...findings import Broken
 from .indexed import Indexed
-from .rules import Broken, rule
+from .rules import rule
 from .rules_codes import scales
 from .schemas import STANDARD, schema_of
 

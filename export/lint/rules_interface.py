@@ -4,9 +4,10 @@ import re
 
 from onnx import TensorProto, ValueInfoProto
 
+from ...findings import Broken
 from .. import names
 from .indexed import Indexed
-from .rules import Broken, Promise, promise_rule
+from .rules import Promise, promise_rule
 from .rules_products import activation_of, quantize_of
 from .rules_terms import end_of
 from .tensors import type_name

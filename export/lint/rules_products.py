@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import NodeProto, TensorProto
 
+from ...findings import Broken
 from .. import names
 from .indexed import Indexed, Operand, Product
-from .rules import Broken, Promise, promise_rule, rule
+from .rules import Promise, promise_rule, rule
 from .tensors import attribute, type_name
 from .weight_scales import factors_of, output_axis, rescale_of, weight_of, weight_scales
 

@@ -14,9 +14,10 @@ from onnx import TensorProto, helper
 from onnx.external_data_helper import uses_external_data
 
 from ...errors import InputError
+from ...findings import Broken
 from ...headers import Stored, read_header
 from .indexed import FP8_TYPES, Indexed
-from .rules import Broken, rule
+from .rules import rule
 from .tensors import bytes_of, elements_of, type_name
 
 AGAIN = "export the graph again"

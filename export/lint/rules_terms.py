@@ -12,10 +12,11 @@ Of attention in FP8 the first inputs, queries and probabilities, are such, along
 
 from onnx import NodeProto, TensorProto
 
+from ...findings import Broken
 from ...quantize.formats import TWO_TERMS
 from .. import names
 from .indexed import Indexed, Product
-from .rules import Broken, Promise, promise_rule
+from .rules import Promise, promise_rule
 from .rules_products import activation_of, quantize_of
 from .tensors import attribute, type_name
 from .weight_scales import behind

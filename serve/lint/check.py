@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...export.lint.rules import Finding
+from ...findings import Finding
 from ...run import Run
 from . import rules_config, rules_files, rules_python, rules_run, rules_tensors  # noqa: F401  # enter their rules
 from .folder import Repository, open_repository

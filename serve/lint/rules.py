@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...export.lint.rules import Broken, Finding, Severity, listed
+from ...findings import Broken, Finding, Severity, listed
 from ...run import Run
 from .folder import Model, Repository
 

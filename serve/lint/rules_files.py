@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ...errors import InputError
 from ...export.engine.header import read_header
-from ...export.lint.rules import Broken
 from ...files import NO_FILES, regular_file
+from ...findings import Broken
 from ..engine_model import EngineModel
 from ..images import RELEASES, release_in
 from .folder import Model, Repository

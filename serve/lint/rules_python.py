@@ -11,8 +11,9 @@ from ...errors import InputError
 from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
 from ...export.lint.loading import load_graph
-from ...export.lint.rules import Broken, Promise
+from ...export.lint.rules import Promise
 from ...files import DAMAGE, regular_file
+from ...findings import Broken
 from ...run import GRAPH_FP32
 from ..engine_session import RUNTIMES
 from ..here import AUTO, ENGINES, ONNX_RUNTIME

@@ -2,8 +2,8 @@
 
 from ...errors import InputError
 from ...export.engine.info import EngineInfo
-from ...export.lint.rules import Broken
 from ...files import read_document
+from ...findings import Broken
 from ...record import command
 from ...run import Run
 from .rules import run_rule

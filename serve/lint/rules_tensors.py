@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...errors import InputError
-from ...export.lint.rules import Broken
+from ...findings import Broken
 from ..engine_model import DESCRIPTION, EngineModel, declared
 from ..repository import INPUTS, OUTPUTS
 from ..triton_schema import import_schema

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 #: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
 NOT_MEASURED = (
+    "| form | scale of a weight [out, in] | of a static input | of a cache | who reads it |",
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",
     "| check | value | watch above | bad above |",
@@ -46,6 +47,7 @@ def test_a_result_says_of_which_commit_machine_and_versions_it_is(path: Path) ->
     result = read(path)
     assert path.stem.startswith(result["benchmark"])
     assert (ROOT / "benchmarks" / f"{result['benchmark']}.py").is_file()
+    ("| form | scale of a weight [out, in] | of a static input | of a cache | who reads it |",)
     assert re.fullmatch(r"[0-9a-f]{7,12}\+?", result["commit"])
     assert "core" in result["machine"]
     assert result["versions"]

@@ -14,7 +14,7 @@ from hypothesis import strategies
 from fp8q.cli import console, views
 from fp8q.cli.console import Terminal, one_line
 from fp8q.errors import visible
-from fp8q.export.lint.rules import Finding
+from fp8q.findings import Finding
 from fp8q.stages.linting import Linted
 
 

@@ -16,6 +16,7 @@ from world import TARGET, WEIGHTS
 
 #: The parts of the world that cases of a subject need; the others need all.
 PARTS = {
+    "checkpoint": ("run",),
     "model": ("tiny", "sharded", "texts", "run"),
     "text": ("tiny", "texts", "run"),
     "run": ("tiny", "texts", "run", "part-0", "part-1"),
@@ -26,7 +27,7 @@ PARTS = {
 #: Subjects, and how often each is drawn.
 SUBJECTS = {
     "model": 26, "text": 16, "run": 24, "onnx": 12, "options": 10, "config": 5, "files": 8, "environment": 4,
-    "generate": 6,
+    "generate": 6, "checkpoint": 4,
 }  # fmt: skip
 
 
@@ -103,6 +104,15 @@ def of_onnx(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) 
         case.argv += ["--run", "run"]
     case.base = tuple(case.argv)
     case.what = change(draw, case.folder / case.argv[1], mutate_onnx)
+    return case
+
+
+def of_checkpoint(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """An FP8 checkpoint that somebody else exported: its configuration, its index, or the headers and scales."""
+    case.argv = ["lint", "run/model", "--json"]
+    case.base = tuple(case.argv)
+    name = draw.choice(["config.json", "config.json", "model.safetensors.index.json", WEIGHTS, WEIGHTS])
+    case.what = change(draw, case.folder / "run" / "model" / name)
     return case
 
 
@@ -193,6 +203,7 @@ DRAWN: dict[str, Callable[[random.Random, Case, dict[str, tuple[str, ...]]], Cas
     "text": of_text,
     "run": of_run,
     "onnx": of_onnx,
+    "checkpoint": of_checkpoint,
     "options": of_options,
     "config": of_config,
     "files": of_files,

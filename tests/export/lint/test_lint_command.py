@@ -341,8 +341,8 @@ def test_what_is_no_onnx_file_is_one_line_and_exit_code_2(
     files = {
         tmp_path / "nowhere.onnx": "there is no such file",
         tmp_path: (
-            "is a directory that holds neither run.json nor models of Triton (folders with config.pbtxt); name an ONNX "
-            "file, a Triton repository or a run"
+            "is a directory that holds neither run.json nor config.json nor models of Triton (folders with "
+            "config.pbtxt); name an ONNX file, a Triton repository, a checkpoint or a run"
         ),
         tmp_path / "text.onnx": "is no ONNX model, or is cut short; export it again",
         tmp_path / "short.json": "is no ONNX model, or is cut short; export it again",

@@ -39,7 +39,7 @@ class Section:
 
 def blocks() -> tuple[str, list[Section]]:
     """The good graph, and the sections."""
-    graphs, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## R1xx")
+    graphs, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## C1xx")
     head, *parts = graphs.split("\n### ")
     (good,) = re.findall(r"```onnx\n(.*?)```", head, re.DOTALL)
     return good, [section(part) for part in parts]

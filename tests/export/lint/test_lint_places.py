@@ -213,8 +213,8 @@ def test_what_is_no_onnx_file_is_refused_before_it_is_read(fp8q: Callable[..., A
         "socket": "is a socket; name a file",
         "device": "is a device; name a file",
         "folder": (
-            "is a directory that holds neither run.json nor models of Triton (folders with config.pbtxt); name an ONNX "
-            "file, a Triton repository or a run"
+            "is a directory that holds neither run.json nor config.json nor models of Triton (folders with "
+            "config.pbtxt); name an ONNX file, a Triton repository, a checkpoint or a run"
         ),
         "nothing": "is a link to a file that is not there",
         "circle": "cannot be read (Too many levels of symbolic links)",

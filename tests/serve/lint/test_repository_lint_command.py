@@ -10,8 +10,8 @@ from fp8q.run import Run
 
 Fp8q = Callable[..., Any]
 NEITHER = (
-    "is a directory that holds neither run.json nor models of Triton (folders with config.pbtxt); name an ONNX file, a "
-    "Triton repository or a run"
+    "is a directory that holds neither run.json nor config.json nor models of Triton (folders with config.pbtxt); name "
+    "an ONNX file, a Triton repository, a checkpoint or a run"
 )
 
 
@@ -56,10 +56,8 @@ def test_what_is_neither_graph_nor_repository_nor_run_is_exit_2(fp8q: Fp8q, good
     assert fp8q("lint", tmp_path / "empty").complaint() == f"{tmp_path / 'empty'}: {NEITHER}"
     # one model of a repository, not the repository
     assert fp8q("lint", good.triton / "chat").complaint() == f"{good.triton / 'chat'}: {NEITHER}"
-    assert fp8q("lint", good.model).complaint() == (
-        f"{good.model}: is a checkpoint, and this version has no rules for those; name an ONNX file, a Triton "
-        "repository or a run"
-    )
+    # a checkpoint, of numbers that are not quantized
+    assert fp8q("lint", good.model).complaint().startswith(f"{good.model}: is a checkpoint that says nothing of quant")
 
 
 def test_a_run_is_for_a_graph_alone(fp8q: Fp8q, good: Run) -> None:

@@ -1,0 +1,53 @@
+"""The rules of a checkpoint: declared as those of a graph are, under numbers C1xx.
+
+A rule is a function from a checkpoint to the places where it is broken, each a tensor or a file. Its docstring says why
+the rule is there: what transformers 5.14, compressed-tensors 0.20 and vLLM make of it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...findings import Broken, Finding, Severity, listed
+from ..forms.read import Checkpoint
+
+Check = Callable[[Checkpoint], Broken]
+#: What to do where only whoever exported the checkpoint can mend it.
+AGAIN = "export the checkpoint again"
+
+
+@dataclass(frozen=True)
+class CheckpointRule:
+    """A rule under its number."""
+
+    number: str
+    name: str
+    severity: Severity
+    check: Check
+
+    @property
+    def why(self) -> str:
+        """The reason for the rule: its function's docstring."""
+        return self.check.__doc__ or ""
+
+    def findings(self, checkpoint: Checkpoint) -> Iterator[Finding]:
+        """Where a checkpoint breaks the rule."""
+
+        def module(node: str) -> str | None:
+            return (node.rpartition(".")[0] or None) if node in checkpoint.tensors else None
+
+        yield from listed((self.number, self.name, self.severity), self.check(checkpoint), module)
+
+
+#: Number -> rule, once all rules are imported (`check` does so).
+RULES: dict[str, CheckpointRule] = {}
+
+
+def checkpoint_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:
+    """Enter a rule."""
+
+    def enter(check: Check) -> Check:
+        assert number not in RULES, f"rule {number} is entered twice"
+        RULES[number] = CheckpointRule(number, name, severity, check)
+        return check
+
+    return enter

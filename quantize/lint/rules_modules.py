@@ -1,0 +1,157 @@
+"""Rules C116 to C122: modules that belong together, the head, the cache, and what the configuration leaves out."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ...findings import Broken
+from ..forms.declared import Declared
+from ..forms.read import Checkpoint
+from .rules import AGAIN, checkpoint_rule
+from .rules_scales import WIDE, readable
+
+#: What loaders join into one product, since they have one input.
+JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+HEADS = ("lm_head", "embed_out", "output")
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+#: What tells an attention module that writes to a cache, as compressed-tensors' `_KV_CACHE_PROJECTION_NAMES`.
+WRITE_CACHES = ("k_proj", "qkv_proj", "kv_b_proj")
+
+
+def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
+    """The modules that are joined, where at least two of them are there and one is in codes."""
+    joined = {name: group[0] for group in JOINED for name in group}
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in sorted(checkpoint.tensors):
+        module, _, last = name.rpartition(".")
+        parent, _, own = module.rpartition(".")
+        if last == "weight" and own in joined:
+            found[parent, joined[own]].append(module)
+    yield from (group for group in found.values() if len(group) > 1 and any(m in checkpoint.codes for m in group))
+
+
+@checkpoint_rule("C116", "split-projections")
+def split_projections(checkpoint: Checkpoint) -> Broken:
+    """Query, key and value projections are of one precision, and gate and up projections are: vLLM makes one product of
+    them, and refuses shards of which some are quantized and some are not, or in another way.
+    """
+    for group in _joined(checkpoint):
+        kinds = {module: _kind(checkpoint, module) for module in group}
+        first = kinds[group[0]]
+        for module, kind in kinds.items():
+            if kind != first:
+                yield f"{module}.weight", f"is {kind}, and {group[0]} is {first}; quantize both alike"
+
+
+def _kind(checkpoint: Checkpoint, module: str) -> str:
+    codes = checkpoint.codes.get(module)
+    if codes is None:
+        return checkpoint.tensors[f"{module}.weight"].dtype
+    return f"FP8 with one scale a {codes.granularity}" if codes.granularity else "FP8"
+
+
+@checkpoint_rule("C117", "shared-input-scale", "warning")
+def shared_input_scale(checkpoint: Checkpoint) -> Broken:
+    """Query, key and value projections have one input, and so one static scale of it, as gate and up projections have.
+    Where they differ, vLLM takes the largest of them for all, and transformers each its own.
+    """
+    for group in _joined(checkpoint):
+        named = [checkpoint.codes[module].input_scale for module in group if module in checkpoint.codes]
+        values = {
+            name: float(checkpoint.values(name).reshape(-1)[0])
+            for name in named
+            if name is not None and readable(checkpoint, name)
+        }
+        if values and not any(map(np.isnan, values.values())) and len(set(values.values())) > 1:
+            largest = max(values, key=lambda name: values[name])
+            told = ", ".join(f"{name.split('.')[-2]} {value:.4g}" for name, value in values.items())
+            yield largest, f"is not the scale of the same input elsewhere ({told}); set all to {values[largest]:.9g}"
+
+
+@checkpoint_rule("C118", "tied-head")
+def tied_head(checkpoint: Checkpoint) -> Broken:
+    """A head that is tied to the embedding is not quantized, and neither is that embedding: loaders let both share one
+    tensor, in BF16, so that the codes of one are lost, or are read as values without their scale.
+    """
+    if not _setting(checkpoint.config, "tie_word_embeddings"):
+        return
+    for module, codes in checkpoint.codes.items():
+        own = module.rpartition(".")[2]
+        if own in HEADS or own in EMBEDDINGS:
+            what = "head" if own in HEADS else "embedding"
+            yield codes.weight, f"is a {what} in FP8, and config.json ties both; leave it in BF16"
+
+
+def _setting(config: Mapping[str, object], name: str) -> bool:
+    inner = config.get("text_config")
+    return bool(config.get(name) or (inner.get(name) if isinstance(inner, dict) else False))
+
+
+@checkpoint_rule("C119", "cache-default", "warning")
+def cache_default(checkpoint: Checkpoint) -> Broken:
+    """The scales of a cache are measured. 1.0 is what vLLM takes where there is none, and what ModelOpt's other exports
+    write at least: keys beyond 448 are cut off, and small values keep few of their codes. vLLM warns of it too.
+    """
+    for name in checkpoint.cache_scales:
+        if readable(checkpoint, name) and np.all(checkpoint.values(name) == 1):
+            yield name, "is 1.0; calibrate the cache, or leave it in BF16"
+
+
+@checkpoint_rule("C120", "cache-scales", "warning")
+def cache_scales(checkpoint: Checkpoint) -> Broken:
+    """A cache that the configuration says is FP8 has two scales at every attention, of keys and of values; where it
+    says none, there are none. Missing ones are 1.0 to vLLM; those that are not announced are unexpected keys to
+    transformers.
+    """
+    there = defaultdict(set)
+    for name, module in checkpoint.cache_scales.items():
+        there[module].add(name.rpartition(".")[2])
+    if not checkpoint.declared.cache:
+        first = next(iter(checkpoint.cache_scales), None)
+        if first is not None and checkpoint.declared.form != "fp8":  # which has no words for a cache
+            yield first, f"is there, and {_source(checkpoint.declared)} says nothing of a cache; say so, or take it out"
+        return
+    for module in sorted(_attentions(checkpoint)):
+        missing = [name for name in ("k_scale", "v_scale") if name not in there[module]]
+        if missing:
+            yield module, f"has no {' and no '.join(missing)}, and {_source(checkpoint.declared)} says FP8; {AGAIN}"
+
+
+def _attentions(checkpoint: Checkpoint) -> set[str]:
+    modules = (name.removesuffix(".weight").rpartition(".") for name in checkpoint.tensors if name.endswith(".weight"))
+    return {parent for parent, _, own in modules if own in WRITE_CACHES}
+
+
+def _source(declared: Declared) -> str:
+    return declared.source.name
+
+
+@checkpoint_rule("C121", "ignored-codes")
+def ignored_codes(checkpoint: Checkpoint) -> Broken:
+    """What the configuration leaves out is not in codes: loaders make a module in BF16 of it, and read its codes as
+    values, without the scale.
+    """
+    for module, codes in checkpoint.codes.items():
+        if (entry := checkpoint.declared.ignored_by(module)) is not None:
+            source = _source(checkpoint.declared)
+            yield codes.weight, f"is in FP8, and {source} leaves out {entry!r}; take that out, or {AGAIN}"
+
+
+@checkpoint_rule("C122", "wide-module")
+def wide_module(checkpoint: Checkpoint) -> Broken:
+    """A module in BF16 is left out by the configuration where its like in other layers is in codes: loaders make an FP8
+    module of it, and look for a scale that is not there.
+    """
+    in_codes = {module.rpartition(".")[2] for module in checkpoint.codes}
+    for name, tensor in checkpoint.tensors.items():
+        module = name.removesuffix(".weight")
+        is_like = module != name and len(tensor.shape) == 2 and module.rpartition(".")[2] in in_codes
+        if is_like and tensor.dtype in WIDE and checkpoint.declared.scheme(module) is not None:
+            source = _source(checkpoint.declared)
+            yield name, f"is {tensor.dtype}, and {source} does not leave {module} out; name it there, or {AGAIN}"

@@ -1,0 +1,156 @@
+"""Rules C104 to C110: which scales there are, what they are called, and of which type and shape they are."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Literal, NamedTuple
+
+from ...findings import Broken
+from ..forms.read import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
+from .rules import AGAIN, checkpoint_rule
+
+#: Numbers that a scale may have: no output side of a weight is so long.
+MOST_NUMBERS = 4_194_304
+#: Last names beside a module's own scales that loaders know: of a cache, and vLLM's older ones of it.
+OF_CACHES = (*CACHE_SCALES, "q_scale", "kv_scale", "output_scale")
+WIDE = ("F32", "BF16", "F16")
+
+
+class Scale(NamedTuple):
+    """A scale that is there, and what it is of."""
+
+    name: str
+    kind: Literal["weight", "input", "cache"]
+
+
+def scales(checkpoint: Checkpoint) -> Iterator[Scale]:
+    """Every scale that bears a name of the form's."""
+    for codes in checkpoint.codes.values():
+        if codes.scale is not None:
+            yield Scale(codes.scale, "weight")
+        if codes.input_scale is not None:
+            yield Scale(codes.input_scale, "input")
+    for name in checkpoint.cache_scales:
+        yield Scale(name, "cache")
+
+
+def readable(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether its values can be looked at: of a type of scales, and not endless."""
+    tensor = checkpoint.tensors[name]
+    return tensor.dtype in TYPES and 0 < prod(tensor.shape) <= MOST_NUMBERS
+
+
+@checkpoint_rule("C104", "scale-there")
+def scale_there(checkpoint: Checkpoint) -> Broken:
+    """Every weight in codes has a scale, and where the configuration says static, every input has one. Loaders begin
+    with 1.0 or with whatever memory holds, and warn of a missing key at most: the model runs, and says nothing true.
+    """
+    form = checkpoint.declared.form
+    for codes in checkpoint.codes.values():
+        if codes.scale is None:
+            yield codes.weight, f"has no {WEIGHT_SCALES[form][0]}; {AGAIN}, and take no 1.0 for it"
+        if codes.scheme is not None and codes.scheme.inputs == "static" and codes.input_scale is None:
+            source = checkpoint.declared.source.name
+            yield codes.weight, f"has no {INPUT_SCALES[form][0]}, and {source} says static; {AGAIN}, or say dynamic"
+
+
+@checkpoint_rule("C105", "scale-name")
+def scale_name(checkpoint: Checkpoint) -> Broken:
+    """A scale bears a name that transformers or vLLM read in that form: weight_scale and input_scale in
+    compressed-tensors' and ModelOpt's, weight_scale_inv and activation_scale in fp8's. Others are unexpected keys,
+    which are passed over.
+    """
+    form = checkpoint.declared.form
+    known = (*WEIGHT_SCALES[form], *INPUT_SCALES[form], *OF_CACHES)
+    for name in checkpoint.tensors:
+        module, _, last = name.rpartition(".")
+        codes = checkpoint.codes.get(module)
+        if codes is None or name == codes.weight or not ("scal" in last or "amax" in last):
+            continue
+        in_blocks = codes.scheme is not None and codes.scheme.weights == "block"
+        if last not in known or (form == "fp8" and in_blocks and last == "weight_scale"):
+            wanted = f"{WEIGHT_SCALES[form][0]} or {INPUT_SCALES[form][0]}"
+            yield name, f"is read by neither transformers nor vLLM in the form {form}; call it {wanted}, or take it out"
+
+
+@checkpoint_rule("C106", "scale-name-of-one", "warning")
+def scale_name_of_one(checkpoint: Checkpoint) -> Broken:
+    """Scales of the form fp8 are called so that both loaders read them: where a weight has one scale, vLLM reads
+    weight_scale and input_scale too, which transformers does not, and goes on with the 1.0 that it began with.
+    """
+    if checkpoint.declared.form != "fp8":
+        return
+    for codes in checkpoint.codes.values():
+        in_blocks = codes.scheme is not None and codes.scheme.weights == "block"
+        pairs = (
+            (codes.scale, "weight_scale", "weight_scale_inv"),
+            (codes.input_scale, "input_scale", "activation_scale"),
+        )
+        for name, theirs, both in pairs:
+            if name is not None and name.endswith(f".{theirs}") and not (in_blocks and theirs == "weight_scale"):
+                yield name, f"is read by vLLM alone; call it {both}"
+
+
+@checkpoint_rule("C107", "scale-type")
+def scale_type(checkpoint: Checkpoint) -> Broken:
+    """Scales are FP32, BF16 or FP16, in the form fp8 also E8M0. vLLM copies any other type into an FP32 parameter as
+    the numbers it holds, and transformers takes bytes for exponents.
+    """
+    taken = (*WIDE, "F8_E8M0") if checkpoint.declared.form == "fp8" else WIDE
+    for name, _ in scales(checkpoint):
+        if (dtype := checkpoint.tensors[name].dtype) not in taken:
+            yield name, f"is {dtype}; store it as F32"
+
+
+@checkpoint_rule("C108", "scale-shape")
+def scale_shape(checkpoint: Checkpoint) -> Broken:
+    """A scale has the shape that the configuration says: one number, one for each output channel, or one for each
+    block; of an input and of a cache it is one number. vLLM refuses another; transformers takes what it can stretch.
+    """
+    for codes in checkpoint.codes.values():
+        said = codes.scheme.weights if codes.scheme is not None else codes.granularity
+        if codes.scale is not None and (codes.granularity != said or said is None) and not _untiled(codes):
+            found = f"{codes.granularity or 'neither one nor one a channel'}"
+            shape = list(checkpoint.tensors[codes.scale].shape)
+            yield codes.scale, f"is {shape} for {list(codes.shape)} ({found}), and should be one a {said}; {AGAIN}"
+    for name, kind in scales(checkpoint):
+        shape = list(checkpoint.tensors[name].shape)
+        a_head = kind == "cache" and len(shape) == 3 and shape[1:] == [1, 1]  # compressed-tensors' attn_head
+        stack = kind == "input" and name.endswith("_activation_scale") and len(shape) == 1
+        if kind != "weight" and prod(shape) != 1 and not (a_head or stack):
+            yield name, f"is {shape}, and should be one number; {AGAIN}"
+
+
+def _untiled(codes: Codes) -> bool:
+    return codes.granularity is None and codes.scheme is not None and codes.scheme.weights == "block"
+
+
+@checkpoint_rule("C109", "block-tiles")
+def block_tiles(checkpoint: Checkpoint) -> Broken:
+    """The blocks of a weight tile it: the scale has a row for each block of rows and a column for each block of
+    columns, the last of them rounded up. Otherwise some codes have no scale, or another block's.
+    """
+    for codes in checkpoint.codes.values():
+        if codes.scale is not None and _untiled(codes):
+            assert codes.scheme is not None
+            assert codes.scheme.block is not None
+            rows, columns = codes.scheme.block
+            wanted = [-(-codes.shape[-2] // rows), -(-codes.shape[-1] // columns)]
+            shape = list(checkpoint.tensors[codes.scale].shape)
+            blocks = f"in blocks of {rows} by {columns} has {wanted}"
+            yield codes.scale, f"is {shape}, and {list(codes.shape)} {blocks}; {AGAIN}, or set the size of its blocks"
+
+
+@checkpoint_rule("C110", "block-remainder", "warning")
+def block_remainder(checkpoint: Checkpoint) -> Broken:
+    """In the form fp8 the side of a weight is a multiple of its blocks', or transformers sees that it is not. Where
+    there is no GPU it dequantizes, with blocks of the side over the number of scales: 192 rows in blocks of 128 have
+    two scales, and each is taken for 96 rows.
+    """
+    for codes in checkpoint.codes.values():
+        if checkpoint.declared.form != "fp8" or codes.granularity != "block" or codes.block is None:
+            continue
+        for side, of, what in zip(codes.shape[-2:], codes.block, ("rows", "columns"), strict=True):
+            count = -(-side // of)
+            if side % count == 0 and side // count != of and count > 1:
+                taken = f"which transformers without a GPU takes for blocks of {side // count}"
+                yield codes.weight, f"has {side} {what} in blocks of {of}, {taken}; load it on a GPU or in vLLM"

@@ -1,0 +1,248 @@
+"""Each rule of checkpoints against a good checkpoint of each form with one thing wrong in it; and good ones that
+others export.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8q import api
+from fp8q.quantize.lint.check import RULES, lint_checkpoint
+from fp8q.run import Run
+
+from ..forms import made
+from .conftest import FORMS, Damaged
+
+Q, K, V, O = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
+GATE, UP, DOWN = (f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down"))
+STATIC = ("compressed-tensors", "modelopt", "fp8 tensor")
+IGNORE = {"compressed-tensors": "ignore", "modelopt": "exclude_modules", "fp8": "modules_to_not_convert"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What breaks a rule in the `forms`, at which tensor or file (the first of them), and what else finds it."""
+
+    number: str
+    damage: Callable[[Damaged], None]
+    place: Callable[[Damaged], str]
+    forms: tuple[str, ...] = FORMS
+    also: frozenset[str] = frozenset()
+
+
+def widen(it: Damaged, module: str) -> None:
+    """A module back in BF16, without its scales."""
+    it.tensors[f"{module}.weight"] = it.tensors[f"{module}.weight"].bfloat16()
+    for name in (it.scale(module), it.input_scale(module)):
+        it.tensors.pop(name, None)
+
+
+def leave_out(it: Damaged, *modules: str) -> None:
+    """Modules that the configuration is to leave out."""
+    if it.form == "modelopt":
+        path = it.folder / "hf_quant_config.json"
+        said = json.loads(path.read_text())
+        said["quantization"]["exclude_modules"] += modules
+        path.write_text(json.dumps(said))
+    else:
+        it.quantization[IGNORE[it.form.partition(" ")[0]]] += modules
+
+
+def leave_wide(it: Damaged, module: str) -> None:
+    """Both."""
+    widen(it, module)
+    leave_out(it, module)
+
+
+def multiply(it: Damaged, names: list[str], by: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Other values for some scales, of the type they had."""
+    for name in names:
+        it.tensors[name] = by(it.tensors[name].float()).to(it.tensors[name].dtype)
+
+
+def inputs(it: Damaged) -> list[str]:
+    """All scales of inputs."""
+    return sorted(name for name in it.tensors if name.endswith(("input_scale", "activation_scale")))
+
+
+def drop(it: Damaged, name: str) -> None:
+    """Take a tensor out."""
+    del it.tensors[name]
+
+
+def rename(it: Damaged, old: str, new: str) -> None:
+    """Another name for a tensor."""
+    it.tensors[new] = it.tensors.pop(old)
+
+
+def experts(it: Damaged, *scales: float) -> None:
+    """Experts beside the layer's own projections, with these input scales."""
+    for number, scale in enumerate(scales):
+        expert = f"model.layers.1.mlp.experts.{number}.down_proj"
+        for name, last in ((f"{DOWN}.weight", "weight"), (it.scale(DOWN), it.scale("x")[2:])):
+            it.tensors[f"{expert}.{last}"] = it.tensors[name].clone()
+        kept = it.tensors[it.input_scale(DOWN)]
+        it.tensors[it.input_scale(expert)] = torch.full_like(kept, scale)
+
+
+def cache(it: Damaged, key: float, value: float | None = 0.05) -> None:
+    """The scales of a layer's cache, as the form calls them."""
+    parent = "model.layers.1.self_attn"
+    names = (f"{parent}.k_proj.k_scale", f"{parent}.v_proj.v_scale")
+    names = names if it.form == "modelopt" else (f"{parent}.k_scale", f"{parent}.v_scale")
+    it.tensors.pop(names[1], None)
+    it.tensors |= {name: torch.tensor([number]) for name, number in zip(names, (key, value), strict=True) if number}
+
+
+def cut(it: Damaged) -> None:
+    it.save()
+    os.truncate(it.folder / made.SINGLE, 3_000_000)
+
+
+def head_in_codes(it: Damaged) -> None:
+    it.tensors |= {f"lm_head.{name[len(O) + 1 :]}": it.tensors[name].clone() for name in [*it.tensors] if O in name}
+
+
+def all_wide(it: Damaged) -> None:
+    for name in [*it.tensors]:
+        if name.endswith("_proj.weight"):
+            widen(it, name.removesuffix(".weight"))
+
+
+def odd_blocks(it: Damaged) -> None:
+    it.tensors[f"{DOWN}.weight"] = it.tensors[f"{DOWN}.weight"][:192]
+
+
+def set_one(name: str, value: float) -> Callable[[Damaged], None]:
+    """The first value of a module's scale (`weight` or `input`) of the module O."""
+
+    def damage(it: Damaged) -> None:
+        it.tensors[it.scale(O) if name == "weight" else it.input_scale(O)].view(-1)[0] = value
+
+    return damage
+
+
+def setting(name: str, shape: list[int]) -> Callable[[Damaged], None]:
+    """Another shape for the scale of O."""
+
+    def damage(it: Damaged) -> None:
+        at = it.scale(O) if name == "weight" else it.input_scale(O)
+        it.tensors[at] = torch.full(shape, 0.01)
+
+    return damage
+
+
+def of(what: Callable[[Damaged], str] | str) -> Callable[[Damaged], str]:
+    return what if callable(what) else lambda it: what
+
+
+CASES = {
+    "a file cut short": Case("C101", cut, of(made.SINGLE), also=frozenset()),
+    "codes in E5M2": Case("C102", lambda it: it.tensors.update(
+        {f"{O}.weight": it.tensors[f"{O}.weight"].float().to(torch.float8_e5m2)}), of(f"{O}.weight")),
+    "codes as bytes": Case("C102", lambda it: it.tensors.update(
+        {f"{O}.weight": it.tensors[f"{O}.weight"].view(torch.uint8)}), of(f"{O}.weight")),
+    "no codes": Case("C103", all_wide, lambda it: (
+        "hf_quant_config.json" if it.form == "modelopt" else "config.json"), also=frozenset()),
+    "no scale of a weight": Case("C104", lambda it: drop(it, it.scale(O)), of(f"{O}.weight")),
+    "no scale of an input": Case("C104", lambda it: drop(it, it.input_scale(O)), of(f"{O}.weight"),
+                                 STATIC),
+    "a name nobody reads": Case("C105", lambda it: rename(it, it.scale(O), f"{O}.weight_scaling_factor"),
+                                of(f"{O}.weight_scaling_factor"), also=frozenset({"C104"})),
+    "the name of another form": Case("C105", lambda it: rename(it, it.scale(O), f"{O}.weight_scale_inv"),
+                                     of(f"{O}.weight_scale_inv"), STATIC[:2], frozenset({"C104"})),
+    "weight_scale of blocks": Case("C105", lambda it: rename(it, it.scale(O), f"{O}.weight_scale"),
+                                   of(f"{O}.weight_scale"), ("fp8",)),
+    "vLLM's name of a weight's scale": Case("C106", lambda it: rename(it, it.scale(O), f"{O}.weight_scale"),
+                                            of(f"{O}.weight_scale"), ("fp8 tensor",)),
+    "vLLM's name of an input's": Case("C106", lambda it: rename(it, it.input_scale(O), f"{O}.input_scale"),
+                                      of(f"{O}.input_scale"), ("fp8 tensor",)),
+    "FP64": Case("C107", lambda it: it.tensors.update({it.scale(O): it.tensors[it.scale(O)].double()}),
+                 lambda it: it.scale(O)),
+    "bytes": Case("C107", lambda it: it.tensors.update(
+        {it.scale(O): torch.full_like(it.tensors[it.scale(O)], 118, dtype=torch.uint8)}), lambda it: it.scale(O)),
+    "channels where one is said": Case("C108", setting("weight", [256, 1]), lambda it: it.scale(O)),
+    "no shape at all": Case("C108", setting("weight", [7, 3]), lambda it: it.scale(O), STATIC),
+    "two numbers for an input": Case("C108", setting("input", [2]), lambda it: it.input_scale(O), STATIC),
+    "blocks that do not tile": Case("C109", setting("weight", [3, 2]), lambda it: it.scale(O), ("fp8",)),
+    "blocks that transformers takes wrong": Case("C110", odd_blocks, of(f"{DOWN}.weight"), ("fp8",)),
+    "NaN": Case("C111", set_one("weight", math.nan), lambda it: it.scale(O)),
+    "zero": Case("C111", set_one("weight", 0), lambda it: it.scale(O)),
+    "negative": Case("C111", set_one("input", -0.5), lambda it: it.input_scale(O), STATIC),
+    "infinite": Case("C111", set_one("input", math.inf), lambda it: it.input_scale(O), STATIC),
+    "a cache of NaN": Case("C111", lambda it: cache(it, math.nan), lambda it: (
+        f"model.layers.1.self_attn.{'k_proj.' if it.form == 'modelopt' else ''}k_scale"),
+        ("modelopt", "fp8")),
+    "1.0 of a weight": Case("C112", lambda it: multiply(it, [it.scale(O)], torch.ones_like), lambda it: it.scale(O)),
+    "1.0 of all inputs": Case("C112", lambda it: multiply(it, inputs(it), torch.ones_like), lambda it: inputs(it)[0],
+                              STATIC),
+    "the reciprocal of a weight's": Case("C113", lambda it: multiply(it, [it.scale(O)], torch.reciprocal),
+                                         lambda it: it.scale(O)),
+    "the reciprocals of inputs": Case("C113", lambda it: multiply(it, inputs(it), torch.reciprocal),
+                                      lambda it: inputs(it)[0], STATIC),
+    "an expert of 1.0": Case("C114", lambda it: experts(it, 0.02, 0.03, 1.0, 0.02), lambda it: it.input_scale(
+        "model.layers.1.mlp.experts.2.down_proj"), STATIC),
+    "an expert of 0.5": Case("C114", lambda it: experts(it, 0.02, 0.03, 0.5, 0.02), lambda it: it.input_scale(
+        "model.layers.1.mlp.experts.2.down_proj"), STATIC),
+    "an expert far from the others": Case("C115", lambda it: experts(it, 0.02, 0.0003, 0.025, 0.02), lambda it:
+        it.input_scale("model.layers.1.mlp.experts.1.down_proj"), STATIC),
+    "a value in BF16": Case("C116", lambda it: leave_wide(it, V), of(f"{V}.weight")),
+    "an up projection in BF16": Case("C116", lambda it: leave_wide(it, UP),
+                                     of(f"{UP}.weight")),
+    "another scale of the same input": Case("C117", lambda it: multiply(it, [it.input_scale(K)], lambda x: 2 * x),
+                                            lambda it: it.input_scale(K), STATIC),
+    "a tied head": Case("C118", head_in_codes, of("lm_head.weight"), also=frozenset({"C121"})),
+    "a cache of 1.0": Case("C119", lambda it: cache(it, 1.0), lambda it: (
+        f"model.layers.1.self_attn.{'k_proj.' if it.form == 'modelopt' else ''}k_scale"), ("modelopt", "fp8")),
+    "keys without values": Case("C120", lambda it: cache(it, 0.05, None), of("model.layers.1.self_attn"),
+                                ("modelopt",)),
+    "a cache nobody announced": Case("C120", lambda it: cache(it, 0.05), of("model.layers.1.self_attn.k_scale"),
+                                     ("compressed-tensors",)),
+    "left out, and in codes": Case("C121", lambda it: leave_out(it, O), of(f"{O}.weight")),
+    "in BF16, and not left out": Case("C122", lambda it: widen(it, O), of(f"{O}.weight")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), [(name, form) for name, case in CASES.items() for form in case.forms])
+def test_a_damaged_checkpoint_breaks_that_rule_and_no_other(
+    name: str, form: str, damaged: Callable[[str], Damaged]
+) -> None:
+    case, it = CASES[name], damaged(form)
+    case.damage(it)
+    if not it.saved:
+        it.save()
+    _, found = lint_checkpoint(it.folder)
+    assert {finding.rule for finding in found} == {case.number} | case.also
+    first = next(finding for finding in found if finding.rule == case.number)
+    assert first.node == case.place(it)
+    assert first.severity == RULES[case.number].severity
+    assert first.message.count("; ") >= 1
+
+
+def test_every_rule_has_a_case_in_every_form_that_can_break_it() -> None:
+    assert {case.number for case in CASES.values()} == set(RULES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_good_checkpoint_has_no_findings(form: str, goods: dict[str, Path]) -> None:
+    assert api.lint(goods[form]).findings == []
+
+
+@pytest.mark.parametrize("strategy", ["channel", "block"])
+def test_none_of_compressed_tensors_other_ways_has(strategy: str, demo_checkpoint: Path, tmp_path: Path) -> None:
+    assert api.lint(made.compressed(demo_checkpoint, tmp_path / "made", strategy)).findings == []
+
+
+@pytest.mark.parametrize("configuration", ["FP8_PER_CHANNEL_PER_TOKEN_CFG", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"])
+def test_none_of_modelopts_other_ways_has(configuration: str, demo_checkpoint: Path, tmp_path: Path) -> None:
+    assert api.lint(made.modelopt(demo_checkpoint, tmp_path / "made", configuration)).findings == []
+
+
+def test_our_own_checkpoint_has_none(demo_run: Run) -> None:
+    assert api.lint(demo_run.model).findings == []
