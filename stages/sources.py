@@ -112,4 +112,4 @@ def check_weights(run: Run, source: "Source", report: Reporter) -> None:
 
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:
-        check_finite(source.weight_files, report)
+        check_finite(source.weights(), report)
