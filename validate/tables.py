@@ -356,7 +356,7 @@ def fact_rows(run: Run) -> list[FactRow]:
 
 def _chosen(methods: Collection[str]) -> str:
     """What chose scales: `by amax`, `inherited` from an FP8 checkpoint, or both."""
-    chosen = sorted(set(methods) - {INHERITED})
-    return " or ".join(
-        [*([INHERITED] if INHERITED in methods else []), *([f"by {' and '.join(chosen)}"] * bool(chosen))]
-    )
+    chosen = " and ".join(sorted(set(methods) - {INHERITED}))
+    if INHERITED not in methods:
+        return f"by {chosen}"
+    return f"{INHERITED} or by {chosen}" if chosen else INHERITED
