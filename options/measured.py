@@ -136,7 +136,11 @@ class ScaleOptions(Options):
 
     inherit: Annotated[
         bool,
-        option(SCALES, "Take the static scales of activations, and of an FP8 cache, that an FP8 checkpoint has."),
+        option(
+            SCALES,
+            "Take the static scales of activations, and of an FP8 cache, that an FP8 checkpoint has.",
+            negative="--no-inherit",
+        ),
     ] = False
 
     def __post_init__(self) -> None:
@@ -147,7 +151,8 @@ class ScaleOptions(Options):
         own = own or first_given(self.clip, self.clip.declared())
         if self.inherit and own:
             raise InputError(
-                f"--inherit: takes codes and scales as they were given, and {own} chooses others; leave one of them out"
+                f"--inherit: takes codes and scales as they were given, and {own} chooses others; leave one of them "
+                "out (--no-inherit)"
             )
         if self.two_terms and self.activation_terms == 2:
             raise InputError(

@@ -25,6 +25,7 @@ NOT_MEASURED = (
     "| in the repository | what it is |",
     "| what | how it is read |",
     "| file | what of it | bounds |",
+    "| form | named by | weights' scales | scales of activations, of a cache |",
     "| `--runtime` | runs |",
     "| runtime | builds for | where | what was run |",
     "| | batch | seq (tokens in this step) | capacity (slots of the past) |",

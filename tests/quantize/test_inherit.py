@@ -260,7 +260,8 @@ def test_what_is_inherited_is_not_chosen(options: dict[str, Any], named: str) ->
     with pytest.raises(InputError) as refused:
         CalibrateOptions(inherit=True, **options)
     assert str(refused.value) == (
-        f"--inherit: takes codes and scales as they were given, and {named} chooses others; leave one of them out"
+        f"--inherit: takes codes and scales as they were given, and {named} chooses others; leave one of them out "
+        "(--no-inherit)"
     )
 
 
