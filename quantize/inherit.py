@@ -122,7 +122,7 @@ def became(scales: Scales) -> str:
         least = f", which leaves {min(losses):.1f} dB at the least" if losses else ""
         parts.append(f"{len(blocks)} had a scale for each block, and have one for each channel{least}")
     if anew := len(scales.weights) - kept - len(blocks):
-        parts.append(f"{anew} are quantized anew")
+        parts.append(f"{anew} {'are' if anew > 1 else 'is'} quantized anew")
     return "; ".join(parts)
 
 

@@ -29,6 +29,7 @@ FORMS: dict[str, Callable[[Path, Path], Path]] = {
     "fine 96x160": lambda source, folder: made.fine_grained(source, folder, (96, 160)),
     "fine tensor": lambda source, folder: made.fine_grained(source, folder, None),
     "modelopt": made.modelopt,
+    "modelopt blocks": lambda source, folder: made.modelopt(source, folder, "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"),
 }
 #: ModelOpt's export takes a warning that is an error for its own failure.
 as_modelopt_warns = pytest.mark.filterwarnings("default")

@@ -2,15 +2,17 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from fp8q import api
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.errors import InputError
@@ -19,10 +21,15 @@ from fp8q.quantize.scales import Scales, Skipped, load_scales
 from fp8q.reporter import SILENT
 from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
+from fp8q.stages.linting import LintedRun
 from fp8q.stages.sources import opened
 from fp8q.stages.steps import Notes
+from fp8q.validate.tables import fact_rows
 
 from .forms import made
+
+if TYPE_CHECKING:
+    from tests.conftest import KeepingGraphs, Texts
 
 MODULE = "model.layers.1.mlp.down_proj"
 
@@ -88,6 +95,30 @@ def test_what_fp8q_writes_comes_back_byte_for_byte(
     kinds = (again.activations, again.kv_cache, again.weights)
     assert {found.method for kind in kinds for found in kind.values()} == {"inherited"}
     assert notes == ["28 of 28 products keep their FP8 codes and scales as they were given"]
+
+
+def test_all_that_follows_works_as_ever(
+    demo_run: Run, demo_texts: "Texts", keeping_graphs: "KeepingGraphs", tmp_path: Path
+) -> None:
+    """The graph is the same to the last byte, since the checkpoint is; its loss against the model as it was given is
+    less than against the BF16 original, by that of the weights.
+    """
+    options = CalibrateOptions(samples=24, seq_len=256, inherit=True, kv_cache="fp8")
+    held_out = tmp_path / "evaluation.txt"
+    held_out.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    with keeping_graphs():
+        run = api.calibrate(str(demo_run.model), str(demo_texts.calibration), tmp_path / "run", str(held_out), options)
+    assert run.onnx.read_bytes() == demo_run.onnx.read_bytes()
+    linted = api.lint(run.root)
+    assert isinstance(linted, LintedRun)
+    assert not linted.findings
+    wanted = api.ValidateOptions(runtimes=("bf16", "reference"))
+    loss = {
+        each.root: api.validate(each.root, options=wanted).runtimes["reference"].kl_mean_nats
+        for each in (run, Run(Path(shutil.copytree(demo_run.root, tmp_path / "demo"))))
+    }
+    assert 0 < (loss[run.root] or 0) < (loss[tmp_path / "demo"] or 0)
+    assert "inherited" in {row.what: row.value for row in fact_rows(run)}["weights"]
 
 
 def test_a_scale_a_tensor_becomes_one_a_channel_of_the_same_number(
@@ -172,17 +203,26 @@ def test_what_is_given_wide_stays_so_unless_it_is_named(
     named, notes = calibrate(channel, "named", only=("*",))
     assert load_scales(named).weights[MODULE].method == "mse"
     assert notes == [
-        "27 of 28 products keep their FP8 codes and scales as they were given; 1 are quantized anew",
+        "27 of 28 products keep their FP8 codes and scales as they were given; 1 is quantized anew",
         f"--only: {MODULE} had no FP8 codes in {channel}, and has now",
     ]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options", "method", "rounding"),
+    [
+        ("channel", {"weight_method": "amax"}, "amax", "nearest"),
+        ("channel", {"weight_rounding": "sequential"}, "mse", "sequential"),
+        ("block", {"weight_rounding": "gptq"}, "mse of 128x128 blocks", "gptq"),
+    ],
+)
 def test_a_method_of_ones_own_quantizes_weights_anew(
-    channel: Path, calibrate: Callable[..., tuple[Run, list[str]]]
-) -> None:
-    run, notes = calibrate(channel, weight_method="amax")
-    assert {found.method for found in load_scales(run).weights.values()} == {"amax"}
-    assert notes == ["0 of 28 products keep their FP8 codes and scales as they were given; 28 are quantized anew"]
+    demo_checkpoint: Path, tmp_path: Path, calibrate: Callable[..., tuple[Run, list[str]]],
+    strategy: str, options: dict[str, Any], method: str, rounding: str,
+) -> None:  # fmt: skip
+    run, notes = calibrate(made.compressed(demo_checkpoint, tmp_path / "given", strategy), **options)
+    assert {(found.method, found.rounding) for found in load_scales(run).weights.values()} == {(method, rounding)}
+    assert notes[0].startswith("0 of 28 products keep their FP8 codes and scales as they were given; 28 ")
 
 
 def test_the_largest_of_several_scales_of_one_tensor_is_taken(
