@@ -180,13 +180,12 @@ def _calibrate(
 ) -> Run:
     """`calibrate`, which also finds what is wrong with the options of `later` stages, where these are to follow."""
     needs("calibrate", CALIBRATE_MODULES)
-    from .calibrate.model.source import open_source
     from .calibrate.ranks.world import joined
 
     found, notes, options = Run(Path(out)), Notes(progress), all_options.calibrate
     with joined() as world:
         if world.rank:
-            source = open_source(
+            source = sources.opened(
                 model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0
             )
             sources.check_same(source, world)
@@ -219,7 +218,6 @@ def _measured(
     """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the
     corpus, measure.
     """
-    from .calibrate.model.source import open_source
     from .calibrate.model.tokenizer import load_tokenizer
 
     options = all_options.calibrate
@@ -228,7 +226,7 @@ def _measured(
     with notes.held():
         if later:
             ahead.check_later(found, later.engine, later.validate)
-        source = open_source(model, options.revision, options.trust_remote_code, notes)
+        source = sources.opened(model, options.revision, options.trust_remote_code, notes)
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)

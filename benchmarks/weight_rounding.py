@@ -188,7 +188,7 @@ def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespac
     evaluation, chosen, measure_seconds = measured(run, source, texts, options)
     statistics = load_statistics(run)
     scales, first = (
-        choosing.choose_scales(statistics, sources.products_of(source), chosen),
+        choosing.choose_scales(source, statistics, sources.products_of(source), chosen),
         group_of(statistics.record.groups),
     )
     model = load_model(source, torch.float32, "cpu")

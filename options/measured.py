@@ -138,9 +138,26 @@ class ScaleOptions(Options):
         not_empty,
     ] = ()
 
+    inherit: Annotated[
+        bool,
+        option(
+            SCALES,
+            "Take the static scales of activations, and of an FP8 cache, that an FP8 checkpoint has.",
+            negative="--no-inherit",
+        ),
+    ] = False
+
     def __post_init__(self) -> None:
-        """Refuse to name some modules where all are meant."""
+        """Refuse to name some modules where all are meant, and to choose what is inherited."""
         super().__post_init__()
+        own = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
+        own = own or (f"--two-terms {self.two_terms[0]}" if self.two_terms else None)
+        own = own or first_given(self.clip, self.clip.declared())
+        if self.inherit and own:
+            raise InputError(
+                f"--inherit: takes codes and scales as they were given, and {own} chooses others; leave one of them "
+                "out (--no-inherit)"
+            )
         if self.two_terms and self.activation_terms == 2:
             raise InputError(
                 f"--two-terms {self.two_terms[0]}: --activation-terms 2 takes two for every module; leave one of them "

@@ -15,7 +15,7 @@ import torch
 
 from ..calibrate.measure.statistics import Statistics
 from ..calibrate.model.source import Source
-from ..calibrate.model.weights import INDEX, Weights
+from ..calibrate.model.weights import INDEX
 from ..files import share, write_document
 from ..options import Clipping
 from ..reporter import Reporter
@@ -28,7 +28,7 @@ from .weights import Rounding
 def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
     """Write the weights of `source` to `directory` (new) in BF16: its own files where they are BF16, and else cast."""
     directory.mkdir(parents=True)
-    weights = Weights(source.weight_files)
+    weights = source.weights()
     write_config(source, directory, None)
     if not any(weights.dtype(name) in ("F16", "F32", "F64") for name in weights.names()):
         index = [source.path / INDEX] if len(source.weight_files) > 1 else []

@@ -3,7 +3,8 @@
 import re
 
 from .form import Form
-from .scales import Scales
+from .inherit import became
+from .scales import INHERITED, Scales
 from .stored import CACHE_FILE
 
 CARD = """\
@@ -15,7 +16,7 @@ CARD = """\
 
 {architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
 scale per tensor, {cache}.
-{terms}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
+{terms}{given}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
 
 {loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
@@ -30,6 +31,12 @@ TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
 scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers and
 vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.
+
+"""
+#: What is said where the source was an FP8 checkpoint.
+GIVEN = """\
+**From FP8**: the checkpoint that this was made from holds FP8 codes already. {became}. Scales of
+activations {activations}.
 
 """
 #: What the cache is, by the parts of it that are codes.
@@ -67,14 +74,15 @@ config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and
 in the compute type. fp8q's graphs and engines keep it as said."""
 
 
-def model_card(name: str, architecture: str, scales: Scales, form: Form) -> str:
-    """The README.md of `model/`, Markdown."""
+def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp8: bool = False) -> str:
+    """The README.md of `model/`, Markdown; `from_fp8`: it was made of an FP8 checkpoint."""
     kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
     return CARD.format(
         name=plain(name),
         architecture=plain(architecture),
         cache=CACHES[scales.cache_parts],
         terms=_terms(scales),
+        given=_given(scales) if from_fp8 else "",
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
@@ -88,6 +96,14 @@ def _terms(scales: Scales) -> str:
         return ""
     few = ", ".join(map(code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
     return TERMS.format(modules="every FP8 product" if len(two) == len(scales.weights) else few)
+
+
+def _given(scales: Scales) -> str:
+    inherited = any(scale.method == INHERITED for scale in scales.activations.values())
+    return GIVEN.format(
+        became=became(scales),
+        activations="are its own" if inherited else "were measured, and are not its own",
+    )
 
 
 def plain(text: str) -> str:

@@ -13,7 +13,8 @@ lie in `CACHE_FILE`, which the index does not name, so that loaders of the Huggi
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,17 +22,18 @@ import torch
 from safetensors.torch import save_file
 
 from ..calibrate.given import read_json
+from ..calibrate.model.coded import QUANTIZATION_KEYS
 from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
-from ..calibrate.model.weights import Weights
 from ..errors import InputError
 from ..reporter import Reporter
 from .card import model_card
 from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
+from .given import given_of
 from .scales import Scales, Skipped, WeightScales
 from .stored import CACHE_FILE, OWN_CONFIG
-from .weights import Rounding
+from .weights import QuantizedWeight, Rounding
 
 SHARD_BYTES = 512 << 20
 
@@ -46,7 +48,7 @@ def quantize_checkpoint(
     and no model card. Raises InputError when the source stores a module's weight under another name than transformers
     does.
     """
-    weights, form = Weights(source.weight_files), form_of(source, scales)
+    weights, form = source.weights(), form_of(source, scales)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
@@ -61,7 +63,9 @@ def quantize_checkpoint(
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             if module := modules.get(name):
-                decision = _quantized_tensors(module, weights.tensor(name), form.axis(module), scales, rounding)
+                decision = _quantized_tensors(
+                    module, partial(weights.tensor, name), form.axis(module), scales, rounding
+                )
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
@@ -99,13 +103,17 @@ def quantize_checkpoint(
 
 
 def _quantized_tensors(
-    module: str, weight: torch.Tensor, axis: Literal[0, 1], scales: Scales, rounding: Rounding
+    module: str, weight: Callable[[], torch.Tensor], axis: Literal[0, 1], scales: Scales, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
-    rows = weight.to(torch.bfloat16).movedim(axis, 0).contiguous()
-    quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
+    # compensation and `sequential` move codes, and only linear layers have a form of codes by others
+    quantized: QuantizedWeight | Skipped | None = rounding.kept.of(module) if rounding.kept and axis == 0 else None
+    if quantized is None:
+        rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
+        quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
     if isinstance(quantized, Skipped):
         return quantized
-    return quantized.summary.model_copy(update={"axis": axis}), {
+    method = f"{quantized.summary.method}{rounding.kept.blocks(module) if rounding.kept else ''}"
+    return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
         f"{module}.weight": quantized.codes.movedim(0, axis),
         f"{module}.weight_scale": quantized.scale[:, None].movedim(0, axis),
         f"{module}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
@@ -176,7 +184,8 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, obj
 def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
     """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
     config = read_json(source.path / "config.json")
-    for key in ("torch_dtype", "transformers_weights", OWN_CONFIG):  # said below, and of files that are not copied
+    # said below, and of files that are not copied
+    for key in ("torch_dtype", "transformers_weights", OWN_CONFIG, *QUANTIZATION_KEYS):
         config.pop(key, None)
     if source.max_positions is not None:
         # by one name for whoever has no transformers, which knows the others and each class's default
@@ -197,4 +206,5 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
     )
     for path in companions(source.path):
         shutil.copyfile(path, directory / path.name)
-    (directory / "README.md").write_text(model_card(source.title, source.architecture, scales, form), encoding="utf-8")
+    card = model_card(source.title, source.architecture, scales, form, from_fp8=given_of(source) is not None)
+    (directory / "README.md").write_text(card, encoding="utf-8")

@@ -15,19 +15,21 @@ from .scales import Scales, Skipped
 
 @dataclass(frozen=True)
 class Products:
-    """The matrix products of a model: all by name, the output head's name, and those of a class that cannot be
-    quantized (name -> class).
+    """The matrix products of a model: all by name, the output head's name, those of a class that cannot be quantized
+    (name -> class), and those that an FP8 checkpoint has no codes for.
     """
 
     names: tuple[str, ...]
     head: str | None
     unknown: dict[str, str]
+    wide: frozenset[str] = frozenset()
 
 
 def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
     """Split `products` into modules to quantize and modules that stay in BF16, with the reasons.
 
-    `skip`, `only`: shell patterns over module names; without `only` all are meant. Raises InputError for a pattern that
+    `skip`, `only`: shell patterns over module names; without `only` all are meant, but what an FP8 checkpoint keeps
+    wide. Raises InputError for a pattern that
     matches nothing, and when nothing is left.
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
@@ -46,6 +48,8 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
             skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")
         elif only and not any(fnmatchcase(name, pattern) for pattern in only):
             skipped[name] = Skipped(reason=f"asked for: not in --only {' '.join(only)}")
+        elif name in products.wide and not only:
+            skipped[name] = Skipped(reason="as it was given: no FP8 codes in the source checkpoint")
     chosen = [name for name in products.names if name not in skipped]
     if not chosen:
         raise InputError(

@@ -27,6 +27,8 @@ CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 #: The scale of BF16's largest number.
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
+#: What has chosen the scales, and codes, that an FP8 checkpoint had already.
+INHERITED: Literal["inherited"] = "inherited"
 #: The formats of activations, by the number of their terms.
 GRIDS: dict[int, Grid] = {1: E4M3, 2: TWO_TERMS}
 #: The scale of a probability, by the number of its terms.
@@ -47,8 +49,11 @@ class Lossy(Strict):
 class WeightScales(Lossy):
     """One weight's per-channel scales; the scales themselves are in the checkpoint."""
 
-    method: str
-    rounding: Literal["nearest", "gptq", "sequential"] = "nearest"
+    method: str = Field(
+        description="what chose them: `inherited` with its codes from an FP8 checkpoint, or `mse of 128x128 blocks`, "
+        "chosen anew where that has scales of blocks: what this loses is `sqnr_db`"
+    )
+    rounding: Literal["nearest", "gptq", "sequential", "inherited"] = "nearest"
     axis: int = Field(description="of the output channels")
     channels: int
     scale_min: float
@@ -163,7 +168,12 @@ def tensor_scale(
 
     The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
     """
-    method, clip, scale = _clip_and_scale(histogram, clipping, format, amax_batches)
+    return described(histogram, format, clipping, _clip_and_scale(histogram, clipping, format, amax_batches))
+
+
+def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tuple[str, float, float]) -> TensorScale:
+    """What a scale, `chosen` as method, clip and scale, does to the values of `histogram`."""
+    method, clip, scale = chosen
     best = float(scale_of(clip_mse(histogram, format, clipping), format))
     achieved, possible = (sqnr_db(histogram, format, each) for each in (scale, best))
     return TensorScale(

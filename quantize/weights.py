@@ -16,7 +16,7 @@ from ..options import WeightRounding
 from .clip import decibels, scale_of
 from .formats import E4M3, Grid
 from .linear import ENCODERS
-from .scales import SMALLEST_SCALE, Skipped, WeightScales
+from .scales import INHERITED, SMALLEST_SCALE, Skipped, WeightScales
 from .weight_mse import mse_scales
 from .weight_rounding import Compensation, Compensations, compensated_codes
 
@@ -34,15 +34,26 @@ class Made(Protocol):
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`, where it has any."""
 
 
+class Kept(Protocol):
+    """Codes that a checkpoint has already."""
+
+    def of(self, module: str) -> "QuantizedWeight | None":
+        """The weight [out, in] of `module` as it is; None where it must be quantized."""
+
+    def blocks(self, module: str) -> str:
+        """What to add to the method of a module whose scales were those of blocks; empty for others."""
+
+
 @dataclass(frozen=True)
 class Rounding:
     """How weights are quantized: how their scales are chosen, what compensates rounding errors (None: each weight goes
-    to its nearest code), and what `--weight-rounding sequential` has made already.
+    to its nearest code), what `--weight-rounding sequential` has made already, and what is `kept` as it is.
     """
 
     method: WeightMethod
     compensations: Compensations | None = None
     made: Made | None = None
+    kept: Kept | None = None
 
     def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
         """The `weight` [out, in] of `module`, quantized."""
@@ -103,6 +114,14 @@ def summary(
         sqnr_db=_sqnr_db(weight, codes, scale),
         zero_channels=int((_amax(weight) == 0).sum()) or None,
     )
+
+
+def inherited_summary(scale: torch.Tensor) -> WeightScales:
+    """What to write of codes that are kept under their `scale` float32 [out]: nothing is lost."""
+    return WeightScales(
+        method=INHERITED, rounding=INHERITED, axis=0, channels=len(scale), scale_min=float(scale.min()),
+        scale_max=float(scale.max()), sqnr_db=None,
+    )  # fmt: skip
 
 
 def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4M3) -> torch.Tensor | None:

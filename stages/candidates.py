@@ -173,8 +173,9 @@ def _candidates(
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
     products, inputs = products_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
     for form, terms in TERMS.items():
-        asked = replace(options, activation_terms=terms, two_terms=(), kv_cache="off")
-        inputs[form] = choose_scales(statistics, products, asked).activations
+        inherit = options.inherit and terms == 1  # what was given is of one term
+        asked = replace(options, activation_terms=terms, two_terms=(), kv_cache="off", inherit=inherit)
+        inputs[form] = choose_scales(source, statistics, products, asked).activations
     roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
     codes: dict[Kind, Rounded] = {}
     for rounding in roundings:

@@ -26,9 +26,10 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.carry import carry_graphs
     from ..quantize.checkpoint import quantize_checkpoint
+    from ..quantize.inherit import remarks
     from ..quantize.policy import parted, taken_along
 
-    inputs = _inputs(run, options)
+    inputs, inherit = _inputs(run, options), {"inherit": True} if options.inherit else {}
     chosen = asdict(options.clip) | {
         "weight_method": options.weight_method,
         "kv_cache": options.kv_cache,
@@ -37,6 +38,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "weight_rounding": options.weight_rounding,
         "activation_terms": options.activation_terms,
         "two_terms": list(options.two_terms),
+        **inherit,
     }
     if options.weight_rounding == "sequential":
         chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
@@ -45,7 +47,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     for name in inputs:
         run.require(run.root / name, "corpus" if name == run.calibration.name else "measure")
     statistics = load_statistics(run)
-    scales, exported = choose_scales(statistics, products, options), has_graphs(run)
+    scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
     with stage(run, "quantize", inputs, chosen, notes) as log:
         key = {"inputs": inputs, "options": chosen}
         with _rounding(run, source, scales, options, key, notes) as rounding, replacing(run.model) as partial:
@@ -61,8 +63,10 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
                 f"--two-terms: {beside[0]}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} read the same "
                 "tensor as a module that it names, and take two terms with it"
             )
-        if warning := parted(statistics.record.groups.values(), scales):
-            notes.note(warning)
+        groups = statistics.record.groups
+        for remark in (parted(groups.values(), scales), *remarks(source, groups, scales, options)):
+            if remark:
+                notes.note(remark)
         graphs = {run.onnx, run.onnx_fp32}
         log.outputs += [
             run.scales,
@@ -87,21 +91,24 @@ def _rounding(
     """How weights are rounded; `sequential` is done here, on the run's windows, in a folder that depends on `key`."""
     from ..calibrate.measure.statistics import load_record
     from ..quantize.clip import lost_share
+    from ..quantize.inherit import kept_weights
     from ..quantize.scales import group_of
     from ..quantize.sequential import Sequence
     from ..quantize.weight_rounding import Compensations
     from ..quantize.weights import Rounding
 
-    record, method = load_record(run), options.weight_method
+    record, method, kept = load_record(run), options.weight_method, kept_weights(source, options)
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with run.work("quantize", {**key, **arithmetic()}) as folder:
-            yield Rounding(method, made=Sequence(source, scales, method, batches, folder, device()).run(notes))
+            made = Sequence(source, scales, method, batches, folder, device()).run(notes)
+            yield Rounding(method, made=made, kept=kept)
     else:
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
-        yield Rounding(method, Compensations(run.moments, group_of(record.groups), lost) if gptq else None)
+        compensations = Compensations(run.moments, group_of(record.groups), lost) if gptq else None
+        yield Rounding(method, compensations, kept=kept)
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
@@ -130,12 +137,17 @@ def recorded(run: Run) -> ScaleOptions:
     return ScaleOptions(**kept)
 
 
-def choose_scales(statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
+def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
+    from ..quantize.inherit import inherited_activations, inherited_cache
     from ..quantize.policy import match_terms, select, whole_groups
     from ..quantize.scales import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
 
     chosen, skipped = select(products, options.skip, options.only)
+    if options.inherit:
+        activations, unfit = inherited_activations(source, statistics, chosen)
+        cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
+        return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
     named = match_terms(options.two_terms, products, chosen)
     two_terms = chosen if options.activation_terms == 2 else whole_groups(named, statistics.record.groups.values())
     activations, unfit = activation_scales(statistics, chosen, options.clip, two_terms=frozenset(two_terms))

@@ -20,6 +20,7 @@ from ..options import Bos
 from ..reporter import Reporter
 from ..run import Run
 from .corpora import Opening, digest, load_tokens, opening_of, save_tokens
+from .sources import opened
 from .steps import Notes, stage
 from .texts import Tokens
 
@@ -101,8 +102,6 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
 
     Raises InputError when it is not there, or is another.
     """
-    from ..calibrate.model.source import open_source
-
     found = [run.record().model for run in merged.runs]
     there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
     if model is None and there is None:
@@ -110,7 +109,7 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
             f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with "
             "--model"
         )
-    source = open_source(model or str(there), report=report)
+    source = opened(model or str(there), report=report)
     if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
         raise InputError(
             f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..options import ScaleOptions
-from ..reporter import Reporter
+from ..reporter import SILENT, Reporter
 from ..run import Run
 
 if TYPE_CHECKING:
@@ -21,9 +21,17 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `options` that match
     nothing or leave nothing.
     """
-    from ..calibrate.model.products import matrix_products, other_products, output_head, takes_quantizers
+    from ..calibrate.model.products import (
+        attention_modules,
+        matrix_products,
+        other_products,
+        output_head,
+        takes_quantizers,
+    )
     from ..calibrate.model.source import meta_model
     from ..export.graph.support import unsupported
+    from ..quantize.given import given_of
+    from ..quantize.inherit import check_inherit
     from ..quantize.policy import Products, match_terms, select
 
     model = meta_model(source)
@@ -34,11 +42,16 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     check_forward(source)
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not takes_quantizers(module)} | others
+    given = given_of(source)
     products = Products(
-        (*modules, *others), output_head(model), {name: type(module).__name__ for name, module in unknown.items()}
+        (*modules, *others),
+        output_head(model),
+        {name: type(module).__name__ for name, module in unknown.items()},
+        frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
     )
     chosen, _ = select(products, options.skip, options.only)
     match_terms(options.two_terms, products, chosen)
+    check_inherit(source, chosen, attention_modules(model).values(), options)
     return products
 
 
@@ -62,20 +75,32 @@ def check_forward(source: "Source") -> None:
                 raise
 
 
+def opened(
+    model: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Reporter = SILENT,
+    fingerprinted: bool = True,
+) -> "Source":
+    """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for."""
+    from ..calibrate.model.source import open_source
+    from ..quantize.given import recognize
+
+    return open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
+
+
 def source_of(run: Run) -> "Source":
     """The source checkpoint the run was made of, opened again.
 
     Raises InputError when it is no longer where it was, or is no longer the same.
     """
-    from ..calibrate.model.source import open_source
-
     model = run.record().model
     if not Path(model["path"]).is_dir():
         raise InputError(
             f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate "
             "again"
         )
-    source = open_source(model["path"])
+    source = opened(model["path"])
     if source.fingerprint != model["fingerprint"]:
         raise InputError(
             f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore "
@@ -112,4 +137,4 @@ def check_weights(run: Run, source: "Source", report: Reporter) -> None:
 
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:
-        check_finite(source.weight_files, report)
+        check_finite(source.weights(), report)

@@ -5,7 +5,7 @@ Pure functions of the run's files, read without torch. What a stage has not writ
 not the one its stage wrote is refused. A quantity that does not apply is None, never zero.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ from ..calibrate.measure.statistics import Statistics, TensorStatistics, load_re
 from ..export.engine.info import engine_stage, load_engines
 from ..headers import read_header
 from ..options import Precision
-from ..quantize.scales import TensorScale, WeightScales, group_of, load_scales
+from ..quantize.scales import INHERITED, TensorScale, WeightScales, group_of, load_scales
 from ..record import FP8_STAGES
 from ..run import Run
 from .accuracy import load_accuracy, load_tokens
@@ -358,8 +358,8 @@ def fact_rows(run: Run) -> list[FactRow]:
         else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
         "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
         "its SHA-256": corpus.fingerprint,
-        "weights": f"{scales.format.upper()}, a scale per output channel, by {' and '.join(sorted(weights))}",
-        "activations": f"{scales.format.upper()}, a static scale per tensor, by {' and '.join(sorted(clips))}",
+        "weights": f"{scales.format.upper()}, a scale per output channel, {_chosen(weights)}",
+        "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}",
         "KV cache": CACHES[scales.cache_parts],
         "libraries": ", ".join(
             f"{name} {version}"
@@ -367,3 +367,11 @@ def fact_rows(run: Run) -> list[FactRow]:
         ),
     }
     return [FactRow(what, value) for what, value in facts.items()]
+
+
+def _chosen(methods: Collection[str]) -> str:
+    """What chose scales: `by amax`, `inherited` from an FP8 checkpoint, or both."""
+    chosen = " and ".join(sorted(set(methods) - {INHERITED}))
+    if INHERITED not in methods:
+        return f"by {chosen}"
+    return f"{INHERITED} or by {chosen}" if chosen else INHERITED

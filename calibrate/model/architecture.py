@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ..given import exists, foreign, one_line, read_json
+from .coded import QUANTIZATION_KEYS
 from .fields import POSITIONS, check_fields
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ _OTHER_SENSES = re.compile(r"(vision|audio|speech|image|video)\w*_config")
 def read_config(path: Path, name: str) -> dict[str, Any]:
     """config.json of the checkpoint in the directory `path`, which the user calls `name`, as it is written.
 
-    Raises InputError when there is none, it does not parse, it names no model type, it says that the model is quantized
-    already, or a value in it is of the wrong kind.
+    Raises InputError when there is none, it does not parse, it names no model type, or a value in it is of the wrong
+    kind.
     """
     file = path / "config.json"
     if not exists(file):
@@ -37,16 +38,6 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
         raise InputError(
             f"{file}: names no model_type, so it is no transformers configuration; give the directory that "
             "save_pretrained wrote"
-        )
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization or (path / "hf_quant_config.json").is_file():
-        method = (
-            f" ({quantization['quant_method']})"
-            if isinstance(quantization, dict) and "quant_method" in quantization
-            else ""
-        )
-        raise InputError(
-            f"{name}: is quantized already{method}; give the checkpoint it was made from, in BF16, FP16 or FP32"
         )
     check_fields(file, config)
     return config
@@ -85,6 +76,8 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
 
     with foreign(refusal):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+    for key in QUANTIZATION_KEYS:  # transformers is handed numbers
+        vars(config).pop(key, None)
     config._attn_implementation = None  # what it was trained with may not be installed: transformers' default, SDPA, is
     with foreign(refusal):
         return config, _causal_class(config, name, architecture)

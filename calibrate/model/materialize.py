@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from ...errors import InputError
 from .source import Source
-from .weights import Weights
 
 
 class Materializer:
@@ -21,7 +20,7 @@ class Materializer:
 
     def __init__(self, model: PreTrainedModel, source: Source, device: str, dtype: torch.dtype = torch.bfloat16):
         """Take the weights of `source` for `model`, onto `device`, as BF16 numbers of type `dtype`."""
-        self.model, self.weights, self.device, self.dtype = model, Weights(source.weight_files), device, dtype
+        self.model, self.weights, self.device, self.dtype = model, source.weights(), device, dtype
         self.name, self.stored = source.name, source.stored
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,

@@ -1,9 +1,9 @@
 """Whether a checkpoint fits into memory: what decides that it is streamed when nobody says."""
 
+from math import prod
 from pathlib import Path
 
 from .source import Source
-from .weights import read_headers
 
 #: Share of the memory available that weights may take; activations, and whatever else is running, need the rest.
 SHARE = 0.8
@@ -12,13 +12,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def weight_bytes(source: Source) -> int:
     """Bytes of the checkpoint's weights in BF16."""
-    total = 0
-    for header in read_headers(source.weight_files).values():
-        values = 2
-        for size in header.shape:
-            values *= size
-        total += values
-    return total
+    weights = source.weights()
+    return sum(2 * prod(weights.shape(name)) for name in weights.names())
 
 
 def available_bytes(device: str) -> int | None:

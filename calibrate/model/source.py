@@ -3,7 +3,8 @@
 `open_source` looks from the cheap to the dear: the directory, config.json, the headers of the weights, the tokenizer's
 files, then the model itself on the meta device, where loading costs no memory and still tells of missing, unexpected
 and misshapen tensors. Last it reads every byte once, for the fingerprint that ties statistics, scales and engines to
-just these weights. transformers never chooses a file: it is handed the tensors of these.
+just these weights. transformers never chooses a file: it is handed the tensors of these, codes as the numbers they
+stand for (`coded`).
 """
 
 import hashlib
@@ -23,9 +24,10 @@ from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
 from ..silence import quiet
 from .architecture import load_config, max_positions, read_config, refuse_experts
+from .coded import MODELOPT_FILE, Recognizer, no_codes
 from .companions import check_companions, tokenizer_digests
 from .fields import check_sizes
-from .weights import Weights, find_weights, read_headers
+from .weights import Coding, Weights, find_weights, read_headers
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,8 @@ class Source:
     fingerprint: str
     # tensors that are stored under another name than the model's own
     renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
+    # what the tensors stand for, where some are codes
+    coding: Coding | None = field(default=None, compare=False)
 
     @property
     def title(self) -> str:
@@ -73,6 +77,10 @@ class Source:
         """The name under which the files hold the tensor that the model calls `name`."""
         return self.renamed.get(name, name)
 
+    def weights(self) -> Weights:
+        """The tensors, as numbers."""
+        return Weights(self.weight_files, self.coding)
+
     @cached_property
     def tokenizer_fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
@@ -85,27 +93,30 @@ def open_source(
     trust_remote_code: bool = False,
     report: Reporter = SILENT,
     fingerprinted: bool = True,
+    recognize: Recognizer = no_codes,
 ) -> Source:
     """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub
     names.
 
-    `fingerprinted` False leaves the fingerprint empty, and the weights unread.
+    `fingerprinted` False leaves the fingerprint empty, and the weights unread. `recognize` says what its tensors stand
+    for, where they are codes.
     Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
     """
     path, commit = _locate(model, revision, trust_remote_code, report)
     raw = read_config(path, model)
     files = find_weights(path, model, raw.get("transformers_weights"))
-    check_sizes(path / "config.json", raw, [header.shape for header in read_headers(files).values()])
+    coding = recognize(path, model, raw, read_headers(files))
+    weights = Weights(files, coding)
+    check_sizes(path / "config.json", raw, [weights.shape(tensor) for tensor in weights.names()])
     with quiet():
         config, architecture = load_config(path, model, raw)
     check_companions(path, model, config.get_text_config().vocab_size)
-    source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="")
+    source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="", coding=coding)
     source = replace(source, renamed=_looked_through(source))
-    return (
-        replace(source, fingerprint=_combined(_file_digests([path / "config.json", *files], report)))
-        if fingerprinted
-        else source
-    )
+    if not fingerprinted:
+        return source
+    said = [path / "config.json", *([path / MODELOPT_FILE] if coding and (path / MODELOPT_FILE).is_file() else [])]
+    return replace(source, fingerprint=_combined(_file_digests([*said, *files], report)))
 
 
 def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
@@ -180,8 +191,12 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     """
     import torch
 
-    weights = Weights(source.weight_files)
-    tensors = {name: weights.tensor(name) for name in weights.names()}
+    weights = source.weights()
+    tensors = {
+        # what is mapped takes no memory; what is decoded does, once
+        name: weights.tensor(name).to(dtype) if weights.coded(name) else weights.tensor(name)
+        for name in weights.names()
+    }
     try:
         model = _load(source, type(meta_model(source)), tensors, dtype=dtype, device_map=device)
     except torch.OutOfMemoryError:
@@ -201,7 +216,8 @@ def _looked_through(source: Source) -> dict[str, str]:
     from .skeleton import check_buffers
     from .tensor_names import HEADER_TYPE, headers, renamed_tensors
 
-    skeleton, shapes = meta_model(source), {n: header.shape for n, header in read_headers(source.weight_files).items()}
+    skeleton, weights = meta_model(source), source.weights()
+    shapes = {name: weights.shape(name) for name in weights.names()}
     refuse_experts(skeleton, source.name, source.architecture)
     stored = headers(shapes)
     loaded = _load(source, type(skeleton), stored, dtype=HEADER_TYPE, device_map="meta")

@@ -5,11 +5,11 @@ one tensor needs however large the checkpoint is. Pickled weights can run code w
 and never opened.
 """
 
-from collections.abc import KeysView
+from collections.abc import Callable, KeysView, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ...errors import InputError
 from ...files import regular_file
@@ -136,8 +136,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
     """Tensor name -> header, in the order the tensors lie in `files`.
 
-    Raises InputError, naming the file, when one is damaged or cut short, when a tensor is in two of them, and when
-    tensors are FP8 or narrower already.
+    Raises InputError, naming the file, when one is damaged or cut short, and when a tensor is in two of them.
     """
     from safetensors import safe_open
 
@@ -152,12 +151,6 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
                 f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again"
             )
         headers |= found
-    for name, header in headers.items():
-        if header.dtype.startswith(("F8_", "F6_", "F4")):
-            raise InputError(
-                f"{header.file}: {name} is {header.dtype}, so the checkpoint is quantized already; give the one it "
-                "was made from, in BF16, FP16 or FP32"
-            )
     return headers
 
 
@@ -165,12 +158,25 @@ def _damaged(file: Path, error: BaseException) -> InputError:
     return InputError(f"{file}: is damaged or cut short ({one_line(error)}); copy or download it again")
 
 
+class Coding(Protocol):
+    """What the tensors of a checkpoint stand for, where some are codes with scales beside them."""
+
+    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+        """The numbers that the `stored` tensors stand for: scales are left out, and codes have the type of numbers."""
+
+    def decoded(self, name: str, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor | None":
+        """The numbers of a tensor that is stored as codes, float32; None for one that is not. `read` gives what the
+        files hold.
+        """
+
+
 class Weights:
     """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
 
-    def __init__(self, files: tuple[Path, ...]):
+    def __init__(self, files: tuple[Path, ...], coding: Coding | None = None):
         """Read the headers of `files`; no tensor yet. Raises InputError for files that have been damaged since."""
-        self._headers = read_headers(files)
+        self._coding, self._stored = coding, read_headers(files)
+        self._headers = coding.headers(self._stored) if coding else self._stored
 
     def names(self) -> KeysView[str]:
         """All names."""
@@ -184,25 +190,35 @@ class Weights:
         """Type of a tensor, in safetensors' words: `BF16`, `F16`, `F32` …."""
         return self._headers[name].dtype
 
+    def coded(self, name: str) -> bool:
+        """Whether a tensor is stored as codes."""
+        return self._headers[name].dtype != self._stored[name].dtype
+
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._headers[name].file
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """A tensor as it is stored, mapped from its file: read only, its pages are the file's."""
+        """A tensor as it is stored, mapped from its file: read only, its pages are the file's. What is stored as codes
+        comes as the numbers they stand for, float32, in memory.
+        """
+        found = self._coding.decoded(name, self.stored) if self._coding else None
+        return self.stored(name) if found is None else found
+
+    def stored(self, name: str) -> "torch.Tensor":
+        """A tensor as it is stored, codes and scales included."""
         from safetensors import safe_open
 
-        file = self._headers[name].file
+        file = self._stored[name].file
         with foreign(partial(_damaged, file)), safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
 
 
-def check_finite(files: tuple[Path, ...], report: Reporter = SILENT) -> None:
+def check_finite(weights: Weights, report: Reporter = SILENT) -> None:
     """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying
     how many.
     """
-    weights = Weights(files)
     with report.track("Checking weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             tensor = weights.tensor(name)

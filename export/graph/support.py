@@ -20,7 +20,6 @@ from transformers import AttentionInterface, DynamicCache
 from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules, matrix_products
-from ...calibrate.model.weights import Weights
 from .cache import cache_shape
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
         return "writes its cache where it cannot be told which layer it is"
     if reason := seen_in_a_pass(model, layers, cache_shape(source.text_config)):
         return reason
-    stored = Weights(source.weight_files).names()
+    stored = source.weights().names()
     tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
     for name, product in matrix_products(model).items():
         if product is not tied and source.stored(f"{name}.weight") not in stored:

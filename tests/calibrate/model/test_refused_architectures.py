@@ -16,7 +16,7 @@ from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.errors import InputError
 
-from .damage import configure, refusal
+from .damage import configure, refusal, rewrite
 
 VERSION = transformers.__version__
 
@@ -98,6 +98,15 @@ def test_a_quantized_checkpoint(damaged: Path) -> None:
     assert (
         refusal(damaged)
         == f"{damaged}: is quantized already (gptq); give the checkpoint it was made from, in BF16, FP16 or FP32"
+    )
+
+
+def test_codes_that_config_json_does_not_speak_of(damaged: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(damaged, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    assert refusal(damaged) == (
+        f"{damaged / 'model.safetensors'}: {name} is F8_E4M3, so the checkpoint is quantized already; give the one it "
+        "was made from, in BF16, FP16 or FP32"
     )
 
 

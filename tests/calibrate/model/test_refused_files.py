@@ -159,7 +159,7 @@ def test_nan_in_a_weight(damaged: Path) -> None:
     name = "model.layers.2.self_attn.o_proj.weight"
     rewrite(damaged, lambda tensors: tensors[name][5, 7:9].fill_(float("nan")))
     with pytest.raises(InputError) as refused:
-        check_finite(open_source(str(damaged)).weight_files)
+        check_finite(open_source(str(damaged)).weights())
     assert str(refused.value) == (
         f"{name}: holds 2 NaN among 65,536 values, in {damaged}/model.safetensors; take an earlier checkpoint of the "
         "training, or copy or download the file again"

@@ -38,7 +38,7 @@ def test_the_demo_is_opened(demo: Source, demo_checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "opt", "qwen2", "stories260k"])
 def test_the_other_checkpoints_are_opened_and_finite(name: str, shared_checkpoint: Callable[[str], Path]) -> None:
     source = open_source(str(shared_checkpoint(name)))
-    check_finite(source.weight_files)
+    check_finite(source.weights())
     assert source.max_positions == 512
     assert source.architecture == {
         "gpt2": "GPT2LMHeadModel",

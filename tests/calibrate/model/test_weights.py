@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8q.calibrate.model.weights import Weights, check_finite, find_weights, read_headers
+from fp8q.calibrate.model.weights import Weights, check_finite, find_weights
 from fp8q.errors import InputError
 
 
@@ -39,7 +39,7 @@ def finiteness(file: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """What `check_finite` says of tensors written to `file`; nothing when they are finite."""
     save_file(dict(tensors), file)
     try:
-        check_finite((file,))
+        check_finite(Weights((file,)))
     except InputError as error:
         return str(error)
     return ""
@@ -215,17 +215,6 @@ def test_an_index_cannot_point_out_of_its_directory(tmp_path: Path) -> None:
     )
 
 
-def test_fp8_weights_are_quantized_already(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(1).to(torch.float8_e4m3fn)}, path)
-    with pytest.raises(InputError) as refused:
-        read_headers((path,))
-    assert str(refused.value) == (
-        f"{path}: w is F8_E4M3, so the checkpoint is quantized already; give the one it was made from, in BF16, "
-        "FP16 or FP32"
-    )
-
-
 REMEDY = "take an earlier checkpoint of the training, or copy or download the file again"
 
 
@@ -275,4 +264,4 @@ def test_the_first_in_the_files_is_named(tmp_path: Path) -> None:
     save_file({"first": nan}, tmp_path / "a.safetensors")
     save_file({"again": nan}, tmp_path / "b.safetensors")
     with pytest.raises(InputError, match=r"^first: holds 1 NaN among 1 values, in .*a\.safetensors; "):
-        check_finite((tmp_path / "a.safetensors", tmp_path / "b.safetensors"))
+        check_finite(Weights((tmp_path / "a.safetensors", tmp_path / "b.safetensors")))
