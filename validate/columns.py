@@ -217,6 +217,7 @@ def loss_table(rows: "Sequence[Loss]") -> "Table[Loss]":
         Column[Any]("kind", lambda row: row.kind, numeric=False),
         Column[Any]("KL alone", lambda row: row.kl_nats, nats),
         Column[Any]("in two terms", lambda row: row.kl_after.two_terms, nats),
+        Column[Any]("by gptq", lambda row: row.kl_after.gptq, nats),
         Column[Any]("SQNR", lambda row: row.sqnr_db, decibels),
         Column[Any]("measured", lambda row: "yes" if row.measured else None, numeric=False),
     )

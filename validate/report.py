@@ -35,6 +35,7 @@ from .verdict import Standing, Verdict, next_steps, verdict
 if TYPE_CHECKING:
     from .plots import Plot
     from .sensitivity.document import Loss
+    from .tuning.document import Tuning
 
 #: What the extra `report` brings, by the names they are imported under.
 REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
@@ -194,6 +195,7 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
 
 def standing(run: Run) -> Standing:
     """Which results of the files that are here now the run has."""
+    from .tuning.document import load_tuning
 
     def fresh(stage: str) -> bool:
         return stage in run.record().stages and not run.is_stale(stage)
@@ -201,10 +203,19 @@ def standing(run: Run) -> Standing:
     return Standing(
         "RUN",
         located=fresh("sensitivity"),
-        tuned=fresh("tune"),
+        tuned=tuned_for(load_tuning(run)) if fresh("tune") else None,
         engine=fresh("build-engine"),
         repository=fresh("triton"),
     )
+
+
+def tuned_for(tuning: "Tuning") -> str | None:
+    """The budget that was given to `fp8q tune`, as its option; None where what was chosen does not meet it."""
+    if not tuning.met:
+        return None
+    if tuning.max_kl is not None:
+        return f"--max-kl {tuning.max_kl:g}"
+    return f"--max-ppl-increase {100 * (tuning.max_ppl_increase or 0.0):g}%"
 
 
 def protocol(run: Run) -> Protocol | None:

@@ -100,11 +100,13 @@ def moved(fraction: float) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """Which results the run has, of the files that are in it now; `name` is what its commands are given."""
+    """Which results the run has, of the files that are in it now; `name` is what its commands are given, and `tuned`
+    what `fp8q tune` was given where what it chose meets the budget.
+    """
 
     name: str
     located: bool
-    tuned: bool
+    tuned: str | None
     engine: bool
     repository: bool
 
@@ -125,10 +127,14 @@ def next_steps(found: Verdict, has: Standing) -> list[Step]:
     if found.kind in ("worse", "broken"):
         if not has.located:
             steps.append(Step("See which tensors cost most.", f"fp8q sensitivity {run}"))
-        remedy = Step(
-            "Have the cheapest change chosen that meets a budget.", f"fp8q tune {run} --max-ppl-increase 0.5%"
+        tune = f"fp8q tune {run}"
+        steps.append(
+            Step("Make it anew by what was chosen for the budget.", f"{tune} {has.tuned} --apply")
+            if has.tuned
+            else Step(
+                "Have the cheapest change chosen that meets a budget.", f"{tune} --max-ppl-increase {budget(found)}"
+            )
         )
-        steps += [] if has.tuned else [remedy]
         steps.append(Step("Look for what is unstable.", f"fp8q doctor {run}"))
     if not has.engine:
         steps.append(Step("Build an engine, and prove what it runs in FP8.", f"fp8q build-engine {run}"))

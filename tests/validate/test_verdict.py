@@ -11,7 +11,7 @@ from fp8q.validate.verdict import Standing, Step, Verdict, budget, next_steps, v
 
 BF16 = AccuracyRow("bf16", 10.0, 2.3)
 FP8 = AccuracyRow("reference", 10.031, 2.3031, perplexity_increase=0.0031)
-NOTHING = Standing("RUN", located=False, tuned=False, engine=False, repository=False)
+NOTHING = Standing("RUN", located=False, tuned=None, engine=False, repository=False)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_a_perplexity_that_is_no_number_is_broken() -> None:
 VALIDATE = "fp8q validate RUN"
 MORE = "fp8q validate RUN --data TEXT"
 SENSITIVITY, TUNE, DOCTOR = "fp8q sensitivity RUN", "fp8q tune RUN --max-ppl-increase 0.5%", "fp8q doctor RUN"
+APPLY = "fp8q tune RUN --max-kl 0.001 --apply"
 ENGINE, TRITON, SERVE = "fp8q build-engine RUN", "fp8q triton RUN", "fp8q serve RUN"
 
 
@@ -87,7 +88,11 @@ ENGINE, TRITON, SERVE = "fp8q build-engine RUN", "fp8q triton RUN", "fp8q serve 
         (Verdict("unknown", "", "reference"), NOTHING, [MORE]),
         (Verdict("worse", "", "reference", 0.0102), NOTHING, [SENSITIVITY, TUNE, DOCTOR, ENGINE, TRITON]),
         (Verdict("broken", "", "reference"), replace(NOTHING, located=True), [TUNE, DOCTOR, ENGINE, TRITON]),
-        (Verdict("worse", "", "reference"), replace(NOTHING, located=True, tuned=True), [DOCTOR, ENGINE, TRITON]),
+        (
+            Verdict("worse", "", "reference"),
+            replace(NOTHING, located=True, tuned="--max-kl 0.001"),
+            [APPLY, DOCTOR, ENGINE, TRITON],
+        ),
         (Verdict("noise", "", "reference"), replace(NOTHING, engine=True), [TRITON]),
         (Verdict("same", "", "reference"), replace(NOTHING, engine=True, repository=True), [SERVE]),
     ],
