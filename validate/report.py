@@ -30,7 +30,7 @@ from .columns import Table
 from .continuations import Continuations, load_continuations
 from .notebook import execute
 from .tables import AccuracyRow, EngineRow, ModuleRow
-from .verdict import Standing, Verdict, next_steps, verdict
+from .verdict import Standing, Verdict, next_steps, step_table, verdict
 
 if TYPE_CHECKING:
     from .plots import Plot
@@ -79,13 +79,15 @@ def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list
 
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
-    """The tables of the report: `accuracy`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`, `engines`,
-    `modules`, `kept`, `certificate`, `facts`, `stages`, `notes`.
+    """The tables of the report: `next`, `accuracy`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`,
+    `engines`, `modules`, `kept`, `certificate`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = tables.module_rows(run), tables.stage_rows(run)
+    found = report_verdict(run)
     return {
+        "next": step_table(next_steps(found, standing(run))),
         "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
         "frequency": frequency.frequency_table(frequency.frequency_rows(run)),
         "beside": beside.run_table(beside.run_rows([run, *others]) if others else []),
@@ -162,8 +164,7 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
         plots=report_plots(run),
         sparklines=sparklines,
         spark=SPARK,
-        verdict=(found := report_verdict(run)),
-        next_steps=next_steps(found, standing(run)),
+        verdict=report_verdict(run),
         summary=summary(contents["accuracy"].rows, modules, contents["kept"].rows),
         continuations=report_continuations(run).continuations,
         protocol=protocol(run),

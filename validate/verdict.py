@@ -21,7 +21,7 @@ from math import isfinite
 from typing import Literal
 
 from ..options import WITHOUT_FP8
-from .columns import interval, nats, too_short
+from .columns import Column, Table, interval, nats, too_short
 from .tables import AccuracyRow
 
 Kind = Literal["same", "noise", "better", "worse", "unknown", "broken"]
@@ -109,6 +109,15 @@ class Standing:
     tuned: str | None
     engine: bool
     repository: bool
+
+
+def step_table(steps: Sequence[Step]) -> Table[Step]:
+    """What to do next, most urgent first."""
+    columns = (
+        Column[Step]("why", lambda step: step.why, numeric=False),
+        Column[Step]("command", lambda step: step.command, numeric=False),
+    )
+    return Table("What to do next", steps, columns, "Nothing.")
 
 
 def budget(found: Verdict) -> str:
