@@ -23,8 +23,8 @@ from .stored import CACHE_FILE
 UNLOADABLE = {
     "format": "fp8q",
     "reason": (
-        "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this "
-        "checkpoint, transformers and vLLM cannot"
+        "FP8 codes in Conv1D modules, for which compressed-tensors has no form; fp8q and the graphs that it exports "
+        "serve this checkpoint, transformers and vLLM cannot"
     ),
 }
 #: The same for the INT8 weights that FP8 is compared with.
@@ -42,12 +42,13 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 @dataclass(frozen=True)
 class Form:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
-    there are scales of a cache that they would read.
+    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model.
     """
 
     modules: Mapping[str, nn.Module]
     loadable: bool
     cache: bool
+    no_graph: str | None = None
 
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
@@ -68,8 +69,10 @@ class Form:
         return None
 
 
-def form_of(source: Source, scales: Scales) -> Form:
-    """The form of the model in `source` when the modules in `scales.activations` are quantized."""
+def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
+    """The form of the model in `source` when the modules in `scales.activations` are quantized, with the reason why it
+    has no graph.
+    """
     model = meta_model(source)
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
@@ -77,4 +80,4 @@ def form_of(source: Source, scales: Scales) -> Form:
         any(hasattr(model.get_submodule(name), projection) for projection in PROJECTIONS)
         for name in attention_modules(model).values()
     )
-    return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv")
+    return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv", no_graph=no_graph)
