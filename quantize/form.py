@@ -7,6 +7,7 @@ and no error. And it puts the scales of a cache into attention modules that it k
 in others it would find keys that it does not expect. For a cache of which only the values are codes it has no words.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -37,6 +38,8 @@ INTEGERS = {
 }
 #: What compressed-tensors knows an attention module with a cache by (its `_KV_CACHE_PROJECTION_NAMES`).
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+#: And by an argument of one of these names.
+CACHES = frozenset({"past_key_value", "past_key_values"})
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,14 @@ class Form:
         return None
 
 
+def has_place(attention: nn.Module) -> bool:
+    """Whether compressed-tensors knows an attention module as one with a cache: by a projection, and by what it is
+    called with (GPT-J's cache is `layer_past`).
+    """
+    called_with = inspect.signature(attention.forward).parameters.keys()
+    return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
+
+
 def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
     """The form of the model in `source` when the modules in `scales.activations` are quantized, with the reason why it
     has no graph.
@@ -76,8 +87,5 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
     model = meta_model(source)
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
-    known = all(
-        any(hasattr(model.get_submodule(name), projection) for projection in PROJECTIONS)
-        for name in attention_modules(model).values()
-    )
+    known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
     return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv", no_graph=no_graph)

@@ -20,12 +20,17 @@ from ..conftest import MadeOnce, Result, Texts
 Fp8q = Callable[..., Result]
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}
-#: Capped logits; an attention that cannot be replaced, without a cache that can be told apart.
+#: Capped logits; a cache that compressed-tensors has no place for; a cache whose layers cannot be told apart.
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "Gemma2Config": (
         GROUPED | {"head_dim": 32, "sliding_window": 8},
         "fp8",
         "Gemma2ForCausalLM caps its attention logits",
+    ),
+    "GPTJConfig": (
+        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
+        "fp8",
+        "GPTJForCausalLM has an attention that transformers does not let be replaced",
     ),
     "GPTNeoConfig": (
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "pad_token_id": 0},
