@@ -202,7 +202,7 @@ def _calibrate(
         )
     else:
         choosing.quantize(found, source, products, options, notes)
-        graphs.export(found, all_options.export, notes)
+        graphs.export_or_note(found, all_options.export, notes)
     return found
 
 
@@ -230,6 +230,7 @@ def _measured(
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)
+        ahead.check_graph(found, products, later.engine if later else None, later.validate if later else None, notes)
         ahead.check_calibrate(source, options, all_options.export)
         collected = corpora.collect(source, load_tokenizer(source), *texts, options, notes)
         measuring.check_batches(options, len(collected.windows), world)
@@ -279,7 +280,7 @@ def merge(
     with ahead.nothing_left(found):
         merging.write(found, source, merged, notes, overlap)
         choosing.quantize(found, source, products, options, notes)
-        graphs.export(found, export_options, notes)
+        graphs.export_or_note(found, export_options, notes)
     return found
 
 
@@ -323,7 +324,7 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     found, notes = open_run(path), Notes(progress)
     chosen, source = choosing.rescaled(found, options), sources.source_of(found)
     choosing.quantize(found, source, sources.products_of(source, chosen), chosen, notes)
-    graphs.export(found, graphs.exported_options(found), notes)
+    graphs.export_or_note(found, graphs.exported_options(found), notes)
     return found
 
 
@@ -555,12 +556,16 @@ def run(
     if place().rank:
         return found  # the first rank alone does what follows
     gates, unfinished = list[GateError](), list[UnfinishedError]()
-    for step in (
-        lambda: build_engine(out, options.engine, progress),
-        lambda: validate(out, None, options.validate, progress),
-        lambda: triton(out, options.triton, progress),
-        lambda: report(out, progress=progress),
-    ):
+    steps: dict[str, Callable[[], object]] = {
+        "build-engine": lambda: build_engine(out, options.engine, progress),
+        "validate": lambda: validate(out, None, options.validate, progress),
+        "triton": lambda: triton(out, options.triton, progress),
+        "report": lambda: report(out, progress=progress),
+    }
+    for name, step in steps.items():
+        if name in graphs.OF_A_GRAPH and found.without_graph():
+            progress.note(f"{name}: left out, since {out} has no ONNX graph")
+            continue
         try:
             step()
         except GateError as gate:

@@ -87,6 +87,7 @@ class StageRecord(Strict):
         default_factory=dict, description="what it was computed on, where that decides its last bits"
     )
     unfinished: tuple[str, ...] | None = Field(default=None, description="what failed of it, and is tried again")
+    refused: str | None = Field(default=None, description="why it cannot be done of this model: nothing was written")
 
 
 class RunRecord(Strict):
@@ -108,13 +109,14 @@ class RunRecord(Strict):
 @dataclass
 class StageLog:
     """What a running stage says of itself; `outputs` are hashed when it ends. What is `unfinished` of it the next call
-    goes on with.
+    goes on with; `refused` says why it cannot be done of this model.
     """
 
     outputs: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, JsonValue] = field(default_factory=dict)
     unfinished: tuple[str, ...] = ()
+    refused: str | None = None
 
 
 def command(stage: str, root: Path) -> str:

@@ -91,7 +91,8 @@ class Run:
     def require(self, path: Path, stage: str) -> Path:
         """Return `path` when it is the file that `stage` wrote.
 
-        Raises InputError, naming the command to run, when the stage has not been run or the file has been changed.
+        Raises InputError, naming the command to run, when the stage has not been run or the file has been changed, and
+        with the reason where it cannot be done of this model.
         """
         if not self.exists():
             raise InputError(
@@ -99,6 +100,8 @@ class Run:
                 f"--out {self.root}`"
             )
         recorded, again = self.record().stages.get(stage), command(stage, self.root)
+        if stage.startswith("export"):
+            self.refuse_without_graph()
         name = str(path.relative_to(self.root))
         if recorded is None or name not in recorded.outputs or not path.is_file():
             raise InputError(f"{path}: is missing; `{again}` writes it, run that first")
@@ -117,7 +120,9 @@ class Run:
         """
         recorded = self.record().stages.get(stage)
         asked = (dict(inputs), json.loads(json.dumps(dict(options))), __version__)
-        if recorded is None or recorded.unfinished or (recorded.inputs, recorded.options, recorded.version) != asked:
+        if recorded is None or recorded.unfinished or recorded.refused:
+            return False
+        if (recorded.inputs, recorded.options, recorded.version) != asked:
             return False
         if not all((self.root / name).is_file() for name in recorded.outputs):
             return False
@@ -162,6 +167,7 @@ class Run:
                     peak_memory_bytes=peak_memory_bytes(),
                     machine=log.machine,
                     unfinished=log.unfinished or None,
+                    refused=log.refused,
                 )
                 write_document(self.record_file, record.model_copy(update={"stages": {**others, name: done}}))
                 if not log.unfinished:
@@ -193,6 +199,16 @@ class Run:
         ):
             with suppress(OSError, InputError):
                 write_document(self.record_file, before)
+
+    def without_graph(self) -> str | None:
+        """Why no ONNX graph can be made of this model, as the stage `export` found; None where it can."""
+        exported = self.record().stages.get("export")
+        return exported.refused if exported else None
+
+    def refuse_without_graph(self) -> None:
+        """Raise InputError, with the reason, where no ONNX graph can be made of this model."""
+        if reason := self.without_graph():
+            raise InputError(no_graph(self.root, reason))
 
     def is_stale(self, stage: str) -> bool:
         """Whether a file that the finished `stage` read has been made anew since: what it wrote is of another
@@ -289,6 +305,14 @@ class Run:
 
 
 LOCK = ".lock"
+
+
+def no_graph(root: Path, reason: str) -> str:
+    """What is said of the run at `root` wherever it is asked for the ONNX graph that it cannot have."""
+    return (
+        f"{root}: has no ONNX graph, since {reason}; `fp8q generate {root} --runtime reference` runs its checkpoint, "
+        f"and {root}/model/README.md says what else does"
+    )
 
 
 def _is_ours(path: Path) -> bool:

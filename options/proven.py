@@ -17,6 +17,8 @@ RUNTIMES = (
 FLOAT = frozenset({"bf16", "fp32", "original"})
 #: What runs no FP8: the float model, and what FP8 is compared with.
 WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
+#: What runs the checkpoint, or the source model, and no graph.
+WITHOUT_GRAPH = FLOAT | {"reference"}
 #: How the products of codes are added: `quantize.adder`.
 Accumulator = Literal["fp32", "fp22", "two-level"]
 #: Which cost `tune` spares: the bytes that a decode step reads, or the operations of a prompt.
@@ -38,7 +40,8 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValidateOptions(Options):
-    """Options of `fp8q validate`. `context` None: the window of calibration; `stride` None: all of the
+    """Options of `fp8q validate`. `runtimes` None: bf16, reference and, where the run has a graph,
+    onnxruntime. `context` None: the window of calibration; `stride` None: all of the
     text's tokens in it.
 
     The runtime `bf16` is what the others are compared with; `fp32` is the source model in FP32, from which BF16's own
@@ -49,11 +52,11 @@ class ValidateOptions(Options):
     """
 
     runtimes: Annotated[
-        tuple[str, ...],
+        tuple[str, ...] | None,
         option(
             EVALUATION, f"Of {', '.join(RUNTIMES)}; separated by commas.", "LIST", ",".join(RUNTIMES[:3]), runtimes_of
         ),
-    ] = RUNTIMES[:3]
+    ] = None
     context: Annotated[
         int | None, option(EVALUATION, "Tokens in an evaluation window.", "N", "the calibration window")
     ] = None
@@ -79,9 +82,14 @@ class ValidateOptions(Options):
     ] = 4
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        """The runtimes: those that were asked for, or else all that are run by default."""
+        return RUNTIMES[:3] if self.runtimes is None else self.runtimes
+
+    @property
     def baselines(self) -> "tuple[Baseline, ...]":
         """The precisions beside FP8 that the runtimes need the graphs of."""
-        return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.runtimes)
+        return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.chosen)
 
 
 @dataclass(frozen=True)

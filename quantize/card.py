@@ -18,14 +18,19 @@ CARD = """\
 scale per tensor, {cache}.
 {terms}{given}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
 
-{loading} `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
+{loading} {graphs}
+"""
+#: What is said of the graphs beside it.
+GRAPHS = """\
+`model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
 ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes FP8 nodes that it then rejects itself:
 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = onnxruntime.InferenceSession("model.fp32.onnx", options)
-"""
+    session = onnxruntime.InferenceSession("model.fp32.onnx", options)"""
+#: Where there are none.
+NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime reference` runs it."
 #: What is said where some activations take two codes.
 TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
@@ -87,6 +92,7 @@ def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(plain(architecture), scales.cache_parts, form),
+        graphs=GRAPHS if form.no_graph is None else NO_GRAPH.format(reason=plain(form.no_graph)),
     )
 
 

@@ -39,16 +39,21 @@ SHARD_BYTES = 512 << 20
 
 
 def quantize_checkpoint(
-    source: Source, directory: Path, scales: Scales, rounding: Rounding, report: Reporter
+    source: Source,
+    directory: Path,
+    scales: Scales,
+    rounding: Rounding,
+    report: Reporter,
+    no_graph: str | None = None,
 ) -> Scales:
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
     `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
     `scales.format`; a checkpoint of integers is for the graph beside it (`quantize.baselines`), and so has no tokenizer
-    and no model card. Raises InputError when the source stores a module's weight under another name than transformers
-    does.
+    and no model card. `no_graph`: why no ONNX graph will lie beside it, for the card. Raises InputError when the source
+    stores a module's weight under another name than transformers does.
     """
-    weights, form = source.weights(), form_of(source, scales)
+    weights, form = source.weights(), form_of(source, scales, no_graph)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:

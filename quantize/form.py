@@ -7,6 +7,7 @@ and no error. And it puts the scales of a cache into attention modules that it k
 in others it would find keys that it does not expect. For a cache of which only the values are codes it has no words.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +24,8 @@ from .stored import CACHE_FILE
 UNLOADABLE = {
     "format": "fp8q",
     "reason": (
-        "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve this "
-        "checkpoint, transformers and vLLM cannot"
+        "FP8 codes in Conv1D modules, for which compressed-tensors has no form; fp8q and the graphs that it exports "
+        "serve this checkpoint, transformers and vLLM cannot"
     ),
 }
 #: The same for the INT8 weights that FP8 is compared with.
@@ -37,17 +38,20 @@ INTEGERS = {
 }
 #: What compressed-tensors knows an attention module with a cache by (its `_KV_CACHE_PROJECTION_NAMES`).
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+#: And by an argument of one of these names.
+CACHES = frozenset({"past_key_value", "past_key_values"})
 
 
 @dataclass(frozen=True)
 class Form:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
-    there are scales of a cache that they would read.
+    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model.
     """
 
     modules: Mapping[str, nn.Module]
     loadable: bool
     cache: bool
+    no_graph: str | None = None
 
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
@@ -68,13 +72,20 @@ class Form:
         return None
 
 
-def form_of(source: Source, scales: Scales) -> Form:
-    """The form of the model in `source` when the modules in `scales.activations` are quantized."""
+def has_place(attention: nn.Module) -> bool:
+    """Whether compressed-tensors knows an attention module as one with a cache: by a projection, and by what it is
+    called with (GPT-J's cache is `layer_past`).
+    """
+    called_with = inspect.signature(attention.forward).parameters.keys()
+    return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
+
+
+def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
+    """The form of the model in `source` when the modules in `scales.activations` are quantized, with the reason why it
+    has no graph.
+    """
     model = meta_model(source)
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
-    known = all(
-        any(hasattr(model.get_submodule(name), projection) for projection in PROJECTIONS)
-        for name in attention_modules(model).values()
-    )
-    return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv")
+    known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
+    return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv", no_graph=no_graph)

@@ -16,13 +16,15 @@ from .scales import Scales, Skipped
 @dataclass(frozen=True)
 class Products:
     """The matrix products of a model: all by name, the output head's name, those of a class that cannot be quantized
-    (name -> class), and those that an FP8 checkpoint has no codes for.
+    (name -> class), and those that an FP8 checkpoint has no codes for. `no_graph`: why no ONNX graph can be made of the
+    model.
     """
 
     names: tuple[str, ...]
     head: str | None
     unknown: dict[str, str]
     wide: frozenset[str] = frozenset()
+    no_graph: str | None = None
 
 
 def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:

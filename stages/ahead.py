@@ -18,10 +18,11 @@ from ..run import Run
 from .measuring import streamed
 from .other_text import cut_for
 from .steps import Notes, device
-from .validating import check_accumulator, check_comparable
+from .validating import check_accumulator, check_comparable, check_runtimes
 
 if TYPE_CHECKING:
     from ..calibrate.model.source import Source
+    from ..quantize.policy import Products
     from .corpora import Collected
 
 
@@ -58,13 +59,10 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
 
 
 def check_later(run: Run, engine: EngineOptions, validate: ValidateOptions) -> None:
-    """Raise what the stages after `calibrate` would of their options alone: a target or a runtime that is not there, a
-    gate that has nothing to compare, graphs that no stage before them writes.
+    """Raise what the stages after `calibrate` would of their options alone: a gate that has nothing to compare, graphs
+    that no stage before them writes.
     """
-    from ..export.engine.build import resolve
-
-    resolve(engine)
-    check_comparable(validate.runtimes, validate.max_ppl_increase)
+    check_comparable(validate.chosen, validate.max_ppl_increase)
     check_accumulator(validate)
     done = run.record().stages
     for precision in (*validate.baselines, *([engine.precision] if engine.precision != "fp8" else [])):
@@ -73,6 +71,23 @@ def check_later(run: Run, engine: EngineOptions, validate: ValidateOptions) -> N
                 f"{run.root}: has no graph in {precision}, which is made of a finished run; leave it out of this one, "
                 f"and run `fp8q export {run.root} --precision {precision}` after it"
             )
+
+
+def check_graph(
+    run: Run, products: "Products", engine: EngineOptions | None, validate: ValidateOptions | None, notes: Notes
+) -> None:
+    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `validate` that would run
+    it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
+    """
+    if products.no_graph is None:
+        if engine:
+            from ..export.engine.build import resolve
+
+            resolve(engine)
+        return
+    if validate:
+        check_runtimes(validate.runtimes, run, products.no_graph)
+    notes.note(f"{products.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
 
 
 def check_fit(source: "Source", collected: "Collected", engine: EngineOptions, validate: ValidateOptions) -> None:

@@ -31,6 +31,7 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
     from ..quantize.baselines import write_bf16, write_int8
     from ..quantize.scales import load_scales
 
+    run.refuse_without_graph()
     scales, record = load_scales(run), run.record()
     inputs: dict[str, str] = {"model": record.model["fingerprint"]}
     options: dict[str, Any] = {}

@@ -23,6 +23,7 @@ def build(run: Run, options: EngineOptions, notes: Notes) -> "list[EngineInfo]":
     from ..export.engine.build import build_engines, resolve
     from ..export.engine.info import check_share, engine_stage, load_engines
 
+    run.refuse_without_graph()
     options = resolve(options)
     precision, name = options.precision, engine_stage(options.precision)
     inputs, promised = files_of(run, precision), load_scales(run).promised if precision == "fp8" else []

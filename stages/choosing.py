@@ -51,7 +51,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     with stage(run, "quantize", inputs, chosen, notes) as log:
         key = {"inputs": inputs, "options": chosen}
         with _rounding(run, source, scales, options, key, notes) as rounding, replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, rounding, notes)
+            scales = quantize_checkpoint(source, partial, scales, rounding, notes, products.no_graph)
             if exported:
                 carry_graphs(run, partial)
         write_document(run.scales, scales)

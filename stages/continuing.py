@@ -28,7 +28,9 @@ def write_continuations(run: Run, count: int, notes: Notes) -> None:
     """
     if not count or not run.evaluation.is_file():
         return
-    inputs = fp8_files(run) | {run.evaluation.name: run.record().stages["corpus"].outputs[run.evaluation.name]}
+    inputs = fp8_files(run, graph=False) | {
+        run.evaluation.name: run.record().stages["corpus"].outputs[run.evaluation.name]
+    }
     chosen: dict[str, object] = {"continuations": count, "tokens": TOKENS}
     if run.is_current("continue", inputs, chosen):
         return

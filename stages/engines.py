@@ -66,6 +66,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     from ..export.lint.check import promised_attention, promised_terms, sound_graph
     from ..quantize.scales import load_scales
 
+    run.refuse_without_graph()
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
     engines = load_engines(run)
     built = [info.target for info in engines]

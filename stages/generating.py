@@ -66,7 +66,7 @@ def _torch_session(run: Run, runtime: str) -> Session:
 
     if runtime == "bf16":
         return TorchSession(load_model(source_of(run), torch.bfloat16, device()))
-    fp8_files(run)
+    fp8_files(run, graph=False)
     reference = open_reference(run, "fast", device())
     return TorchSession(reference.model, reference.new_cache)
 

@@ -1,6 +1,7 @@
 """The stage `export`: both ONNX graphs beside the checkpoint; and the files that every FP8 runtime reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,38 @@ from ..files import replacing, sha256_file, write_document
 from ..options import Clipping, ExportOptions, Precision, Terms
 from ..quantize.stored import ATTENTION_SCALES, checkpoint_of
 from ..record import FP8_STAGES, command
-from ..run import GRAPH, Run
+from ..run import GRAPH, Run, no_graph
 from .queries import measure_queries
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
     from ..findings import Finding
 
+#: The stages that make something of an ONNX graph.
+OF_A_GRAPH = ("build-engine", "triton")
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
 SMALLEST_FP16_SCALE = 2.0**-15
 
 
+class NoGraphError(InputError):
+    """No ONNX graph can be made of a model; what else there is of a run is whole."""
+
+
+def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
+    """The stage `export`, which ends well where no graph can be made of the model, with a note that says why."""
+    from ..export.graph.trace import UntraceableError
+
+    try:
+        export(run, asked, notes)
+    except (NoGraphError, UntraceableError):
+        notes.note(no_graph(run.root, str(run.without_graph())))
+
+
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """The stage `export`: both ONNX graphs beside the checkpoint, linted."""
+    """The stage `export`: both ONNX graphs beside the checkpoint, linted.
+
+    Raises NoGraphError, or what torch's exporter raised, where none can be made of the model, and the record says so.
+    """
     from ..calibrate.measure.statistics import load_record
     from ..export.forms import write_form
     from ..export.graph.trace import export_model
@@ -39,6 +59,10 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     check_dtype({module: scales.activations[module].scale for module in scales.two_terms}, asked)
     traced = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
     options = traced | ({"weight_scale": asked.weight_scale} if asked.weight_scale != "dq" else {})
+    refused = None if has_graphs(run) else why_no_graph(run)
+    if refused:
+        refuse(run, inputs, options, refused, notes)
+        raise NoGraphError(no_graph(run.root, refused))
     if asked.attention == "fp8":
         measure_queries(run, notes)
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
@@ -50,7 +74,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     before = dict(run.record().stages["export"].options) if has_graphs(run) else {}
     form = before.pop("weight_scale", ExportOptions.weight_scale)
     carried = before == traced
-    with stage(run, "export", inputs, options, notes) as log:
+    with refusing(run, inputs, options, notes), stage(run, "export", inputs, options, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
         promised = {module: activation.scale for module, activation in scales.activations.items()}
@@ -70,6 +94,39 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         log.outputs += findings
         for path, found in findings.items():
             say(path, found, notes)
+
+
+def why_no_graph(run: Run) -> str | None:
+    """Why no graph can be made of the model whose checkpoint is in `run`, told without its weights; None where one
+    can, as far as that is seen before it is traced.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from ..export.graph.support import unsupported
+    from ..export.graph.trace import empty_model
+
+    model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
+    return unsupported(model.eval())
+
+
+@contextmanager
+def refusing(run: Run, inputs: Mapping[str, str], options: Mapping[str, object], notes: Notes) -> Iterator[None]:
+    """Record that no graph can be made where torch's exporter finds that out in the block."""
+    from ..export.graph.trace import UntraceableError
+
+    try:
+        yield
+    except UntraceableError as error:
+        refuse(run, inputs, options, error.reason, notes)
+        raise
+
+
+def refuse(run: Run, inputs: Mapping[str, str], options: Mapping[str, object], reason: str, notes: Notes) -> None:
+    """Record the stage `export` as one that cannot be done, and why: whatever needs the graph says so from there."""
+    notes.lines.append(f"no ONNX graph: {reason}")  # the report shows a stage's notes
+    with stage(run, "export", inputs, options, notes) as log:
+        log.refused = reason
 
 
 def check_dtype(two_terms: Mapping[str, float], asked: ExportOptions) -> None:
@@ -137,7 +194,7 @@ def has_graphs(run: Run) -> bool:
     A checkpoint that they no longer fit took them away (`export.graph.carry`).
     """
     exported = run.record().stages.get("export")
-    if exported is None or exported.version != __version__:
+    if exported is None or exported.version != __version__ or exported.refused:
         return False
     return all(
         (run.root / name).is_file() and sha256_file(run.root / name) == digest
@@ -152,18 +209,22 @@ def exported_options(run: Run) -> ExportOptions:
     return ExportOptions(**options)
 
 
-def fp8_files(run: Run) -> dict[str, str]:
+def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
     """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there
     now. Raises InputError.
+
+    `graph` False: for runtimes that read the checkpoint alone, where no graph can be made of the model.
     """
     run.refuse_stale(*FP8_STAGES)
     hashes = _written(run, "quantize", "export")
-    run.require(run.onnx, "export")
+    if graph or not run.without_graph():
+        run.require(run.onnx, "export")
     return hashes
 
 
 def files_of(run: Run, precision: Precision) -> dict[str, str]:
     """The same of the files that the runtimes of a precision read."""
+    run.refuse_without_graph()
     if precision == "fp8":
         return fp8_files(run)
     hashes = _written(run, f"export-{precision}")

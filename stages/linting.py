@@ -89,6 +89,7 @@ def lint_run(path: Path) -> LintedRun:
             "config.pbtxt); name an ONNX file, a Triton repository, a checkpoint or a run"
         )
     run = open_run(path)
+    run.refuse_without_graph()
     parts = [lint_graph(graph, run) for graph in (run.onnx, run.onnx_fp32)]
     engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
     parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))

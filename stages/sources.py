@@ -10,16 +10,18 @@ from ..reporter import SILENT, Reporter
 from ..run import Run
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
     from ..quantize.policy import Products
 
 
 def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
-    """The matrix products of the source model, told without its weights.
+    """The matrix products of the source model, told without its weights, and why no graph can be made of it.
 
-    Raises InputError for a model that cannot be exported, naming what it does, and for patterns of `options` that match
-    nothing or leave nothing.
+    Raises InputError for a model that cannot be quantized, for an FP8 cache of layers that nobody can tell apart, and
+    for patterns of `options` that match nothing or leave nothing.
     """
     from ..calibrate.model.products import (
         attention_modules,
@@ -35,11 +37,13 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     from ..quantize.policy import Products, match_terms, select
 
     model = meta_model(source)
-    if reason := unsupported(model, source):
-        raise InputError(
-            f"{source.name}: {source.architecture} {reason}, which fp8q does not do for now; give another model"
-        )
     check_forward(source)
+    check_stored(source, model)
+    if options.kv_cache != "off" and len(attention_modules(model)) != source.text_config.num_hidden_layers:
+        raise InputError(
+            f"--kv-cache {options.kv_cache}: {source.architecture} writes its cache where it cannot be told which "
+            "layer it is, so that no scale has a place; leave it out"
+        )
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not takes_quantizers(module)} | others
     given = given_of(source)
@@ -48,11 +52,28 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         output_head(model),
         {name: type(module).__name__ for name, module in unknown.items()},
         frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
+        unsupported(model),
     )
     chosen, _ = select(products, options.skip, options.only)
     match_terms(options.two_terms, products, chosen)
     check_inherit(source, chosen, attention_modules(model).values(), options)
     return products
+
+
+def check_stored(source: "Source", model: "PreTrainedModel") -> None:
+    """Raise InputError where transformers makes a weight of other tensors than those that are stored: codes take the
+    place of these.
+    """
+    from ..calibrate.model.products import matrix_products
+
+    stored = source.weights().names()
+    tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
+    for name, product in matrix_products(model).items():
+        if product is not tied and source.stored(f"{name}.weight") not in stored:
+            raise InputError(
+                f"{source.name}: {source.architecture} stores no {name}.weight, which transformers makes of other "
+                "tensors when it loads them; load it once and save_pretrained it"
+            )
 
 
 def check_forward(source: "Source") -> None:

@@ -18,7 +18,7 @@ from ..run import Run
 from .candidates import Prepared, batches_of, parted, prepare
 from .choosing import quantize, recorded
 from .corpora import load_tokens
-from .graphs import clipping_of, export, exported_options
+from .graphs import clipping_of, export_or_note, exported_options
 from .measuring import measure
 from .other_text import evaluation
 from .sources import products_of, source_of
@@ -108,7 +108,7 @@ def apply(run: Run, found: "Tuning", notes: Notes) -> None:
         assert isinstance(batch_size, int), "the stage measure writes it"
         measure(run, source, CalibrateOptions(batch_size=batch_size, weight_rounding="gptq"), notes)
     quantize(run, source, products_of(source, options), options, notes)
-    export(run, exported_options(run), notes)
+    export_or_note(run, exported_options(run), notes)
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 
 

@@ -1,11 +1,12 @@
 """The stage `validate`: the held-out text, or another, through the runtimes; and the gate on what is lost."""
 
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BackendError, GateError, InputError, UnfinishedError
-from ..options import FLOAT, WITHOUT_FP8, ValidateOptions
+from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
 from ..run import Run
 from .corpora import load_tokens
 from .graphs import files_of, fp8_files
@@ -27,15 +28,15 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     """
     from ..validate.accuracy import load_accuracy, save_accuracy
 
-    inputs = fp8_files(run)
+    inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
-    check_comparable(options.runtimes, options.max_ppl_increase)
+    check_comparable(options.chosen, options.max_ppl_increase)
     check_accumulator(options)
     tokens = evaluation(run, data, options, notes)
     inputs["tokens"] = tokens.protocol.sha256
     chosen: dict[str, object] = {
-        "runtimes": list(options.runtimes),
+        "runtimes": list(options.chosen),
         "context": tokens.protocol.context,
         "stride": tokens.protocol.stride,
     }
@@ -57,6 +58,31 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     return accuracy
 
 
+def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
+    """`options` with the runtimes that `run` has: where no graph can be made of the model, the default leaves out what
+    runs one, which a note says. Raises InputError for one of these that is asked for.
+    """
+    if not (reason := run.without_graph()):
+        return options
+    check_runtimes(options.runtimes, run, reason)
+    if options.runtimes is None:
+        kept = tuple(name for name in options.chosen if name in WITHOUT_GRAPH)
+        left = ", ".join(name for name in options.chosen if name not in WITHOUT_GRAPH)
+        notes.note(f"{left}: left out, since {run.root} has no ONNX graph")
+        return replace(options, runtimes=kept)
+    return options
+
+
+def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:
+    """Raise InputError for a runtime that is asked for by name and runs the graph that the run cannot have."""
+    asked = [name for name in runtimes or () if name not in WITHOUT_GRAPH]
+    if asked:
+        raise InputError(
+            f"--runtimes {asked[0]}: runs an ONNX graph, and {run.root} can have none, since {reason}; choose from "
+            f"{', '.join(name for name in RUNTIMES if name in WITHOUT_GRAPH)}"
+        )
+
+
 def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes) -> "Outcome":
     """Run `tokens` through what was asked for; `folder` keeps what a killed call has found.
 
@@ -69,7 +95,7 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
-    made = openers(options.runtimes, run, lambda: source_of(run), device())
+    made = openers(options.chosen, run, lambda: source_of(run), device())
     found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in found.failed else None
@@ -112,10 +138,10 @@ def unfinished(found: "Outcome") -> UnfinishedError:
 
 def check_accumulator(options: ValidateOptions) -> None:
     """Raise InputError for sums of a reference that is not asked for."""
-    if options.accumulator and "reference" not in options.runtimes:
+    if options.accumulator and "reference" not in options.chosen:
         raise InputError(
             f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "
-            f"{', '.join(options.runtimes)}; add reference to --runtimes"
+            f"{', '.join(options.chosen)}; add reference to --runtimes"
         )
 
 

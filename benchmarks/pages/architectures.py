@@ -30,7 +30,7 @@ def unseen_architectures() -> str:
     """Of those that work: how far implementations are apart, and FP8 products."""
     rows = []
     for name, found in load("unseen_architectures")["results"].items():
-        if "refused" in found:
+        if "one_term" not in found:
             continue
         one, two = found["one_term"], found["two_terms"]
         apart = (found["graph_difference"], one["first_position_difference"], two["kl_nats"])
@@ -42,9 +42,11 @@ def unseen_architectures() -> str:
 
 
 def refused_architectures() -> str:
-    """Which are refused, by the reason that is given."""
+    """Which are refused or get no graph, by the reason that is given."""
     reasons: dict[str, list[str]] = {}
     for name, found in load("unseen_architectures")["results"].items():
+        if why := found.get("no_graph"):
+            reasons.setdefault(f"{why.partition(' ')[2]}: no graph", []).append(name.removesuffix("Config"))
         if "refused" in found:
             reason = found["refused"].partition(", which fp8q does not do")[0].partition(" ")[2]
             reasons.setdefault(reason, []).append(name.removesuffix("Config"))

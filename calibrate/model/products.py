@@ -65,9 +65,17 @@ def output_head(model: PreTrainedModel) -> str | None:
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
-    """Layer index -> name of the module that writes that layer of the cache."""
-    return {
-        module.layer_idx: name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(module).__name__.lower()
-    }
+    """Layer index -> name of the module that writes that layer of the cache; none where there are gaps between them,
+    since a cache has none.
+
+    Of one within another the inner one writes; of two side by side the first, for the second is cross-attention, which
+    a decoder alone does not run.
+    """
+    found: dict[int, str] = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or "attention" not in type(module).__name__.lower():
+            continue
+        if layer not in found or name.startswith(f"{found[layer]}."):
+            found[layer] = name
+    return found if sorted(found) == list(range(len(found))) else {}

@@ -1,5 +1,5 @@
 """Which architectures can be exported, told before any work: the graph's attention and cache must be able to take the
-place of the model's own.
+place of the model's own. What cannot be is quantized all the same, and has no graph.
 
 Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks
 at what it is handed. transformers makes no mask for an attention it does not know, and the graph's own is causal: so a
@@ -19,13 +19,12 @@ from transformers import AttentionInterface, DynamicCache
 
 from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
-from ...calibrate.model.products import attention_modules, matrix_products
+from ...calibrate.model.products import attention_modules
 from .cache import cache_shape
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...calibrate.model.source import Source
 
 LOOKING = "fp8q_looking"
 #: Keywords of an attention that the graph's honours (the first two), or that change nothing in it. `dropout` is 0 in a
@@ -46,18 +45,22 @@ KEYWORDS = {
 CRASHING = {"diffllama"}
 
 
-def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
-    """What of `model` (the meta device will do) cannot be done, to follow the architecture's name in a sentence; None
-    where all can.
+def unsupported(model: "PreTrainedModel") -> str | None:
+    """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
+    where one can be.
 
     1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers'
        interface, where the graph's takes its place. 3. Positions that are counted from the cache, whose length here is
        its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which the builder crashes. 5.
        Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the
-       graph's, a cache of other shapes (`seen_in_a_pass`). 7. Weights that loading makes of other tensors than those
-       stored: the graph points at these.
+       graph's, a cache of other shapes (`seen_in_a_pass`).
     """
-    if getattr(source.text_config, "attn_logit_softcapping", None):
+    reason = _unsupported(model, model.config.get_text_config())
+    return f"{type(model).__name__} {reason}" if reason else None
+
+
+def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
+    if getattr(text, "attn_logit_softcapping", None):
         return "caps its attention logits"
     code = inspect.getsource(sys.modules[type(model).__module__])
     if "ALL_ATTENTION_FUNCTIONS" not in code:
@@ -66,22 +69,12 @@ def unsupported(model: "PreTrainedModel", source: "Source") -> str | None:
         return "counts positions from its cache (its forward takes no position_ids)"
     if "create_position_ids_from_input_ids" in code:
         return "counts positions from its padding token on"
-    if source.text_config.model_type in CRASHING:
+    if text.model_type in CRASHING:
         return "has a differential attention (TensorRT-RTX 1.7.1's builder ends in a segmentation fault on it)"
     layers = attention_modules(model)
-    if sorted(layers) != list(range(source.text_config.num_hidden_layers)):
+    if len(layers) != text.num_hidden_layers:
         return "writes its cache where it cannot be told which layer it is"
-    if reason := seen_in_a_pass(model, layers, cache_shape(source.text_config)):
-        return reason
-    stored = source.weights().names()
-    tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
-    for name, product in matrix_products(model).items():
-        if product is not tied and source.stored(f"{name}.weight") not in stored:
-            return (
-                f"stores no {name}.weight (transformers makes it of other tensors when it loads them: load it once "
-                "and save_pretrained it)"
-            )
-    return None
+    return seen_in_a_pass(model, layers, cache_shape(text))
 
 
 @dataclass

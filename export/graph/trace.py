@@ -40,6 +40,15 @@ Dtype = Literal["bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class UntraceableError(BackendError):
+    """torch's exporter cannot trace an architecture; its `reason` is the clause of a sentence."""
+
+    def __init__(self, reason: str):
+        """Say it whole."""
+        super().__init__(f"{reason}; `model/` is complete without the graph")
+        self.reason = reason
+
+
 def export_model(
     run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, attention: int = 0
 ) -> list[Path]:
@@ -65,7 +74,7 @@ def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Re
 def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Path]:
     """Write both graphs of the checkpoint in `directory`, as `plan` says and the same in FP32; returns their paths.
 
-    Raises BackendError where torch's exporter cannot trace the architecture.
+    Raises UntraceableError where torch's exporter cannot trace the architecture.
     """
     plans = {directory / GRAPH: plan, directory / GRAPH_FP32: replace(plan, dtype=torch.float32)}
     layers: int = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
@@ -131,7 +140,7 @@ def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambd
 
 
 def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
-    """The same, with every layer traced. Raises BackendError where torch's exporter cannot trace the architecture."""
+    """The same, with every layer traced. Raises UntraceableError where torch's exporter cannot trace it."""
     model, tensors = _opened(directory, plan)
     graph = prepare(model, plan)
     if prefix := layer_prefix(model):
@@ -177,9 +186,8 @@ def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
             RuntimeError,
             TypeError,
         ) as error:
-            raise BackendError(
-                f"{config.model_type}: torch {torch.__version__} cannot export this architecture to ONNX "
-                f"({_first_line(error)}); `model/` is complete, serve it with vLLM or transformers"
+            raise UntraceableError(
+                f"torch {torch.__version__} cannot export {type(graph.model).__name__} to ONNX ({_first_line(error)})"
             ) from error
     assert exported is not None, "torch.onnx.export without a file returns its program"
     return exported.model
