@@ -97,7 +97,8 @@ def check_met(found: "Tuning") -> None:
 def apply(run: Run, found: "Tuning", notes: Notes) -> None:
     """Make the checkpoint and graphs of `run` anew by what was chosen, which meets its budget.
 
-    Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does.
+    Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does. A
+    run whose scales are not those that would be chosen may have been asked for just this mix: they are chosen again.
     """
     if found.chosen is None or not found.met:
         return
@@ -107,6 +108,8 @@ def apply(run: Run, found: "Tuning", notes: Notes) -> None:
         batch_size = run.record().stages["measure"].options["batch_size"]
         assert isinstance(batch_size, int), "the stage measure writes it"
         measure(run, source, CalibrateOptions(batch_size=batch_size, weight_rounding="gptq"), notes)
+    if any(change.choice == "rescaled" for change in found.changes):
+        run.scales.unlink(missing_ok=True)
     quantize(run, source, products_of(source, options), options, notes)
     export_or_note(run, exported_options(run), notes)
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")

@@ -2,6 +2,8 @@
 
 from markdown import load, table
 
+DAMAGES = {"outliers": "outlier channels", "scale": "a scale too small", "keys": "saturating keys"}
+
 
 def tune() -> str:
     """What a third of the default's KL costs, and how what was predicted compares with what was found."""
@@ -31,4 +33,26 @@ def tune() -> str:
     return table([*head, "applied", "weight bytes", "prefill", "rounding, cache, two terms"], rows)
 
 
-TABLES = (tune,)
+def culprits() -> str:
+    """What is found of a damaged module, and what repairs it."""
+    rows = [
+        [
+            name,
+            what,
+            str(each["rank"]),
+            f"{1e6 * each['alone_kl_nats']:,.0f} ({1e6 * each['next_kl_nats']:,.0f})",
+            ", ".join(f"`{check}`" for check in each["found_by"]) or "not found",
+            ", ".join(f"`{change['module']}`: {change['choice'].replace('_', ' ')}" for change in each["changes"]),
+            f"{1e6 * found['healthy_kl_nats']:,.0f}",
+            f"{1e6 * each['damaged_kl_nats']:,.0f}",
+            f"{1e6 * each['repaired_kl_nats']:,.0f}",
+        ]
+        for name, found in load("culprit_proof")["results"].items()
+        for damage, what in DAMAGES.items()
+        for each in [found["damages"][damage]]
+    ]
+    head = ["KL × 10⁶", "damage", "rank", "alone (the next)", "found by", "what `tune` changes", "healthy", "damaged"]
+    return table([*head, "repaired"], rows)
+
+
+TABLES = (tune, culprits)
