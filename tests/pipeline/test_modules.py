@@ -208,8 +208,8 @@ def test_the_checkpoint_says_who_can_load_it(conv1d: tuple[Path, Run]) -> None:
     assert document == {
         "format": "fp8q",
         "reason": (
-            "FP8 codes in Conv1D modules, for which compressed-tensors has no form; model.onnx and fp8q serve "
-            "this checkpoint, transformers and vLLM cannot"
+            "FP8 codes in Conv1D modules, for which compressed-tensors has no form; fp8q and the graphs that "
+            "it exports serve this checkpoint, transformers and vLLM cannot"
         ),
     }
     card = (run.model / "README.md").read_text(encoding="utf-8")

@@ -109,7 +109,7 @@ def test_a_whole_run_ends_its_other_stages_when_a_runtime_fails(
 ) -> None:
     stages = list[str]()
     for name in ("build_engine", "triton", "report"):
-        monkeypatch.setattr(api, name, lambda *given, name=name: stages.append(name))
+        monkeypatch.setattr(api, name, lambda *given, name=name, **named: stages.append(name))
     monkeypatch.setattr(api, "_calibrate", lambda *given: run)
     monkeypatch.setattr(OnnxRuntimeSession, "forward", broken(after=1))
     with pytest.raises(UnfinishedError, match=r"^onnxruntime: failed at window 1 to 8 of \d+ "):
