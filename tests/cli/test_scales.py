@@ -98,7 +98,7 @@ def test_inspect_ranks_what_stands_out_and_simulates_a_history(fp8q: Fp8q, demo_
     result = fp8q("inspect", demo_run.root, "--delayed", "--amax-history-len", 2, "--json")
     assert result.code == 0, result.err
     found = json.loads(result.out)
-    assert list(found) == ["modules", "bf16_cache", "findings", "delayed"]
+    assert list(found) == ["modules", "bf16_cache", "findings", "delayed", "certificate"]
     assert found["bf16_cache"] == []
     severities = [finding["severity"] for finding in found["findings"]]
     assert severities == sorted(severities, reverse=True)
