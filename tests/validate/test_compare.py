@@ -20,6 +20,13 @@ IDS = np.random.default_rng(3).integers(0, VOCABULARY, 120)
 EVALUATION = cut(IDS, "text", 6, 6)  # 20 windows, 100 tokens scored
 
 
+@pytest.fixture(autouse=True)
+def light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is collected but where that is what is tested: after a hundred other tests it takes seconds a time."""
+    if "memory" not in request.node.name:
+        monkeypatch.setattr(comparing, "settle", lambda: None)
+
+
 def table(seed: int, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
 
