@@ -94,7 +94,9 @@ class ValidateOptions(Options):
 
 @dataclass(frozen=True)
 class SensitivityOptions(Options):
-    """Options of `fp8q sensitivity`. `measure` None: as many as a quarter of a pass pays for."""
+    """Options of `fp8q sensitivity`. `measure` None: as many as a quarter of a pass pays for, none with `stream`;
+    `stream` None: when memory does not hold the model.
+    """
 
     windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
     measure: Annotated[
@@ -103,9 +105,18 @@ class SensitivityOptions(Options):
             EVALUATION,
             "Measure so many of the worst by running the model, instead of predicting them.",
             "N",
-            "as many as a quarter of a pass pays for",
+            "as many as a quarter of a pass pays for; none with --stream",
         ),
         between(0),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        option(
+            EVALUATION,
+            "Predict one decoder layer at a time, forward and back.",
+            default="when memory does not hold the model",
+            negative="--no-stream",
+        ),
     ] = None
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
-from transformers import AutoConfig, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.skeleton import skeleton
@@ -32,34 +31,70 @@ class Reference:
         """An empty cache of the kind the model is served with."""
         return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
 
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, which is on codes."""
+        layer = self.model.get_submodule(module)
+        assert isinstance(layer, FP8Linear), "what scales.json has in weights is quantized in the checkpoint"
+        return layer
+
+
+class StoredCodes:
+    """The FP8 layers of a checkpoint that fp8q wrote, each read when it is asked for."""
+
+    def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
+        """Of the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` as `mode` says."""
+        self.model, self.mode, self.device = model, mode, device
+        self.two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
+        self.where = stored_tensors(directory)
+        self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
+        shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
+        self._renamed = renamed_in(config, type(model), shapes)
+
+    @property
+    def modules(self) -> list[str]:
+        """The products whose weights are codes."""
+        return [name.removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")]
+
+    @property
+    def cache_scales(self) -> dict[str, float]:
+        """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
+        names = [name for name in self.where if name.endswith((".k_scale", ".v_scale"))]
+        return {name.removesuffix("_scale"): float(self.read(name)[0]) for name in names}
+
+    def has(self, name: str) -> bool:
+        """Whether there is the tensor that the model calls `name`."""
+        return self._renamed.get(name, name) in self.where
+
+    def read(self, name: str) -> torch.Tensor:
+        """That tensor."""
+        under = self._renamed.get(name, name)
+        tensor: torch.Tensor = self._shards[self.where[under]].get_tensor(under).to(self.device)
+        return tensor
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, on codes."""
+        axis = output_axis(self.model.get_submodule(module))
+        codes, scale = (
+            self.read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale")
+        )
+        terms = 2 if module in self.two_terms else 1
+        bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
+        return FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
+
+
+def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:
+    """The FP8 layers of the checkpoint in `directory`, and a model in `dtype` that has no weights yet."""
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
+
 
 def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> Reference:
     """Load the checkpoint in `directory`; wide parts compute in `dtype`, products as `mode` says (see `linear`)."""
-    config = AutoConfig.from_pretrained(directory)
-    del config.quantization_config
-    two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
-    model = skeleton(config, dtype)
-    shards = {file: safe_open(directory / file, "pt") for file in set(stored_tensors(directory).values())}
-    where = stored_tensors(directory)
-    renamed = renamed_in(
-        config, type(model), {name: tuple(shards[file].get_slice(name).get_shape()) for name, file in where.items()}
-    )
-
-    def read(name: str) -> torch.Tensor:
-        under = renamed.get(name, name)
-        tensor: torch.Tensor = shards[where[under]].get_tensor(under).to(device)
-        return tensor
-
-    quantized = [name.removesuffix(".weight_scale") for name in where if name.endswith(".weight_scale")]
-    layers: dict[str, nn.Module] = {}
-    for module in quantized:
-        axis = output_axis(model.get_submodule(module))
-        codes, scale = (read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale"))
-        terms = 2 if module in two_terms else 1
-        bias = read(f"{module}.bias") if renamed.get(f"{module}.bias", f"{module}.bias") in where else None
-        layers[module] = FP8Linear(codes, scale[:, 0], read(f"{module}.input_scale")[0], bias, mode, terms)
-    replace_linears(model, layers)
-    wide = {name: read(name) for name in model.state_dict() if renamed.get(name, name) in where}
+    codes = open_codes(directory, mode, dtype, device)
+    model = codes.model
+    replace_linears(model, {module: codes.layer(module) for module in codes.modules})
+    wide = {name: codes.read(name) for name in model.state_dict() if codes.has(name)}
     model.load_state_dict(
         {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()},
         strict=False,
@@ -68,10 +103,7 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     model.tie_weights()
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"the checkpoint has no {unset[0]}"
-    caches = {
-        name.removesuffix("_scale"): float(read(name)[0]) for name in where if name.endswith((".k_scale", ".v_scale"))
-    }
     torch.nn.Module.to(model, device)
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
-    return Reference(model, caches)
+    return Reference(model, codes.cache_scales)

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from ..calibrate.measure.moments import add_product
 from ..calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
-from ..calibrate.model.decoder import Call, NoChainError, equal_calls, record_calls, refusal
+from ..calibrate.model.decoder import Call, NoChainError
 from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
 from ..errors import InputError
@@ -124,14 +124,13 @@ class Sequence(Chain):
             return self.rounded
         if done > 1:
             going_on(report, done, self.layers.count)
-        calls = self._enter(done > 0)
+        calls = self._entered(done > 0)
         tokens = sum(ids.size for ids in self.batches.values())
         with report.track(
             f"Rounding {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens"
         ) as advance:
             for index in remaining:
-                inside = [name for name, _ in self.model.named_modules() if self.layers.index(name) == index]
-                with self.weights.filled(inside), torch.inference_mode():
+                with self.weights.filled(self.inside(index)), torch.inference_mode():
                     self._layer(index, calls)
                 self._end(index + 2)
                 advance(tokens)
@@ -143,26 +142,19 @@ class Sequence(Chain):
             states[(step - 1) % 2].flush()
         self.rounded.end(step)
 
-    def _enter(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
-        """Step 1: from tokens to the hidden states that the first layer gets, the same in both models; returns the
-        layers' calls for each shape of batch.
-
-        `done`: a batch of each shape is enough.
+    def _entered(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
+        """Step 1: what the first layer gets, the same in both models, where that is not `done`; returns the layers'
+        calls for each shape of batch.
         """
-        calls: dict[tuple[int, ...], list[Call]] = {}
-        with self.weights.filled(self.outside, resident=False):
-            for batch, ids in self.batches.items():
-                if done and ids.shape in calls:
-                    continue
-                tokens = torch.from_numpy(ids).to(self.device)
-                made, hidden = record_calls(self.model, self.layers, self.answer, tokens, DynamicCache())
-                if not equal_calls(calls.setdefault(ids.shape, made), made):
-                    raise _no_layers(
-                        refusal(self.source, "gives its decoder layers more of the text than hidden states")
-                    )
-                if not done:
-                    self.float[0].write(batch, hidden)
-                    self.quantized[0].write(batch, hidden)
+
+        def keep(batch: int, hidden: torch.Tensor) -> None:
+            self.float[0].write(batch, hidden)
+            self.quantized[0].write(batch, hidden)
+
+        try:
+            calls = self.enter(self.batches, None if done else keep)
+        except NoChainError as error:
+            raise _no_layers(error) from error
         if not done:
             self._end(1)
         return calls

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import InputError
 from ..files import replacing, write_document
 from ..options import SensitivityOptions
 from ..run import Run
 from .corpora import load_tokens
+from .measuring import beyond
 from .sources import source_of
 from .steps import Notes, arithmetic, device, stage
 
@@ -30,6 +32,10 @@ TOKENS = 1024
 #: What a pass forward and back with all errors takes, and second moments of half of it, in passes forward
 #: (`benchmarks/sensitivity.py`).
 GRADIENT_PASSES = 4.75
+#: The model in FP32 and its codes as FP32 numbers, in times what it takes in BF16.
+COPIES = 4
+#: How a result is told that was made layer by layer.
+STREAMED = {"stream": True}
 #: Passes forward that measuring the worst may take where the user does not say how many.
 MEASURING_PASSES = 0.25
 
@@ -65,11 +71,15 @@ def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensiti
     run.require(run.scales, "quantize")
     inputs = written["quantize"] | {run.calibration.name: written["corpus"][run.calibration.name]}
     chosen: dict[str, object] = {"windows": options.windows, "measure": options.measure}
-    if not run.is_current("sensitivity", inputs, chosen):
+    made_so = [{}] if options.stream is False else [{}, STREAMED]
+    if not any(run.is_current("sensitivity", inputs, chosen | way) for way in made_so):
         source = source_of(run)
+        if stream := _streamed(source, options, notes):
+            chosen |= STREAMED
         key = {"inputs": inputs, "options": chosen, **arithmetic()}
         with stage(run, "sensitivity", inputs, chosen, notes) as log, run.work("sensitivity", key) as folder:
-            write_document(run.sensitivity, _locate(run, source, options, folder, notes))
+            locate = _locate_streamed if stream else _locate
+            write_document(run.sensitivity, locate(run, source, options, folder, notes))
             log.outputs.append(run.sensitivity)
     return load_sensitivity(run)
 
@@ -82,6 +92,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     from ..quantize.reference import load_reference
     from ..quantize.scales import load_scales
     from ..validate.sensitivity.alone import Prefix
+    from ..validate.sensitivity.compensated import Gathered, left_of_sites
     from ..validate.sensitivity.document import Sensitivity, ranked
     from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.sites import Quantizer, sites_of
@@ -97,8 +108,63 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     worst = _worst(sites, progress, prefix, options)
     _measure(quantizer, worst, batches, prefix, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in batches)
-    left = _left(quantizer, sites, folder / "moments", load_tokens(run, run.calibration).size)
+    left = left_of_sites(quantizer, sites, Gathered(folder / "moments"), load_tokens(run, run.calibration).size)
     modules = ranked(scales, sites, tokens, summed(progress.predicted), _added(progress.measured), left)
+    return Sensitivity(windows=windows, tokens=tokens, modules=modules)
+
+
+def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bool:
+    """Whether to go layer by layer: what was asked for, or whether the model in FP32 and its codes, which are held as
+    numbers too, are too large for the memory available, with a note.
+
+    Raises InputError where the worst are to be measured then.
+    """
+    from ..calibrate.model.memory import weight_bytes
+
+    stream = options.stream
+    if stream is None:
+        size = COPIES * weight_bytes(source)
+        stream = bool(too_much := beyond(size))
+        if stream:
+            notes.note(
+                f"--stream: the model in FP32 and its codes take {size / 1e9:,.3g} GB, {too_much}: predicting layer by "
+                "layer"
+            )
+    if stream and options.measure:
+        raise InputError(
+            f"--measure {options.measure}: runs the whole model, and --stream has one decoder layer of it in memory; "
+            "leave it out, or give --no-stream"
+        )
+    return stream
+
+
+def _locate_streamed(
+    run: Run, source: "Source", options: SensitivityOptions, folder: Path, notes: Notes
+) -> "Sensitivity":
+    import torch
+
+    from ..calibrate.measure.statistics import load_record
+    from ..quantize.reference import open_codes
+    from ..quantize.scales import load_scales
+    from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.sensitivity.layerwise import PASSES, Layerwise, Task
+    from ..validate.sensitivity.sites import sites_of
+
+    scales, where = load_scales(run), device()
+    sites = sites_of(scales, load_record(run).groups)
+    ids, windows = _batches(run, options, "cpu")
+    batches = {index: batch.numpy() for index, batch in enumerate(ids)}
+    task = Task(sites, batches, load_tokens(run, run.calibration).size)
+    stored = open_codes(run.model, "exact", torch.float32, where)
+    layerwise = Layerwise(source, stored, scales, task, folder, where)
+    notes.note(
+        f"sensitivity: {len(sites)} tensors on {sum(map(np.size, batches.values())):,} tokens, layer by layer; about "
+        f"{PASSES:.1f} forward passes; none is measured"
+    )
+    found = layerwise.run(notes.report)
+    tokens = sum(batch.numel() - len(batch) for batch in ids)
+    modules = ranked(scales, sites, tokens, summed(found.predicted), {}, found.left)
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -153,21 +219,6 @@ def _predict(
             progress.predicted.append(predict(quantizer, sites, batches[batch], draw, see))
             progress.save()
             advance(1)
-
-
-def _left(quantizer: "Quantizer", sites: "list[Site]", moments: Path, calibrated: int) -> dict[str, float]:
-    """Module -> what `gptq` would leave of the loss of its weight, of those that are rounded to nearest; `calibrated`:
-    the tokens that it would be rounded by.
-    """
-    from ..validate.sensitivity.compensated import Gathered, shares_left
-
-    found, gathered, weights = dict[str, float](), Gathered(moments), quantizer.scales.weights
-    for site in sites:
-        if site.kind == "activation":
-            nearest = [member for member in site.members if weights[member].rounding == "nearest"]
-            errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
-            found |= shares_left(errors, site.module, gathered, calibrated)
-    return found
 
 
 def _worst(

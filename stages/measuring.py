@@ -207,20 +207,29 @@ def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1)
     """Whether to stream: what was asked for, or whether the weights are too large for the memory available, which
     `ranks` on a CPU share, with a note.
     """
-    from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
+    from ..calibrate.model.memory import weight_bytes
 
     if asked is not None:
         return asked
-    size, available = weight_bytes(source), available_bytes(device())
+    size = weight_bytes(source)
+    if not (too_much := beyond(size, ranks)):
+        return False
+    notes.note(f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, {too_much}: calibrating layer by layer")
+    return True
+
+
+def beyond(size: int, ranks: int = 1) -> str:
+    """That `size` bytes are more than may be taken of the memory available, which `ranks` on a CPU share; empty where
+    they are not.
+    """
+    from ..calibrate.model.memory import SHARE, available_bytes
+
+    available = available_bytes(device())
     if available is not None and device() == "cpu":
         available //= ranks
     if available is None or size <= SHARE * available:
-        return False
-    notes.note(
-        f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, and {SHARE:.0%} of the memory available is "
-        f"{SHARE * available / 1e9:,.3g} GB: calibrating layer by layer"
-    )
-    return True
+        return ""
+    return f"and {SHARE:.0%} of the memory available is {SHARE * available / 1e9:,.3g} GB"
 
 
 def measure_text(run: Run, text: str, notes: Notes) -> Statistics:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import DynamicCache
 
 from ...errors import InputError
 from ...reporter import Reporter
@@ -105,13 +106,16 @@ class HiddenStates:
 class Chain:
     """A model without weights, and what two tokens show of it: that its layers are a chain, and what they return."""
 
-    def __init__(self, source: Source, device: str, dtype: torch.dtype = torch.bfloat16):
-        """Make it, to compute in `dtype`, and look. Raises InputError for a model that is no chain of layers."""
+    def __init__(self, source: Source, device: str, dtype: torch.dtype = torch.bfloat16, rounded: bool = True):
+        """Make it, to compute in `dtype`, with weights as `Materializer` has them, and look.
+
+        Raises InputError for a model that is no chain of layers.
+        """
         with quiet():
             self.model = skeleton(deepcopy(source.config), dtype)
         self.source, self.device = source, device
         self.products = observed_products(self.model)
-        self.weights = Materializer(self.model, source, device, dtype)
+        self.weights = Materializer(self.model, source, device, dtype, rounded)
         self.layers = find_layers(self.model, source)
         self.outside = [
             name
@@ -130,6 +134,31 @@ class Chain:
         with self.weights.filled(self.outside, resident=False), noting_groups(modules) as groups:
             calls = trace(self.model, meta, self.layers, self.device)
         return groups, answer_of(calls, self.layers, self.source)
+
+    def inside(self, layer: int) -> list[str]:
+        """The names of all modules of one layer."""
+        return [name for name, _ in self.model.named_modules() if self.layers.index(name) == layer]
+
+    def enter(
+        self, batches: Batches, keep: Callable[[int, torch.Tensor], None] | None
+    ) -> dict[tuple[int, ...], list[Call]]:
+        """From tokens to the hidden states that the first layer gets, which `keep` is handed batch by batch (None: a
+        batch of each shape is enough); returns the layers' calls for each shape of batch.
+
+        Raises NoChainError when what the layers are called with depends on the text.
+        """
+        calls: dict[tuple[int, ...], list[Call]] = {}
+        with self.weights.filled(self.outside, resident=False):
+            for batch, ids in batches.items():
+                if keep is None and ids.shape in calls:
+                    continue
+                tokens = torch.from_numpy(ids).to(self.device)
+                made, hidden = record_calls(self.model, self.layers, self.answer, tokens, DynamicCache())
+                if not equal_calls(calls.setdefault(ids.shape, made), made):
+                    raise refusal(self.source, "gives its decoder layers more of the text than hidden states")
+                if keep is not None:
+                    keep(batch, hidden)
+        return calls
 
 
 class Stream(Chain):
@@ -215,7 +244,7 @@ class Stream(Chain):
         layer = self.layers.of(self.model)[index]
         watch = self._watch(index)
         with (
-            self.weights.filled([name for name, _ in self.model.named_modules() if self.layers.index(name) == index]),
+            self.weights.filled(self.inside(index)),
             torch.inference_mode(),
         ):
             for batch, ids in self.what.parts.items():
@@ -254,12 +283,20 @@ def going_on(report: Reporter, layer: int, count: int) -> None:
     report.note(f"going on at decoder layer {layer} of {count}, where an earlier call stopped")
 
 
-def check_space(folder: Path, files: Sequence[Path], size: int, option: str) -> None:
-    """Raise InputError when the disk has no room for `files` of `size` bytes each, which `option` needs."""
+def check_space(
+    folder: Path,
+    files: Sequence[Path],
+    size: int,
+    option: str,
+    remedy: str = "name another directory with --out, or ask for fewer --samples",
+) -> None:
+    """Raise InputError when the disk has no room for `files` of `size` bytes each, which `option` needs; `remedy`:
+    what else helps than to free some.
+    """
     needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file in files)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
             f"{option}: the hidden states take {len(files) * size / 1e9:,.3g} GB on the disk of {folder.parent}, which "
-            f"has {free / 1e9:,.3g} GB free; free some, name another directory with --out, or ask for fewer --samples"
+            f"has {free / 1e9:,.3g} GB free; free some, {remedy}"
         )

@@ -16,11 +16,21 @@ from .source import Source
 
 
 class Materializer:
-    """Gives modules of a skeleton their weights for a while, in BF16, and takes them back."""
+    """Gives modules of a skeleton their weights for a while, and takes them back."""
 
-    def __init__(self, model: PreTrainedModel, source: Source, device: str, dtype: torch.dtype = torch.bfloat16):
-        """Take the weights of `source` for `model`, onto `device`, as BF16 numbers of type `dtype`."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: Source,
+        device: str,
+        dtype: torch.dtype = torch.bfloat16,
+        rounded: bool = True,
+    ):
+        """Take the weights of `source` for `model`, onto `device`, as numbers of type `dtype`, `rounded` to BF16 or as
+        they are stored.
+        """
         self.model, self.weights, self.device, self.dtype = model, source.weights(), device, dtype
+        self.first = torch.bfloat16 if rounded else dtype
         self.name, self.stored = source.name, source.stored
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
@@ -62,6 +72,6 @@ class Materializer:
                 "save_pretrained, which gives tensors their present names"
             )
         mapped = self.weights.tensor(stored)
-        tensor = mapped.to(self.device, torch.bfloat16).to(self.dtype) if mapped.is_floating_point() else mapped
+        tensor = mapped.to(self.device, self.first).to(self.dtype) if mapped.is_floating_point() else mapped
         tensor = tensor.to(self.device)
         return tensor.clone() if resident and tensor is mapped else tensor

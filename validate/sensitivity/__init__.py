@@ -3,6 +3,7 @@
 site        a tensor, named
 sites       what can be quantized alone: each weight, each distinct activation, each cache tensor; and what it loses
 gradients   one pass forward and back that predicts the KL of all of them
+layerwise   the same of a model that memory does not hold, decoder layer by decoder layer
 alone       the KL of one of them, measured
 document    `sensitivity.json`
 """

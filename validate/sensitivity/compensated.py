@@ -14,7 +14,7 @@ On the demo the codes of `gptq` lose, by the same gradients on windows that they
 as much in 15 of 16 groups, and 1.8 times where a fifteenth is left; 1.17 times in the median.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ import torch
 from ...calibrate.measure.moments import add_product, load_moments, moments_file, new_matrix
 from ...files import replacing
 from ...quantize.weight_rounding import DAMPING
+from .site import Site
+from .sites import Quantizer
 
 #: Of the windows that are run, one in so many is gathered.
 EVERY = 2
@@ -100,6 +102,19 @@ def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int)
     errors = error.square().sum(0)[found.order]
     now = float((errors * found.energy).sum())
     return float((errors * torch.minimum(chance * found.left, found.energy)).sum()) / now if now > 0 else 1.0
+
+
+def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathered, calibrated: int) -> dict[str, float]:
+    """Module -> what `gptq` would leave of the loss of its weight, of those that are rounded to nearest and get an
+    activation of `sites` that was `gathered`; `calibrated`: the tokens that it would be rounded by.
+    """
+    found, weights, there = dict[str, float](), quantizer.scales.weights, gathered.tokens
+    for site in sites:
+        if site.kind == "activation" and site.module in there:
+            nearest = [member for member in site.members if weights[member].rounding == "nearest"]
+            errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
+            found |= shares_left(errors, site.module, gathered, calibrated)
+    return found
 
 
 def shares_left(errors: Mapping[str, torch.Tensor], name: str, gathered: Gathered, calibrated: int) -> dict[str, float]:

@@ -43,6 +43,18 @@ class Seen:
         return self.cache.get(site.module)
 
 
+@dataclass(frozen=True)
+class End:
+    """Where a pass forward ended that has `seen` so much: its `value`, and the loss's gradient there, None where it is
+    the loss; `begun`: the hidden states that it began with, where it did not begin with tokens.
+    """
+
+    seen: Seen
+    value: torch.Tensor
+    gradient: torch.Tensor | None = None
+    begun: torch.Tensor | None = None
+
+
 def predict(
     quantizer: Quantizer,
     sites: Sequence[Site],
@@ -54,18 +66,34 @@ def predict(
     labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
-        loss = drawn_loss(quantizer.model, ids, cache, draw)
-        reached = {site: tensor for site in sites if (tensor := seen.of(site)) is not None}
-        gradients = torch.autograd.grad(loss, list(reached.values()), allow_unused=True)
-    see({site.module: tensor.detach() for site, tensor in reached.items() if site.kind == "activation"})
+        end = End(seen, drawn_loss(quantizer.model, ids, cache, draw))
+    return found_back(quantizer, sites, end, see)[0]
+
+
+def found_back(
+    quantizer: Quantizer, sites: Sequence[Site], end: End, see: Callable[[dict[str, torch.Tensor]], None]
+) -> tuple[Predicted, torch.Tensor | None]:
+    """What `predict` finds of the `sites` that a pass came by, back from its `end`; and the gradient where it begins,
+    where it says so. `see` as there.
+    """
+    seen = end.seen
+    passed = {site: tensor for site in sites if (tensor := seen.of(site)) is not None and tensor.requires_grad}
+    begun = [] if end.begun is None else [end.begun]
+    gradients = torch.autograd.grad(end.value, [*passed.values(), *begun], end.gradient, allow_unused=True)
+    reached = [
+        (site, tensor, gradient)
+        for (site, tensor), gradient in zip(passed.items(), gradients[: len(passed)], strict=True)
+        if gradient is not None
+    ]
+    see({site.module: tensor.detach() for site, tensor, _ in reached if site.kind == "activation"})
     with torch.no_grad():
-        return {
+        found = {
             site.key: {
                 name: half_square(gradient, error()) for name, error in _errors(quantizer, site, seen, tensor).items()
             }
-            for (site, tensor), gradient in zip(reached.items(), gradients, strict=True)
-            if gradient is not None
+            for site, tensor, gradient in reached
         }
+    return found, gradients[-1] if begun else None
 
 
 def _errors(

@@ -6,7 +6,7 @@ Each is quantized as the run's checkpoint has it: the codes and scales are read 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from ...calibrate.model.products import attention_modules, observed_products, ou
 from ...quantize.clip import power_of_two_ceil
 from ...quantize.kv_cache import FP8Cache, round_to_codes
 from ...quantize.linear import FP8Linear
-from ...quantize.reference import Reference
 from ...quantize.scales import Scales, TensorScale
 from ...quantize.sequential import product_input
 from .site import Site
@@ -30,16 +29,49 @@ def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:
     return [*weights, *activations, *(Site(name, "kv_cache", (name,)) for name in scales.kv_cache)]
 
 
+class Coded(Protocol):
+    """A checkpoint that fp8q wrote: its products, and the scales of its cache."""
+
+    @property
+    def cache_scales(self) -> Mapping[str, float]:
+        """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, on codes."""
+
+
+class Held:
+    """The products of a checkpoint of which some are in memory for a while: the others are not there."""
+
+    def __init__(self, stored: Coded):
+        """None, yet, of `stored`."""
+        self.stored, self.cache_scales = stored, stored.cache_scales
+        self._layers: dict[str, FP8Linear] = {}
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, which is held."""
+        return self._layers[module]
+
+    @contextmanager
+    def holding(self, modules: Sequence[str]) -> Iterator[None]:
+        """Hold `modules`, and no others, in the block."""
+        self._layers = {module: self.stored.layer(module) for module in modules}
+        try:
+            yield
+        finally:
+            self._layers = {}
+
+
 class Quantizer:
     """The float model, and what each site of its run would do to it."""
 
-    def __init__(self, model: PreTrainedModel, reference: Reference, scales: Scales):
-        """`model` in FP32; `reference` in mode `exact`, of the same run as `scales`."""
+    def __init__(self, model: PreTrainedModel, coded: Coded, scales: Scales):
+        """`model` in FP32; `coded` in mode `exact`, of the same run as `scales`."""
         self.model, self.scales = model, scales
         self.products = {name: module for name, module in observed_products(model).items() if name in scales.weights}
         self.attention = attention_modules(model)
-        self.layers = {name: _layer(reference, name) for name in self.products}
-        self.cache_scales = reference.cache_scales
+        self.coded = coded
+        self.cache_scales = coded.cache_scales
 
     def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
         """What rounding the input `x` of `module` changes; in so many `terms`, by default the run's."""
@@ -52,7 +84,7 @@ class Quantizer:
 
     def weight_error(self, module: str) -> torch.Tensor:
         """What rounding the weight of `module` changes of it, float32 [out, in]."""
-        layer, product = self.layers[module], self.products[module]
+        layer, product = self.coded.layer(module), self.products[module]
         own = product.weight
         assert isinstance(own, torch.Tensor), "a matrix product has a weight"
         return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_axis(product), 0)
@@ -62,7 +94,7 @@ class Quantizer:
         return round_to_codes(x, self.cache_scales[name]) - x
 
     def _quantized_output(self, module: str, x: torch.Tensor) -> torch.Tensor:
-        layer = self.layers[module]
+        layer = self.coded.layer(module)
         y = nn.functional.linear(x, layer.codes) * layer.weight_scale
         return y if layer.bias is None else y + layer.bias
 
@@ -89,9 +121,3 @@ def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:
     """The decision for an activation if it had so many `terms`: two take the power of two at or above its scale."""
     scale = float(power_of_two_ceil(activation.scale)) if terms == 2 else activation.scale
     return activation.model_copy(update={"terms": terms, "scale": scale})
-
-
-def _layer(reference: Reference, name: str) -> FP8Linear:
-    layer = reference.model.get_submodule(name)
-    assert isinstance(layer, FP8Linear), "what scales.json has in weights is quantized in the checkpoint"
-    return layer

@@ -1,0 +1,285 @@
+"""The prediction of a model that memory does not hold: decoder layer by decoder layer, forward and then back.
+
+The model is a chain of layers (`calibrate.model.decoder`). On the way forward what enters each layer is kept on the
+disk, for all batches; behind the last layer the labels are drawn, and the gradient of the loss is taken there. On the
+way back a layer runs once more, on what entered it, and hands the gradient on to the layer before it: the two gradients
+that are needed at a time are on the disk too. These are the sums of `gradients.predict` over the same tokens and
+labels. Memory holds the FP32 weights of one layer and its codes, or the embedding, or the output head, whatever the
+number of layers; each layer's weights are read twice.
+
+A step (what comes before the layers, each layer, the head, each layer back, what comes before them back) ends with what
+it has found in a file; a killed call goes on after the last of these.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
+
+from ...calibrate.measure.stream import Batches, Chain, HiddenStates, check_space, going_on
+from ...calibrate.model.decoder import Call, LayersReached, NoChainError, standing_in
+from ...calibrate.model.products import output_head
+from ...calibrate.model.source import Source
+from ...errors import InputError
+from ...files import replacing
+from ...quantize.scales import Scales
+from ...reporter import Reporter
+from .compensated import Gathered, left_of_sites
+from .gradients import End, Seen, drawn_loss, found_back, seeing, summed
+from .site import Predicted, Site
+from .sites import Coded, Held, Quantizer
+
+Calls = Mapping[tuple[int, ...], list[Call]]
+#: What all of it takes, in passes forward.
+PASSES = 5.75
+#: A pass of one batch up to where it ends, from which gradients go back.
+Forward = Callable[[int, torch.Tensor, Seen, DynamicCache], End]
+
+
+@dataclass
+class Found:
+    """What the steps that are done have found, in a file: the prediction of each step back, and what `gptq` would leave
+    of weights (`compensated.shares_left`).
+    """
+
+    path: Path
+    steps: int = 0
+    predicted: list[Predicted] = field(default_factory=list)
+    left: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> "Found":
+        """What the file at `path` holds; nothing where there is none."""
+        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
+
+    def end(self, step: int) -> None:
+        """Write all of it: so many steps are done."""
+        self.steps = step
+        found = {"steps": self.steps, "predicted": self.predicted, "left": self.left}
+        with replacing(self.path) as partial:
+            partial.write_text(json.dumps(found), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for: `sites`, on `batches` (index -> token ids int64 [windows, seq_len]); `calibrated`: the tokens
+    that `gptq` would round by.
+    """
+
+    sites: Sequence[Site]
+    batches: Batches
+    calibrated: int
+
+
+class Layerwise(Chain):
+    """All steps of one prediction.
+
+    Invariant: `entering(n)` is complete when n + 1 steps are done, and the gradient there when the step back that makes
+    it is.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        stored: Coded,
+        scales: Scales,
+        task: Task,
+        folder: Path,
+        device: str = "cpu",
+    ):
+        """Predict what `task` asks of the run of `stored` (mode `exact`) and `scales`, in `folder`, which is there.
+        What a killed call left there is gone on from, so it must have been of the same arguments.
+
+        Raises InputError where the disk has no room, and for a model that is no chain of layers.
+        """
+        with _refused():
+            super().__init__(source, device, torch.float32, rounded=False)
+        self.held, self.task, self.batches, self.folder = Held(stored), task, task.batches, folder
+        self.quantizer = Quantizer(self.model, self.held, scales)
+        self.sites = {
+            index: [site for site in task.sites if self.layers.index(site.module) == index]
+            for index in (None, *range(self.layers.count))
+        }
+        files = [*map(self._entering_file, range(self.layers.count + 1)), *map(self._gradient_file, range(2))]
+        size = sum(ids.size for ids in task.batches.values()) * self.answer.width * self.answer.dtype.itemsize
+        check_space(folder, files, size, "--stream", "or ask for fewer --windows")
+        for file in files:
+            HiddenStates(file, self.batches, self.answer)  # takes its blocks from the disk
+        self.found = Found.of(folder / "found.json")
+
+    def run(self, report: Reporter) -> Found:
+        """Do the steps that are not done."""
+        calls, done = self._calls(), self.found.steps
+        steps = self._steps(calls)
+        if done:
+            going_on(report, self._layer(done), self.layers.count)
+        else:
+            self.found.end(1)
+        remaining = range(max(done, 1), len(steps) + 1)
+        with report.track(f"Predicting {self.layers.count} layers, one by one", len(remaining), "steps") as advance:
+            for step in remaining:
+                begun = time.perf_counter()
+                steps[step - 1]()
+                self.found.end(step + 1)
+                if step == 1:
+                    whole = (time.perf_counter() - begun) * self.layers.count * PASSES
+                    report.note(f"sensitivity: by what the first layer took, some {whole:,.0f} s here")
+                advance(1)
+        return self.found
+
+    def _steps(self, calls: Calls) -> list[Callable[[], None]]:
+        """All steps but the first, which is the `calls`."""
+        layers = range(self.layers.count)
+        onward = [partial(self._onward, index, calls) for index in layers]
+        back = [partial(self._backward, index, calls) for index in reversed(layers)]
+        return [*onward, self._head, *back, *([self._beginning] if self.sites[None] else [])]
+
+    def _layer(self, step: int) -> int:
+        """The number of the layer that a step is at, from 1; the head is with the last."""
+        count = self.layers.count
+        return min(step, count) if step <= count + 1 else max(2 * count + 2 - step, 1)
+
+    def _entering_file(self, layer: int) -> Path:
+        return self.folder / f"entering-{layer:05}"
+
+    def _gradient_file(self, layer: int) -> Path:
+        return self.folder / f"gradient-{layer % 2}"
+
+    def _entering(self, layer: int) -> HiddenStates:
+        """What enters a layer; of one more than there are, what leaves the last."""
+        return HiddenStates(self._entering_file(layer), self.batches, self.answer)
+
+    def _gradient(self, layer: int) -> HiddenStates:
+        """The loss's gradient there."""
+        return HiddenStates(self._gradient_file(layer), self.batches, self.answer)
+
+    def _calls(self) -> dict[tuple[int, ...], list[Call]]:
+        """Step 0, where that is not done, and the layers' calls for each shape of batch: tensors that gradients may
+        pass by.
+        """
+        first = self._entering(0)
+        with _refused():
+            calls = self.enter(self.batches, None if self.found.steps else first.write)
+        first.flush()
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return copies.setdefault(id(tensor), tensor.clone())
+
+        return {
+            shape: [Call(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
+            for shape, made in calls.items()
+        }
+
+    def _onward(self, index: int, calls: Calls) -> None:
+        """All batches through one layer."""
+        layer, before, after = self.layers.of(self.model)[index], self._entering(index), self._entering(index + 1)
+        with self.weights.filled(self.inside(index)), torch.inference_mode():
+            for batch, ids in self.batches.items():
+                hidden = before.read(batch, self.device)
+                after.write(batch, calls[ids.shape][index].run(layer, hidden, DynamicCache()))
+        after.flush()
+
+    def _head(self) -> None:
+        """What follows the layers, and the loss: forward and back. The embedding is not read, since nothing of it is
+        left there.
+        """
+        count = self.layers.count
+        leaving = self._entering(count)
+        embedding = self.model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding), "tokens are looked up"
+        (name,) = (name for name, module in self.model.named_modules() if module is embedding)
+        head = output_head(self.model)
+        assert head is not None, "a causal language model makes logits"
+        needed = [module for module in self.outside if module != name and not module.startswith(f"{name}.")]
+
+        def blank(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
+
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            return self.answer.of(Call.of(args, kwargs)[1])
+
+        def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
+            hidden = leaving.read(batch, self.device).requires_grad_()
+            stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.answer.of(hidden)]
+            draw = torch.Generator(self.device).manual_seed(batch)
+            with standing_in([*self.layers.of(self.model), embedding], [*stands, blank]):
+                return End(seen, drawn_loss(self.model, ids, cache, draw), begun=hidden)
+
+        with self.weights.filled([*needed, head]):
+            self._back(None, forward, self._gradient(count))
+
+    def _backward(self, index: int, calls: Calls) -> None:
+        """All batches back through one layer."""
+        layer, entering, above = self.layers.of(self.model)[index], self._entering(index), self._gradient(index + 1)
+
+        def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
+            hidden = entering.read(batch, self.device).requires_grad_()
+            value = calls[tuple(ids.shape)][index].run(layer, hidden, cache)
+            return End(seen, value, above.read(batch, self.device), hidden)
+
+        with self.weights.filled(self.inside(index)):
+            self._back(index, forward, self._gradient(index))
+
+    def _beginning(self) -> None:
+        """Back through what comes before the layers, for models that multiply by a matrix there."""
+        above = self._gradient(0)
+
+        def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
+            entering: list[torch.Tensor] = []
+
+            def reached(*args: Any, **kwargs: Any) -> Any:
+                entering.append(Call.of(args, kwargs)[1])
+                raise LayersReached
+
+            layers = self.layers.of(self.model)
+            with standing_in(layers, [reached] * len(layers)), suppress(LayersReached):
+                self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+            return End(seen, entering[0], above.read(batch, self.device))
+
+        with self.weights.filled(self.outside, resident=False):
+            self._back(None, forward, None)
+
+    def _back(self, index: int | None, forward: Forward, gradient: HiddenStates | None) -> None:
+        """Each batch `forward` through the modules of one layer, or of none, and back: what is found of their sites is
+        kept, and the gradient where that begins goes to `gradient`.
+        """
+        sites = self.sites[index]
+        moments = self.folder / "moments"
+        rmtree(moments, ignore_errors=True)
+        gathered, predicted = Gathered(moments), list[Predicted]()
+        weights = [site.module for site in sites if site.kind == "weight"]
+        with self.held.holding(weights):
+            for number, (batch, tokens) in enumerate(self.batches.items()):
+                with seeing(self.quantizer) as (seen, cache), torch.enable_grad():
+                    end = forward(batch, torch.from_numpy(tokens).to(self.device), seen, cache)
+                found, back = found_back(self.quantizer, sites, end, partial(gathered.add, number))
+                predicted.append(found)
+                if gradient is not None and back is not None:
+                    gradient.write(batch, back)
+            self.found.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
+        if gradient is not None:
+            gradient.flush()
+        self.found.predicted.append(summed(predicted))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Say of a model that is no chain of layers what to do about it here."""
+    try:
+        yield
+    except NoChainError as error:
+        raise InputError(
+            f"{error.what}, so it cannot be streamed layer by layer; give `fp8q sensitivity` memory for the whole of "
+            "it, with --no-stream"
+        ) from error
