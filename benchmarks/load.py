@@ -157,7 +157,7 @@ def judged(
     """What a rate gave."""
     heard = [(each, each.heard) for each in outcomes if each.heard is not None]
     answered = [(each, found) for each, found in heard if found.status == 200]
-    busy = sum(found.status in BUSY for _, found in heard)
+    busy = sum(told_busy(found) for _, found in heard)
     mixed = sum(target.text(found) != alone[each.prompt] for each, found in answered)
     first = [found.first * 1e3 for _, found in answered]
     whole = [(each.ended - found.begun) * 1e3 for each, found in answered]
@@ -177,6 +177,11 @@ def judged(
         "lost": len(outcomes) - len(answered) - busy,
         "mixed_up": mixed,
     }
+
+
+def told_busy(found: Heard) -> bool:
+    """Whether a server said so: by its status, or, as Triton answers a stream, by its words with another status."""
+    return found.status in BUSY or any("try again later" in str(event.get("error")) for event in found.events)
 
 
 def quantiles(values: Sequence[float]) -> list[float]:

@@ -65,7 +65,8 @@ class Client:
         found = Heard(int(answer.split(b" ", 2)[1]), begun)
         if b"transfer-encoding: chunked" not in answer:
             length = int(answer.split(b"content-length: ")[1].split(b"\r")[0])
-            found.events.append(json.loads(await self._reader.readexactly(length)))
+            whole = (await self._reader.readexactly(length)).decode()
+            found.events.append(json.loads(whole.removeprefix("data: ")))  # which Triton's refusal of a stream has
             return found
         content = b""
         while size := int(await self._reader.readline(), 16):

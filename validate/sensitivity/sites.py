@@ -95,7 +95,7 @@ class Quantizer:
 
     def _quantized_output(self, module: str, x: torch.Tensor) -> torch.Tensor:
         layer = self.coded.layer(module)
-        y = nn.functional.linear(x, layer.codes) * layer.weight_scale
+        y = nn.functional.linear(x, layer.codes.float()) * layer.weight_scale
         return y if layer.bias is None else y + layer.bias
 
     @contextmanager
