@@ -34,7 +34,7 @@ AFTER = "        x_scale = As if As.numel() == 1 else torch.narrow(As, 0, 0, num
 
 CONTEXT, WINDOWS = 64, 24
 #: No load takes so long, on a busy machine either.
-LIFE_S = 900
+LIFE_S = 2400
 #: vLLM's attention on a CPU knows heads of 32, 64, 80 and more, not of 48.
 WIDE_HEADS = {"qwen3": {"head_dim": 64}}
 CASES = {case.name: replace(case, fields=case.fields | WIDE_HEADS.get(case.name, {})) for case in ARCHITECTURES}
