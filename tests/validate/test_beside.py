@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,13 +65,36 @@ def test_names_are_as_short_as_they_can_be() -> None:
     assert names([Path("/a/run"), Path("/b/run"), Path("/b/c")]) == ["a/run", "b/run", "b/c"]
 
 
-def test_the_page_shows_the_others_and_goes_stale_with_them(evaluated_run: Run) -> None:
+def test_the_page_shows_the_others(evaluated_run: Run) -> None:
     other = other_of(evaluated_run, 0.01)
     assert "Beside other runs" not in render(evaluated_run)
     page = render(evaluated_run, [other])
     assert "Beside other runs" in page
     assert "+1.01 to +1.01 %" in page
-    assert reporting.outputs(other) != reporting.outputs(evaluated_run)
+
+
+def test_the_report_is_written_again_when_another_run_is_another(
+    evaluated_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[int]()
+
+    def write(run: Run, notes: Notes, others: Sequence[Run]) -> list[Path]:
+        written.append(len(others))
+        run.report_html.write_text("page")
+        return [run.report_html]
+
+    monkeypatch.setattr("fp8q.validate.report.write_report", write)
+    other = other_of(evaluated_run, 0.01)
+    for compared in ([other], [other], []):
+        reporting.report(evaluated_run, compared, Notes(SILENT))
+    assert written == [1, 0]
+    reporting.report(evaluated_run, [other], Notes(SILENT))
+    accuracy, nll = load_accuracy(other), load_tokens(other)
+    nll["reference"] += 1
+    with other.stage("validate", {}, {}) as log:
+        log.outputs += save_accuracy(other, accuracy, nll)
+    reporting.report(evaluated_run, [other], Notes(SILENT))
+    assert written == [1, 0, 1, 1]
 
 
 def test_a_run_is_not_put_beside_itself(evaluated_run: Run) -> None:
