@@ -25,6 +25,7 @@ from ..calibrate.given import read_json
 from ..calibrate.model.coded import QUANTIZATION_KEYS
 from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
+from ..calibrate.model.weights import Weights
 from ..errors import InputError
 from ..reporter import Reporter
 from .card import model_card
@@ -63,6 +64,37 @@ def quantize_checkpoint(
         )
     directory.mkdir(parents=True)
     writer = ShardWriter(directory)
+    summaries, skipped = _write_tensors(writer, weights, modules, form, scales, rounding, report)
+    _write_caches(writer, directory, form, scales)
+    writer.close()
+    done = Scales(
+        format=scales.format,
+        weights={module: summaries[module] for module in scales.activations if module in summaries},
+        activations={module: scale for module, scale in scales.activations.items() if module in summaries},
+        kv_cache=scales.kv_cache,
+        skipped=scales.skipped | skipped,
+    )
+    if scales.format == "int8":
+        write_config(source, directory, INTEGERS)
+        return done
+    _write_companions(source, directory, done, form)
+    if remark := form.remark(source.architecture, scales.cache_parts):
+        report.note(remark)
+    return done
+
+
+def _write_tensors(
+    writer: "ShardWriter",
+    weights: Weights,
+    modules: Mapping[str, str],
+    form: Form,
+    scales: Scales,
+    rounding: Rounding,
+    report: Reporter,
+) -> tuple[dict[str, WeightScales], dict[str, Skipped]]:
+    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales; what was decided
+    of these.
+    """
     summaries: dict[str, WeightScales] = {}
     skipped: dict[str, Skipped] = {}
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
@@ -82,29 +114,19 @@ def quantize_checkpoint(
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
-        caches = {
-            f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
-        }
-        if form.cache:
-            for name, tensor in caches.items():
-                writer.add(name, tensor)
-        elif caches:
-            save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
-        writer.close()
-    done = Scales(
-        format=scales.format,
-        weights={module: summaries[module] for module in scales.activations if module in summaries},
-        activations={module: scale for module, scale in scales.activations.items() if module in summaries},
-        kv_cache=scales.kv_cache,
-        skipped=scales.skipped | skipped,
-    )
-    if scales.format == "int8":
-        write_config(source, directory, INTEGERS)
-        return done
-    _write_companions(source, directory, done, form)
-    if remark := form.remark(source.architecture, scales.cache_parts):
-        report.note(remark)
-    return done
+    return summaries, skipped
+
+
+def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Scales) -> None:
+    """Write the scales of the cache where they have a place: among the weights, or in a file of their own."""
+    caches = {
+        f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
+    }
+    if form.cache:
+        for name, tensor in caches.items():
+            writer.add(name, tensor)
+    elif caches:
+        save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
 
 
 def _quantized_tensors(
