@@ -1,18 +1,17 @@
 """The stage `continue` of a report: what BF16 and FP8 write after words of the evaluation text."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import BackendError, InputError
 from ..files import write_document
 from ..options import GenerateOptions
 from ..run import Run
 from .corpora import load_tokens
 from .generating import compare_all
 from .graphs import fp8_files
-from .steps import CALIBRATE_MODULES, Notes, stage
+from .steps import CALIBRATE_MODULES, Notes, needs, stage
 
 if TYPE_CHECKING:
     from ..validate.continuations import Continuations
@@ -34,14 +33,12 @@ def write_continuations(run: Run, count: int, notes: Notes) -> None:
     chosen: dict[str, object] = {"continuations": count, "tokens": TOKENS}
     if run.is_current("continue", inputs, chosen):
         return
-    if missing := [name for name in CALIBRATE_MODULES if find_spec(name) is None]:
-        notes.note(f"no continuations: {missing[0]} is not installed, and BF16 needs it")
-        return
     try:
+        needs("calibrate", CALIBRATE_MODULES)
         with stage(run, "continue", inputs, chosen, notes) as log:
             write_document(run.continuations, _continued(run, count))
             log.outputs.append(run.continuations)
-    except InputError as error:
+    except (BackendError, InputError) as error:
         notes.note(f"no continuations: {error}")
 
 

@@ -52,7 +52,12 @@ def test_without_the_source_or_its_libraries_a_note_says_so(run: Run, monkeypatc
     monkeypatch.setattr(continuing, "CALIBRATE_MODULES", ("a_library_that_is_not_here",))
     notes = Notes(SILENT)
     continuing.write_continuations(run, 3, notes)
-    assert notes.lines == ["no continuations: a_library_that_is_not_here is not installed, and BF16 needs it"]
+    assert notes.lines == [
+        (
+            "no continuations: a_library_that_is_not_here is not installed and this command needs it; install it with "
+            "`pip install 'fp8q[calibrate]'`"
+        )
+    ]
     assert len(report_continuations(run).continuations) == 2  # what an earlier call wrote
 
 
