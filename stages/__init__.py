@@ -39,5 +39,6 @@ For all of them:
     texts       texts, read, held out and shared out into windows
     sources     the source checkpoint: its products told before any work, and found again later
     other_text  text that the run was not calibrated on, read as its own was
+    resuming    what a stage has found so far, in a file
     steps       a reporter that remembers, the record of a stage, the device, the extras
 """

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from ..files import replacing
 from ..options import ScaleOptions
 from ..run import Run
 from .choosing import choose_scales, recorded
 from .graphs import clipping_of
+from .resuming import Saved
 from .sources import products_of
 from .steps import Notes, device
 
@@ -43,24 +43,12 @@ TOKENS = 1024
 
 
 @dataclass
-class Kept:
-    """What was found, in a file: a killed call goes on from it."""
+class Kept(Saved):
+    """What was found."""
 
-    path: Path
     predicted: "list[Predicted]" = field(default_factory=list)
     values: dict[str, int] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, path: Path) -> "Kept":
-        """What the file at `path` holds; nothing where there is none."""
-        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
-
-    def save(self) -> None:
-        """Write all of it."""
-        found = {"predicted": self.predicted, "values": self.values, "measured": self.measured}
-        with replacing(self.path) as partial:
-            partial.write_text(json.dumps(found), encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The stage `sensitivity`: which tensor the loss comes from."""
 
-import json
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InputError
-from ..files import replacing, write_document
+from ..files import write_document
 from ..options import SensitivityOptions
 from ..run import Run
 from .corpora import load_tokens
 from .measuring import beyond
+from .resuming import Saved
 from .sources import source_of
 from .steps import Notes, arithmetic, device, stage
 
@@ -41,24 +41,12 @@ MEASURING_PASSES = 0.25
 
 
 @dataclass
-class Progress:
-    """What was found, batch by batch, in a file: a killed call goes on from it."""
+class Progress(Saved):
+    """What was found, batch by batch."""
 
-    path: Path
     predicted: "list[Predicted]" = field(default_factory=list)
     chosen: list[str] | None = None
     measured: list[dict[str, float]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, path: Path) -> "Progress":
-        """What the file at `path` holds; nothing where there is none."""
-        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
-
-    def save(self) -> None:
-        """Write all of it."""
-        found = {"predicted": self.predicted, "chosen": self.chosen, "measured": self.measured}
-        with replacing(self.path) as partial:
-            partial.write_text(json.dumps(found), encoding="utf-8")
 
 
 def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensitivity":
