@@ -23,7 +23,7 @@ from ..calibrate.measure.statistics import TensorStatistics
 from ..errors import InputError
 from ..options import Clipping, Terms
 from .formats import TWO_TERMS
-from .linear import encode, encode_two
+from .linear import code_values, two_code_values
 from .scales import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
 
 #: What transformers calls the reference's attention.
@@ -96,7 +96,7 @@ def attention_on_codes(
     }
     repeats = query.shape[1] // key.shape[1]
     two = vars(module)["fp8q_two_terms"]
-    k, v = (encode(x, scales[part]).float().repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
+    k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
     factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor + attention_mask.float()
     output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])
@@ -106,6 +106,6 @@ def attention_on_codes(
 def _product(x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool) -> torch.Tensor:
     """The codes of `x` [..., n, k] under `scale`, one or `two` a value, by `codes` [..., k, m], in FP32."""
     if not two:
-        return encode(x, scale).float() @ codes
-    first, second = (term.float() @ codes for term in encode_two(x, scale))
+        return code_values(x, scale) @ codes
+    first, second = (term @ codes for term in two_code_values(x, scale))
     return first + second / TWO_TERMS.divisor

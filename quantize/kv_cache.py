@@ -11,13 +11,13 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .linear import encode
+from .linear import code_values
 
 
 def round_to_codes(x: torch.Tensor, scale: float) -> torch.Tensor:
     """x quantized to E4M3 under `scale` and dequantized in FP32, in x's type and shape."""
     factor = torch.tensor(scale, dtype=torch.float32, device=x.device)
-    return (encode(x, factor).float() * factor).to(x.dtype)
+    return code_values(x, factor).mul_(factor).to(x.dtype)
 
 
 class FP8Layer(DynamicLayer):

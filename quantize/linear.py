@@ -31,6 +31,9 @@ from .formats import E4M3, TWO_TERMS
 
 Mode = Literal["exact", "fast", "current"]
 CODE = torch.float8_e4m3fn
+#: The exponent's bits of an FP32 number, and those of E4M3's smallest normal one, 2^(1 - bias).
+_EXPONENT = 0x7F800000
+_SMALLEST_NORMAL = (127 + 1 - E4M3.bias) << 23
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -41,6 +44,19 @@ def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     overflow, so it is given no value that overflows.
     """
     return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(CODE)
+
+
+def code_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The numbers that the codes of `encode` stand for, float32 of x's shape, made in FP32 without the codes: adding
+    and taking away 1.5 · 2^23 steps of the grid leaves whole steps, rounded to nearest even as FP32 adds.
+
+    On a CPU a third of the time of `encode(x, scale).float()`, whose way back from codes is no vector instruction. A
+    zero has no sign.
+    """
+    quotient = (x.float() / scale).clamp_(-E4M3.max, E4M3.max)
+    binade = (quotient.view(torch.int32) & _EXPONENT).clamp_min_(_SMALLEST_NORMAL).view(torch.float32)
+    steps = binade.mul_(1.5 * 2.0 ** (23 - E4M3.mantissa_bits))
+    return (quotient + steps).sub_(steps)
 
 
 def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -61,6 +77,12 @@ def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     """
     first = encode(x, scale)
     return first, encode((x.float() - first.float() * scale) * TWO_TERMS.divisor, scale)
+
+
+def two_code_values(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers that the codes of `encode_two` stand for, float32 of x's shape each."""
+    first = code_values(x, scale)
+    return first, code_values((x.float() - first * scale).mul_(TWO_TERMS.divisor), scale)
 
 
 def code_tables(scale: torch.Tensor, terms: int) -> torch.Tensor:
@@ -125,8 +147,10 @@ class FP8Linear(nn.Module):
             patterns = x.contiguous().view(torch.uint16).flatten().to(torch.int32)
             found = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
             return (torch.stack(found) if self.terms == 2 else found[0][None]).to(self.codes.dtype)
-        codes = encode_two(x, scale) if self.terms == 2 else (encode(x, scale),)
-        return torch.stack(codes).to(self.codes.dtype)
+        if self.codes.dtype == CODE:
+            return torch.stack(encode_two(x, scale) if self.terms == 2 else (encode(x, scale),))
+        values = two_code_values(x, scale) if self.terms == 2 else (code_values(x, scale),)
+        return torch.stack(values).to(self.codes.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""

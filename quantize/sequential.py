@@ -30,7 +30,7 @@ from ..calibrate.model.source import Source
 from ..errors import InputError
 from ..reporter import Reporter
 from .formats import TWO_TERMS
-from .linear import encode, encode_two
+from .linear import code_values, two_code_values
 from .residual import bases
 from .rounded import Rounded
 from .scales import Scales, TensorScale
@@ -47,9 +47,9 @@ def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     """The numbers that the codes of `x` stand for, float32 of x's shape."""
     scale = torch.tensor(activation.scale, device=x.device)
     if activation.terms == 1:
-        return encode(x, scale).float() * scale
-    first, second = encode_two(x, scale)
-    return (first.float() + second.float() / TWO_TERMS.divisor) * scale
+        return code_values(x, scale).mul_(scale)
+    first, second = two_code_values(x, scale)
+    return first.add_(second, alpha=1 / TWO_TERMS.divisor).mul_(scale)
 
 
 def exact_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:

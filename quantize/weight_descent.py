@@ -11,7 +11,7 @@ never larger than it was; the price is a product of H and the weights for each p
 
 import torch
 
-from .linear import encode
+from .linear import code_values
 
 #: Passes at most, and the share of the error that a pass must take off for another to follow.
 PASSES, WORTHWHILE = 8, 0.005
@@ -48,7 +48,7 @@ def _block(values: torch.Tensor, scale: torch.Tensor, gradient: torch.Tensor, mo
     moved = torch.empty_like(values)
     for j, own in enumerate(moments.diagonal()):
         old, slope = values[j], gradient[j]
-        new = encode(torch.addcmul(slope / own, old, scale), scale).float()
+        new = code_values(torch.addcmul(slope / own, old, scale), scale)
         moved[j] = (new - old) * scale
         gains = 2 * slope * moved[j] > (1 + MARGIN) * own * moved[j].square()
         moved[j].mul_(gains)

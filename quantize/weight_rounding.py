@@ -42,7 +42,7 @@ import torch
 
 from ..calibrate.measure.moments import load_moments
 from ..errors import InputError
-from .linear import CODE, encode
+from .linear import CODE, code_values
 from .weight_descent import descend
 
 #: Share of H's mean diagonal that is added to its diagonal.
@@ -140,7 +140,7 @@ def rounded_in_turn(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tenso
         inner = factor[start : start + BLOCK, start : start + BLOCK]
         errors = torch.empty_like(block)
         for j, row in enumerate(block):
-            values[start + j] = encode(row, scale).float()
+            values[start + j] = code_values(row, scale)
             errors[j] = (row - values[start + j] * scale) / inner[j, j]
             block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
         total += errors.square().sum(0)

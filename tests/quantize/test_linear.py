@@ -1,11 +1,27 @@
 """The reference linear layer against arithmetic on the codes, and against torch's own scaled product."""
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.extra.numpy import arrays
+from hypothesis.strategies import floats
 
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import CODE, FP8Linear, Mode, code_tables, current_scale, encode, scaled_product
+from fp8q.quantize.linear import (
+    CODE,
+    FP8Linear,
+    Mode,
+    code_tables,
+    code_values,
+    current_scale,
+    encode,
+    encode_two,
+    scaled_product,
+    two_code_values,
+)
 
 
 def layer(mode: Mode, bias: bool = False, seed: int = 0) -> tuple[FP8Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,6 +56,28 @@ def test_the_table_gives_every_bf16_pattern_its_code() -> None:
     torch.testing.assert_close(
         code_tables(scale, 1)[0].float(), torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True
     )
+
+
+@given(
+    x=arrays(np.float32, 64, elements=floats(width=32)),
+    scale=floats(2.0**-40, 2.0**40, width=32),
+)
+def test_the_values_of_codes_are_what_the_reference_decodes(x: npt.NDArray[np.float32], scale: float) -> None:
+    with np.errstate(over="ignore", under="ignore"):
+        expected = E4M3.decode(E4M3.encode(x / np.float32(scale)))
+    found = code_values(torch.from_numpy(x), torch.tensor(scale))
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_values_of_codes_are_right_at_and_beside_every_midpoint() -> None:
+    edges = np.concatenate([E4M3.grid, E4M3.midpoints])
+    edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(1e9))])
+    x = np.concatenate([edges, -edges])
+    expected = torch.from_numpy(E4M3.decode(E4M3.encode(x)))
+    torch.testing.assert_close(code_values(torch.from_numpy(x), torch.ones(())), expected, rtol=0, atol=0)
+    first, second = two_code_values(torch.from_numpy(x), torch.ones(()))
+    for found, codes in zip((first, second), encode_two(torch.from_numpy(x), torch.ones(())), strict=True):
+        torch.testing.assert_close(found, codes.float(), rtol=0, atol=0)
 
 
 def test_the_quotient_is_taken_in_fp32_not_in_bf16() -> None:
