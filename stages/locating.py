@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 TOKENS = 1024
 #: What a pass forward and back with all errors takes, and second moments of half of it, in passes forward
 #: (`benchmarks/sensitivity.py`).
-GRADIENT_PASSES = 4.75
+GRADIENT_PASSES = 5.0
 #: The model in FP32 and its codes as FP32 numbers, in times what it takes in BF16.
 COPIES = 4
 #: How a result is told that was made layer by layer.
 STREAMED = {"stream": True}
-#: Passes forward that measuring the worst may take where the user does not say how many.
-MEASURING_PASSES = 0.25
+#: The batches that the worst are measured on where the user does not say how many, and the passes forward over these
+#: that measuring them may take.
+MEASURED_BATCHES = 1
+MEASURING_PASSES = 1.0
 
 
 @dataclass
@@ -91,13 +93,14 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     sites, prefix = sites_of(scales, load_record(run).groups), Prefix.of(quantizer, source, where)
     batches, windows = _batches(run, options, where)
     progress = Progress.of(folder / "progress.json")
-    _tell(quantizer, batches, len(sites), notes)
+    _tell(quantizer, batches, sites, prefix, options.measure, notes)
     _predict(quantizer, sites, batches, progress, folder / "moments", notes)
     worst = _worst(sites, progress, prefix, options)
-    _measure(quantizer, worst, batches, prefix, progress, notes)
+    measured = batches[:MEASURED_BATCHES] if options.measure is None else batches
+    _measure(quantizer, worst, measured, prefix, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in batches)
     left = left_of_sites(quantizer, sites, Gathered(folder / "moments"), load_tokens(run, run.calibration).size)
-    modules = ranked(scales, sites, tokens, summed(progress.predicted), _added(progress.measured), left)
+    modules = ranked(scales, sites, tokens, summed(progress.predicted), _over_all(progress), left)
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -168,17 +171,29 @@ def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[t
     return list(ids.split(max(1, TOKENS // ids.shape[1]))), len(taken)
 
 
-def _tell(quantizer: "Quantizer", batches: "list[torch.Tensor]", sites: int, notes: Notes) -> None:
+def _tell(
+    quantizer: "Quantizer",
+    batches: "list[torch.Tensor]",
+    sites: "list[Site]",
+    prefix: "Prefix | None",
+    measure: int | None,
+    notes: Notes,
+) -> None:
     """Say beforehand what it is going to take, by one window."""
     from ..validate.sensitivity.alone import Float
 
     begun = time.perf_counter()
     Float(quantizer, batches[0][:1], None, ())
     forward = (time.perf_counter() - begun) * sum(map(len, batches))
-    passes = GRADIENT_PASSES + 1 + MEASURING_PASSES
+    if measure is None:
+        measuring = (1 + MEASURING_PASSES) * min(1.0, MEASURED_BATCHES / len(batches))
+    else:
+        each = sum(prefix.share(site) for site in sites) / len(sites) if prefix else 1.0
+        measuring = 1 + each * min(measure, len(sites)) if measure else 0.0
+    passes = GRADIENT_PASSES + measuring
     notes.note(
-        f"sensitivity: {sites} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} forward "
-        f"passes, some {passes * forward:,.0f} s here"
+        f"sensitivity: {len(sites)} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} "
+        f"forward passes, some {passes * forward:,.0f} s here"
     )
 
 
@@ -256,10 +271,18 @@ def _measure(
             progress.save()
 
 
-def _added(batches: list[dict[str, float]]) -> dict[str, float]:
-    """Site -> nats, over all batches."""
-    total = dict[str, float]()
-    for batch in batches:
-        for site, nats in batch.items():
-            total[site] = total.get(site, 0.0) + nats
-    return total
+def _over_all(progress: Progress) -> dict[str, float]:
+    """Site -> nats over all batches, of the measured: where they were measured on the first batches alone, as many
+    times as much there as all were predicted to be (a ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
+    """
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.sensitivity.site import AS_IT_IS
+
+    measured, every = progress.measured, summed(progress.predicted)
+    there = summed(progress.predicted[: len(measured)])
+    found = dict[str, float]()
+    for site in measured[0] if measured else ():
+        nats = sum(batch[site] for batch in measured)
+        guess = there.get(site, {}).get(AS_IT_IS, 0.0)
+        found[site] = nats * (every[site][AS_IT_IS] / guess if guess > 0 else len(progress.predicted) / len(measured))
+    return found

@@ -23,6 +23,7 @@ from ...calibrate.model.decoder import (
     trace,
 )
 from ...calibrate.model.source import Source, meta_model
+from .gradients import log_probabilities
 from .site import Site
 from .sites import Quantizer
 
@@ -89,5 +90,4 @@ class Float:
 
     def _run(self, cache: DynamicCache) -> torch.Tensor:
         with torch.inference_mode():
-            logits = self.quantizer.model(input_ids=self.ids, past_key_values=cache, use_cache=True).logits
-            return torch.log_softmax(logits[:, :-1].float(), -1)
+            return log_probabilities(self.quantizer.model, self.ids, cache)

@@ -27,7 +27,7 @@ from ...quantize.weight_rounding import DAMPING
 from .site import Site
 from .sites import Quantizer
 
-#: Of the windows that are run, one in so many is gathered.
+#: Of the batches that are run, one in so many is gathered, from the first on.
 EVERY = 2
 #: The least share of the tokens that is taken not to be explained by chance.
 LEAST = 0.05
@@ -55,11 +55,16 @@ class Gathered:
         return {path.stem: int(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.tokens")}
 
     def add(self, batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add each tensor [windows, seq_len, width] (or [tokens, width]) of `batch`; the first one begins anew."""
+        """Add each tensor [windows, seq_len, width] (or [tokens, width]) of `batch`, if that is one to be gathered; the
+        first one begins anew.
+        """
+        if batch % EVERY:
+            self._say(batch + 1)
+            return
         done = self.tokens if batch else {}
         self._say(-1)
         for name, tensor in tensors.items():
-            taken = tensor.detach()[::EVERY].flatten(0, -2).float()
+            taken = tensor.detach().flatten(0, -2).float()
             path = moments_file(self.folder, name)
             held = np.load(path, mmap_mode="r+") if name in done else new_matrix(path, taken.shape[1])
             add_product(torch.from_numpy(held), taken, taken)
@@ -89,8 +94,8 @@ class Untold:
         damped = moments[order[:, None], order]
         mean = float(damped.diagonal().mean())
         damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
-        factor = torch.linalg.cholesky(damped.flip(0, 1).double())
-        return cls(order, damped.diagonal().clone(), factor.diagonal().square().flip(0).float())
+        factor = torch.linalg.cholesky(damped.flip(0, 1))  # damping bounds what FP32 loses
+        return cls(order, damped.diagonal().clone(), factor.diagonal().square().flip(0))
 
 
 def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int) -> float:

@@ -25,6 +25,9 @@ from ...calibrate.measure.observe import ObservedLayer
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .sites import Quantizer
 
+#: Of the windows, one in so many tells what two terms would leave: next to nothing, so a half tells as much as all.
+TWO_TERMS_OF = 2
+
 
 @dataclass
 class Seen:
@@ -66,7 +69,7 @@ def predict(
     labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
-        end = End(seen, drawn_loss(quantizer.model, ids, cache, draw))
+        end = End(seen, drawn_loss(log_probabilities(quantizer.model, ids, cache), draw))
     return found_back(quantizer, sites, end, see)[0]
 
 
@@ -87,34 +90,47 @@ def found_back(
     ]
     see({site.module: tensor.detach() for site, tensor, _ in reached if site.kind == "activation"})
     with torch.no_grad():
-        found = {
-            site.key: {
-                name: half_square(gradient, error()) for name, error in _errors(quantizer, site, seen, tensor).items()
-            }
-            for site, tensor, gradient in reached
-        }
+        found = {site.key: _losses(quantizer, site, seen, tensor, gradient) for site, tensor, gradient in reached}
     return found, gradients[-1] if begun else None
 
 
-def _errors(
-    quantizer: Quantizer, site: Site, seen: Seen, tensor: torch.Tensor
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """The errors that a site makes of `tensor`, as it is and as it might be."""
+def _losses(
+    quantizer: Quantizer, site: Site, seen: Seen, tensor: torch.Tensor, gradient: torch.Tensor
+) -> dict[str, float]:
+    """What a site's error of `tensor` costs, as it is and as it might be."""
     if site.kind == "weight":
-        return {AS_IT_IS: lambda: quantizer.output_error(site.module, seen.inputs[site.module], tensor)}
+        return {AS_IT_IS: half_square(gradient, quantizer.output_error(site.module, seen.inputs[site.module]))}
     if site.kind == "kv_cache":
-        return {AS_IT_IS: lambda: quantizer.cache_error(site.module, tensor)}
-    found: dict[str, Callable[[], torch.Tensor]] = {AS_IT_IS: lambda: quantizer.input_error(site.module, tensor)}
+        return {AS_IT_IS: half_square(gradient, quantizer.cache_error(site.module, tensor))}
+    found = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
     if quantizer.scales.activations[site.module].terms == 1:
-        found[TWO_TERMS] = lambda: quantizer.input_error(site.module, tensor, terms=2)
+        part = tensor[::TWO_TERMS_OF]
+        nats = half_square(gradient[::TWO_TERMS_OF], quantizer.input_error(site.module, part, terms=2))
+        found[TWO_TERMS] = nats * tensor.numel() / part.numel()
     return found
 
 
-def drawn_loss(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, draw: torch.Generator) -> torch.Tensor:
-    """Σ -log p(y) over the tokens `ids` int64 [windows, seq_len], y drawn from the model itself by `draw`."""
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, :-1].flatten(0, 1)
-    labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=draw)[:, 0]
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+def log_probabilities(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """log p of each token that may follow each of the tokens `ids` int64 [windows, seq_len] but the last, float32
+    [windows, seq_len - 1, vocabulary].
+    """
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, :-1]
+    return torch.log_softmax(logits.float(), -1)
+
+
+def drawn_loss(log_p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Σ -log p(y) over the tokens of `log_probabilities`, y drawn from the model itself by `draw`."""
+    rows = log_p.flatten(0, 1)
+    return -rows.gather(1, drawn(rows.detach().exp(), draw)[:, None]).sum()
+
+
+def drawn(p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """One of the classes for each row of the probabilities `p` float32 [rows, classes], int64 [rows]: where a uniform
+    number falls among their sums. `torch.multinomial` draws a number for each class of each row.
+    """
+    sums = p.cumsum(-1)
+    fallen = torch.rand(len(p), 1, generator=draw, device=p.device) * sums[:, -1:]
+    return torch.searchsorted(sums, fallen, right=True)[:, 0].clamp_max_(p.shape[1] - 1)
 
 
 def half_square(gradient: torch.Tensor, error: torch.Tensor) -> float:

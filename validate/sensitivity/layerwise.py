@@ -35,7 +35,7 @@ from ...files import replacing
 from ...quantize.scales import Scales
 from ...reporter import Reporter
 from .compensated import Gathered, left_of_sites
-from .gradients import End, Seen, drawn_loss, found_back, seeing, summed
+from .gradients import End, Seen, drawn_loss, found_back, log_probabilities, seeing, summed
 from .site import Predicted, Site
 from .sites import Coded, Held, Quantizer
 
@@ -214,7 +214,7 @@ class Layerwise(Chain):
             stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.answer.of(hidden)]
             draw = torch.Generator(self.device).manual_seed(batch)
             with standing_in([*self.layers.of(self.model), embedding], [*stands, blank]):
-                return End(seen, drawn_loss(self.model, ids, cache, draw), begun=hidden)
+                return End(seen, drawn_loss(log_probabilities(self.model, ids, cache), draw), begun=hidden)
 
         with self.weights.filled([*needed, head]):
             self._back(None, forward, self._gradient(count))

@@ -78,9 +78,9 @@ class Quantizer:
         activation = self.scales.activations[module]
         return product_input(x, activation if terms in (None, activation.terms) else in_terms(activation, terms)) - x
 
-    def output_error(self, module: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """What rounding the weight of `module` changes of its output `y` for the input `x`."""
-        return self._quantized_output(module, x) - y
+    def output_error(self, module: str, x: torch.Tensor) -> torch.Tensor:
+        """What rounding the weight of `module` changes of its output for the input `x`."""
+        return nn.functional.linear(x, self.weight_error(module))
 
     def weight_error(self, module: str) -> torch.Tensor:
         """What rounding the weight of `module` changes of it, float32 [out, in]."""
@@ -93,18 +93,13 @@ class Quantizer:
         """What rounding the cache tensor `name` changes of it."""
         return round_to_codes(x, self.cache_scales[name]) - x
 
-    def _quantized_output(self, module: str, x: torch.Tensor) -> torch.Tensor:
-        layer = self.coded.layer(module)
-        y = nn.functional.linear(x, layer.codes.float()) * layer.weight_scale
-        return y if layer.bias is None else y + layer.bias
-
     @contextmanager
     def alone(self, site: Site) -> Iterator[DynamicCache]:
         """The model with `site` quantized and nothing else, and the cache to run it with."""
         with ExitStack() as stack:
             if site.kind == "weight":
                 hook = self.products[site.module].register_forward_hook(
-                    lambda module, given, y: self._quantized_output(site.module, given[0])
+                    lambda module, given, y: y + self.output_error(site.module, given[0])
                 )
                 stack.callback(hook.remove)
             if site.kind == "activation":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...calibrate.model.products import output_axis
-from ..sensitivity.gradients import along, drawn_loss, half_square, seeing
+from ..sensitivity.gradients import along, drawn_loss, half_square, log_probabilities, seeing
 from ..sensitivity.site import Predicted
 from .candidates import Candidates
 from .choices import ROUNDINGS, TERMS, Form
@@ -29,7 +29,7 @@ def predict(candidates: Candidates, ids: torch.Tensor, draw: torch.Generator) ->
     all, labels drawn by `draw`; and each cache tensor's values a position.
     """
     with seeing(candidates) as (seen, cache), torch.enable_grad():
-        loss = drawn_loss(candidates.model, ids, cache, draw)
+        loss = drawn_loss(log_probabilities(candidates.model, ids, cache), draw)
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
         found = torch.autograd.grad(loss, tensors, allow_unused=True)

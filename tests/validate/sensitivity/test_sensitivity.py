@@ -188,10 +188,24 @@ def test_gptq_would_leave_a_part_of_what_a_weight_costs_and_nothing_is_said_of_t
     assert 0.4 < max(shares) <= 1
 
 
-def test_the_worst_are_first_and_those_are_measured_that_a_share_of_a_pass_pays_for(run: Run) -> None:
+def test_the_worst_are_first_and_those_are_measured_that_a_pass_pays_for(run: Run) -> None:
     found = api.sensitivity(run.root, SensitivityOptions(windows=WINDOWS))
     assert [loss.kl_nats for loss in found.modules] == sorted((loss.kl_nats for loss in found.modules), reverse=True)
-    assert sum(loss.measured for loss in found.modules) == 1  # the last layer's cost a quarter of a pass each
+    assert sum(loss.measured for loss in found.modules) == 2  # the worst two, which take a pass together
+
+
+def test_what_is_measured_on_the_first_batches_grows_as_its_prediction_does() -> None:
+    progress = locating.Progress(Path("progress.json"))
+    progress.predicted = [
+        {"weight:a": {AS_IT_IS: 2.0, "b": 9.0}, "weight:b": {AS_IT_IS: 0.0}},
+        {"weight:a": {AS_IT_IS: 4.0}, "weight:b": {AS_IT_IS: 0.0}},
+        {"weight:a": {AS_IT_IS: 3.0}, "weight:b": {AS_IT_IS: 0.0}},
+    ]
+    assert locating._over_all(progress) == {}
+    progress.measured = [{"weight:a": 2.5, "weight:b": 1.0}]
+    assert locating._over_all(progress) == {"weight:a": 2.5 * 9 / 2, "weight:b": 3.0}
+    progress.measured = [{"weight:a": 2.5}, {"weight:a": 4.5}, {"weight:a": 3.0}]
+    assert locating._over_all(progress) == {"weight:a": 10.0}
 
 
 def test_a_killed_call_goes_on_at_the_batch_it_was_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +233,7 @@ def test_the_command_shows_the_worst_last_and_says_before_what_it_takes(
 ) -> None:
     shown = fp8q("sensitivity", run.root, "--windows", WINDOWS, "--measure", 2)
     assert shown.code == 0
-    assert shown.err.startswith("sensitivity: 52 tensors on 1,024 tokens; about 6.0 forward passes, some ")
+    assert shown.err.startswith("sensitivity: 52 tensors on 1,024 tokens; about 7.2 forward passes, some ")
     worst = full.modules[0]
     assert shown.out.rstrip().splitlines()[-1].split()[:2] == [worst.module, worst.kind]
     found = json.loads(fp8q("sensitivity", run.root, "--windows", WINDOWS, "--measure", 2, "--json").out)
