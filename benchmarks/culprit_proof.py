@@ -41,7 +41,7 @@ def proof(run: Run, guilty: set[str], kind: str, budget: float, options: argpars
     ranked = sensitivity(run.root, SensitivityOptions(windows=options.choosing)).modules
     rank = next(at for at, each in enumerate(ranked, 1) if each.kind == kind and each.module in guilty)
     named = blame(doctor(run.root, DoctorOptions()), guilty)
-    with patch.object(tuning, "export"), patch.object(tuning, "exported_options"):  # no KL is of a graph
+    with patch.object(tuning, "export_or_note"), patch.object(tuning, "exported_options"):  # no KL is of a graph
         found = tune(run.root, TuneOptions(windows=options.choosing, max_kl=budget), apply=True)
     return {
         "module": ranked[rank - 1].module,
