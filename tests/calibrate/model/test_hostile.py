@@ -158,6 +158,14 @@ def test_a_value_of_the_wrong_kind(
     assert refusal(damaged) == f"{damaged}/config.json: {key} is {value!r}, and not {kind}; {AGAIN}"
 
 
+def test_a_window_of_none_is_one_that_no_layer_has(damaged: Path, changed: Callable[..., None]) -> None:
+    changed(damaged / "config.json", sliding_window=0, layer_types=["full_attention"] * 4)
+    open_source(str(damaged))
+    for layer_types in (["full_attention"] * 3 + ["sliding_attention"], None):
+        changed(damaged / "config.json", layer_types=layer_types)
+        assert refusal(damaged) == f"{damaged}/config.json: sliding_window is 0, and not {WHOLE}; {AGAIN}"
+
+
 def test_numbers_that_are_none(damaged: Path, changed: Callable[..., None]) -> None:
     changed(damaged / "config.json", rms_norm_eps=float("nan"))
     assert refusal(damaged) == f"{damaged}/config.json: rms_norm_eps is nan, which is no finite number; {AGAIN}"
