@@ -48,7 +48,7 @@ class StoredCodes:
         self.where = stored_tensors(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
-        self._renamed = renamed_in(config, type(model), shapes)
+        self._renamed = renamed_in(config, shapes)
 
     @property
     def modules(self) -> list[str]:

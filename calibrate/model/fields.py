@@ -39,6 +39,8 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
         if config.get(key):
             raise InputError(f"{file}: {key} {why}, which fp8q does not do; take it out, or give another model")
     for key, value in config.items():
+        if key == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
+            continue  # how Qwen2-MoE writes that it has none
         for keys, right, kind in KINDS:
             if keys(key) and value is not None and not right(value):
                 raise InputError(f"{file}: {key} is {shown(value)}, and not {kind}; {AGAIN}")
