@@ -215,6 +215,14 @@ class CalibrateOptions(ScaleOptions):
             negative="--no-stream",
         ),
     ] = None
+    all_experts: Annotated[
+        bool,
+        option(
+            MODEL,
+            "Show every expert of a mixture every token while measuring; what the model computes stays that of the "
+            "experts that tokens are routed to.",
+        ),
+    ] = False
     chat_template: Annotated[
         bool,
         option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),

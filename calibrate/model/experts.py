@@ -10,7 +10,7 @@ each is asked once, on random numbers. Biases, interleaved or transposed weights
 form, and refused by name (`architecture.refuse_experts`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from inspect import unwrap
@@ -52,10 +52,27 @@ class Expert(nn.Module):
         return y
 
 
-class Experts(nn.ModuleList):
-    """The experts of one layer; each multiplies the tokens that are routed to it."""
+class Shared(nn.Module):
+    """What all experts of a layer read, as an object of its own: the router and shared experts read the same numbers,
+    and gradients of theirs end before it.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, as another object."""
+        return x.view_as(x)
+
+
+class Experts(nn.Module):
+    """The experts of one layer, named by their numbers; each multiplies the tokens that are routed to it."""
 
     shown: Shown = "routed"
+
+    def __init__(self, experts: Iterable[Expert]):
+        super().__init__()
+        self.input = Shared()
+        self.experts = list(experts)
+        for number, expert in enumerate(self.experts):
+            self.add_module(str(number), expert)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -65,37 +82,54 @@ class Experts(nn.ModuleList):
         On the meta device nobody knows who is chosen, and all experts are shown all tokens.
         """
         out = torch.zeros_like(hidden_states)
+        shared = self.input(hidden_states)
         if self.shown != "routed" or hidden_states.is_meta:
-            for expert in self:
-                expert(hidden_states)
+            for expert in self.experts:
+                expert(shared)
         if self.shown == "all" or hidden_states.is_meta:
             return out
         for number in top_k_index.unique().tolist():
-            expert = self[number]
+            expert = self.experts[number]
             position, token = torch.where(top_k_index.T.eq(number))
-            x = hidden_states[token]
+            x = shared[token]
             y = expert(x) if self.shown == "routed" else expert.unseen(x)
             out.index_add_(0, token, (y * top_k_weights[token, position, None]).to(out.dtype))
         return out
 
 
 @contextmanager
-def showing(model: nn.Module, shown: Shown) -> Iterator[None]:
-    """Show the experts of `model` those tokens in the block."""
-    found = [module for module in model.modules() if isinstance(module, Experts)]
-    before = [module.shown for module in found]
-    for module in found:
+def showing(experts: Iterable[Experts], shown: Shown) -> Iterator[None]:
+    """Show `experts` those tokens in the block."""
+    before = [(module, module.shown) for module in experts]
+    for module, _ in before:
         module.shown = shown
     try:
         yield
     finally:
-        for module, was in zip(found, before, strict=True):
+        for module, was in before:
             module.shown = was
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
     """The experts of each layer of `model` that has any, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+
+
+def routed_products(model: nn.Module) -> dict[str, list[str]]:
+    """The experts of each layer -> the product of each expert whose input is that of no other: the last one."""
+    return {
+        name: [f"{name}.{number}.down_proj" for number in range(len(module.experts))]
+        for name, module in experts_of(model).items()
+    }
+
+
+def seen_at(model: nn.Module, product: str) -> nn.Module:
+    """The module of `model` that receives the whole tensor of which `product` may only get some tokens: what all
+    experts of a layer read passes by before it is shared out. Of other products it is the product itself.
+    """
+    expert, _, name = product.rpartition(".")
+    place = model.get_submodule(expert.rpartition(".")[0])
+    return place.input if isinstance(place, Experts) and name in FUSED["gate_up_proj"] else model.get_submodule(product)
 
 
 def unfold(model: PreTrainedModel) -> None:

@@ -171,19 +171,19 @@ ROUTED = (torch.tensor([[0, 2], [0, 2]]), torch.tensor([[0.25, 0.75], [1.0, 0.0]
 
 def test_experts_add_what_their_tokens_give() -> None:
     module, x = experts(), torch.randn(2, 8)
-    by_hand = torch.stack([0.25 * module[0](x)[0] + 0.75 * module[2](x)[0], module[0](x)[1]])
+    by_hand = torch.stack([0.25 * module.experts[0](x)[0] + 0.75 * module.experts[2](x)[0], module.experts[0](x)[1]])
     assert torch.allclose(module(x, *ROUTED), by_hand, atol=1e-7)
 
 
 def test_showing_every_expert_every_token_changes_no_output() -> None:
     module, x = experts(), torch.randn(2, 8)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for expert, tokens in zip(module, seen.values(), strict=True):
+    for expert, tokens in zip(module.experts, seen.values(), strict=True):
         down = expert.get_submodule("down_proj")
         down.register_forward_pre_hook(lambda _, inputs, tokens=tokens: tokens.append(len(inputs[0])))
     routed = module(x, *ROUTED)
     assert seen == {0: [2], 1: [], 2: [2]}
-    with showing(module, "every"):
+    with showing([module], "every"):
         assert torch.equal(module(x, *ROUTED), routed)
     assert seen == {0: [2, 2], 1: [2], 2: [2, 2]}
     assert module.shown == "routed"
@@ -195,11 +195,12 @@ def test_on_the_meta_device_all_experts_see_the_layers_own_input(tmp_path: Path)
     (name, module) = next(iter(experts_of(model).items()))
     assert name == "model.layers.0.mlp.experts"
     module.register_forward_pre_hook(lambda _, inputs: got.append(inputs[0]))
-    for expert in module:
+    for expert in module.experts:
         expert.get_submodule("up_proj").register_forward_pre_hook(lambda _, inputs: got.append(inputs[0]))
     model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"))
     assert len(got) == 5
-    assert len(set(map(id, got))) == 1
+    assert len(set(map(id, got[1:]))) == 1
+    assert got[0] is not got[1]
 
 
 @pytest.mark.parametrize(
