@@ -36,3 +36,15 @@ def random_mixture(path: Path, name: str, save_original_format: bool = True) -> 
     for file in DEMO.glob("tokenizer*"):
         shutil.copyfile(file, path / file.name)
     return path
+
+
+def starve(tensors: dict[str, torch.Tensor]) -> None:
+    """Let the first layer of a mixture of Qwen's names never choose expert 2: what its router reads has a channel that
+    is positive in all tokens, and counts against that expert alone.
+    """
+    first, router = "model.layers.0", "model.layers.0.mlp.gate.weight"
+    tensors["model.embed_tokens.weight"][:, 0] = 5.0
+    tensors[f"{first}.self_attn.o_proj.weight"].zero_()
+    tensors[router][:, 0] = 0.0
+    tensors[router][2] = 0.0
+    tensors[router][2, 0] = -100.0
