@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from fp8q.calibrate.measure.coverage import coverage
 from fp8q.calibrate.measure.in_memory import measure
 from fp8q.calibrate.measure.measurement import Measurement
-from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_statistics, save_statistics
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_arrays, save_statistics
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.errors import InputError
@@ -120,7 +120,7 @@ def test_an_expert_without_tokens_is_there_with_none_and_parts_add_to_the_whole(
     parts = [measured(starving, [batch]) for batch in range(3)]
     added = written(parts[2].merge(parts[0]).merge(parts[1]), tmp_path / "a")
     assert added == written(whole, tmp_path / "b")
-    assert load_statistics(Run(tmp_path / "b")).tensors[name].histogram.samples == 0
+    assert load_arrays(tmp_path / "b" / "statistics.safetensors")[0][name].histogram.samples == 0
     folder = tmp_path / "work"
     folder.mkdir()
     streamed = measure_streamed(starving, Measurement(WINDOWS, IDENTITY, CORPUS), SILENT, folder)
