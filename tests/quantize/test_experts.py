@@ -12,6 +12,7 @@ from fp8q.quantize.experts import remarks, starved
 from fp8q.quantize.scales import activation_scales
 
 PRODUCTS = [f"mlp.experts.{number}.down_proj" for number in range(4)]
+TAKEN = "their last products take the largest amax of the layer's other experts"
 #: 1.0, 2.0, 3.0 and 64.0 as BF16 patterns.
 ONE, TWO, THREE, MANY, INF, NAN = 0x3F80, 0x4000, 0x4040, 0x4280, 0x7F80, 0x7FC0
 
@@ -75,7 +76,9 @@ def test_where_none_saw_anything_all_stay_in_bf16() -> None:
     assert set(reasons.values()) == {"never observed: no token of the calibration text reached it"}
 
 
-@pytest.mark.parametrize(("pattern", "reason"), [(NAN, "NaN in 1 of 6 input values"), (INF, "Inf in 1 of 6 input values")])
+@pytest.mark.parametrize(
+    ("pattern", "reason"), [(NAN, "NaN in 1 of 6 input values"), (INF, "Inf in 1 of 6 input values")]
+)
 def test_a_starved_expert_that_saw_no_number_stays_in_bf16_and_lends_nothing(pattern: int, reason: str) -> None:
     clips, reasons = chosen(statistics(tensor(10, ONE), tensor(9, ONE), tensor(3, ONE, pattern), tensor(0)), 4)
     assert clips == {PRODUCTS[0]: 1.0, PRODUCTS[1]: 1.0, PRODUCTS[3]: 1.0}
@@ -85,9 +88,7 @@ def test_a_starved_expert_that_saw_no_number_stays_in_bf16_and_lends_nothing(pat
 def test_the_margin_and_the_grid_hold_for_it_too_and_the_method_does_not() -> None:
     found = statistics(tensor(10, ONE), tensor(10, THREE), tensor(10, ONE), tensor(0))
     assert chosen(found, 4, Clipping(method="percentile", percentile=1.0, margin=1))[0][PRODUCTS[3]] == 6.0
-    scales, _ = activation_scales(
-        found, PRODUCTS, Clipping(scale_grid="power-of-two"), starved=starved(found, 4)
-    )
+    scales, _ = activation_scales(found, PRODUCTS, Clipping(scale_grid="power-of-two"), starved=starved(found, 4))
     assert scales[PRODUCTS[3]].scale == 2**-7  # 3 / 448, rounded up
     assert (scales[PRODUCTS[3]].amax, scales[PRODUCTS[3]].saturation, scales[PRODUCTS[3]].sqnr_db) == (0.0, 0.0, None)
 
@@ -105,11 +106,9 @@ def test_the_note_names_those_that_saw_least_first() -> None:
     found = statistics(tensor(10, ONE), tensor(3, ONE), tensor(2, ONE), tensor(0))
     assert remarks(found, starved(found, 4), 4, compensated=True) == [
         "mlp.experts: 3 of 4 experts saw fewer than 4 tokens (experts 3 (0), 2 (2), 1 (3))",
-        "their last products take the largest amax of the layer's other experts and their codes are each weight's "
-        "nearest; measure more --samples, or --all-experts",
+        f"{TAKEN} and their codes are each weight's nearest; measure more --samples, or --all-experts",
     ]
     assert remarks(found, starved(found, 1), 1, compensated=False) == [
         "mlp.experts: 1 of 4 experts saw fewer than 1 tokens (expert 3 (0))",
-        "their last products take the largest amax of the layer's other experts; measure more --samples, or "
-        "--all-experts",
+        f"{TAKEN}; measure more --samples, or --all-experts",
     ]
