@@ -13,8 +13,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils import match_name
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fp8q import api
+from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.experts import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
@@ -23,7 +25,12 @@ from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.stored import stored_arrays
 from fp8q.run import Run
+from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy
+from fp8q.validate.sensitivity.alone import Float
+from fp8q.validate.sensitivity.gradients import predict
+from fp8q.validate.sensitivity.site import AS_IT_IS
+from fp8q.validate.sensitivity.sites import Quantizer, sites_of
 
 from ..calibrate.model.damage import rewrite
 from ..conftest import Result, Texts
@@ -69,6 +76,7 @@ def test_a_trained_mixtral_keeps_its_perplexity(trained: Run) -> None:
     api.validate(trained.root, options=ValidateOptions(runtimes=("bf16", "reference")))
     found = load_accuracy(trained).runtimes
     assert abs(found["reference"].perplexity / found["bf16"].perplexity - 1) < 0.01
+    assert found["reference"].kl_mean_nats is not None
     assert 0 < found["reference"].kl_mean_nats < 0.003
 
 
@@ -185,6 +193,32 @@ def test_what_reads_a_run_reads_one_with_an_expert_that_saw_nothing(starving: Ru
     assert fp8q("doctor", starving.root).code in {0, 3}
     refused = fp8q("export", starving.root)
     assert (refused.code, "is a mixture of experts" in refused.err) == (2, True)
+
+
+def test_the_shared_input_alone_costs_what_rounding_it_before_transformers_own_experts_makes(
+    trained: Run, shared_checkpoint: Callable[[str], Path]
+) -> None:
+    path, scales = shared_checkpoint("mixtral"), load_scales(trained)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    ids = torch.from_numpy(load_tokens(trained, trained.calibration)[:8])
+    place = "model.layers.1.mlp.experts"
+    scale = torch.tensor(scales.activations[f"{place}.0.gate_proj"].scale)
+    with torch.inference_mode():
+        before = torch.log_softmax(theirs(input_ids=ids).logits[:, :-1], -1)
+        theirs.get_submodule(place).register_forward_pre_hook(
+            lambda _, given: ((given[0] / scale).to(torch.float8_e4m3fn).float() * scale, *given[1:])
+        )
+        after = torch.log_softmax(theirs(input_ids=ids).logits[:, :-1], -1)
+    expected = float((before.exp() * (before - after)).sum(dtype=torch.float64))
+
+    model = load_model(open_source(str(path)), torch.float32).requires_grad_(False)
+    quantizer = Quantizer(model, load_reference(trained.model, "exact", torch.float32), scales)
+    sites = sites_of(scales, load_record(trained).groups)
+    (site,) = (site for site in sites if site.module == f"{place}.0.gate_proj" and site.kind == "activation")
+    assert len(site.members) == 8
+    assert Float(quantizer, ids, None, ()).divergence(site) == pytest.approx(expected, rel=1e-3)
+    predicted = predict(quantizer, sites, ids, torch.Generator().manual_seed(0))
+    assert predicted[site.key][AS_IT_IS] == pytest.approx(expected, rel=0.5)
 
 
 def test_the_written_checkpoint_is_one_to_start_from(trained: Run, text: tuple[Path, Path], tmp_path: Path) -> None:
