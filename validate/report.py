@@ -158,7 +158,8 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     contents = report_tables(run, others)
     statistics, modules = load_statistics(run), contents["modules"].rows
-    drawn = {row.tensor: row.scale for row in modules if row.tensor in statistics.tensors}
+    seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
+    drawn = {row.tensor: row.scale for row in modules if row.tensor in seen}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
     return template.render(
         model=statistics.record.model,

@@ -27,6 +27,7 @@ from fp8q.quantize.stored import stored_arrays
 from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy
+from fp8q.validate.report import render
 from fp8q.validate.sensitivity.alone import Float
 from fp8q.validate.sensitivity.gradients import predict
 from fp8q.validate.sensitivity.site import AS_IT_IS
@@ -36,7 +37,8 @@ from ..calibrate.model.damage import rewrite
 from ..conftest import Result, Texts
 from ..mixtures import MIXTURES, random_mixture, starve
 
-OPTIONS = CalibrateOptions(samples=16, seq_len=64)
+#: Four batches: fewer, and nothing is said of whether the text was enough.
+OPTIONS = CalibrateOptions(samples=16, seq_len=64, batch_size=4)
 EXPERT = "model.layers.1.mlp.experts.2"
 STORED = "model.layers.1.block_sparse_moe.experts.2"
 
@@ -185,11 +187,16 @@ def test_what_reads_a_run_reads_one_with_an_expert_that_saw_nothing(starving: Ru
     found = api.inspect(starving.root)
     assert (found.experts[0].tokens[2], found.experts[0].least[:5]) == (0, "2 (0)")
     assert 2 in found.experts[0].borrowed
+    assert found.certificate.verdict != "unknown"
+    assert "model.layers.0.mlp.experts.2.down_proj.input" not in {each.tensor for each in found.certificate.records}
     assert "Tokens each expert saw" in fp8q("inspect", starving.root).out
     sensitivity = api.sensitivity(starving.root)
     alone = {(loss.module, loss.kind): loss.kl_nats for loss in sensitivity.modules}
     assert alone["model.layers.0.mlp.experts.2.down_proj", "weight"] == 0
     assert alone["model.layers.0.mlp.experts.0.gate_proj", "activation"] > 0
+    page = render(starving)
+    assert "What the experts saw" in page
+    assert "amax of other experts (0 tokens)" in starving.scales.read_text(encoding="utf-8")
     assert fp8q("doctor", starving.root).code in {0, 3}
     refused = fp8q("export", starving.root)
     assert (refused.code, "is a mixture of experts" in refused.err) == (2, True)
