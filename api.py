@@ -230,6 +230,7 @@ def _measured(
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)
+        measuring.check_experts(source, products, options)
         ahead.check_graph(found, products, later.engine if later else None, later.validate if later else None, notes)
         ahead.check_calibrate(source, options, all_options.export)
         collected = corpora.collect(source, load_tokenizer(source), *texts, options, notes)

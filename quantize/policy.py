@@ -17,7 +17,7 @@ from .scales import Scales, Skipped
 class Products:
     """The matrix products of a model: all by name, the output head's name, those of a class that cannot be quantized
     (name -> class), and those that an FP8 checkpoint has no codes for. `no_graph`: why no ONNX graph can be made of the
-    model.
+    model. `routers`: those that choose among experts, which only a mixture of them has.
     """
 
     names: tuple[str, ...]
@@ -25,6 +25,7 @@ class Products:
     unknown: dict[str, str]
     wide: frozenset[str] = frozenset()
     no_graph: str | None = None
+    routers: frozenset[str] = frozenset()
 
 
 def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
@@ -42,6 +43,8 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
         matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
         if name == products.head:
             skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
+        elif name in products.routers:
+            skipped[name] = Skipped(reason="router: another choice of experts costs more than its product")
         elif name in products.unknown:
             skipped[name] = Skipped(
                 reason=f"of class {products.unknown[name]}, which is no linear layer that ModelOpt's registry knows"

@@ -48,12 +48,15 @@ class StoredCodes:
         self.where = stored_tensors(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
-        self._renamed = renamed_in(config, type(model), shapes)
+        self._renamed = renamed_in(config, shapes)
 
     @property
     def modules(self) -> list[str]:
         """The products whose weights are codes."""
-        return [name.removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")]
+        own = {under: name for name, under in self._renamed.items()}
+        return [
+            own.get(name, name).removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")
+        ]
 
     @property
     def cache_scales(self) -> dict[str, float]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..calibrate.measure.moments import SecondMoments
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
+    from ..quantize.policy import Products
 
 
 class Task(Strict):
@@ -36,6 +37,7 @@ class Task(Strict):
     corpus: Corpus
     batches: list[int]
     stream: bool
+    all_experts: bool
     key: dict[str, str]
 
 
@@ -75,6 +77,12 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
         raise no_scale(options.clip, batches)
 
 
+def check_experts(source: "Source", products: "Products", options: CalibrateOptions) -> None:
+    """Raise InputError for --all-experts of a model that has none."""
+    if options.all_experts and not products.routers:
+        raise InputError(f"--all-experts: {source.name} ({source.architecture}) has no experts; leave it out")
+
+
 def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes, world: "World | None" = None) -> None:
     """The stage `measure`: the model on the calibration windows, and `statistics.*`.
 
@@ -91,6 +99,8 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
     chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | (
         {"batches": list(options.batches)} if options.batches else {}
     )
+    if options.all_experts:
+        chosen["all_experts"] = True
     opening = opening_of(run)
     if opening.prefix:
         chosen["prefix"] = opening.prefix
@@ -106,7 +116,7 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
         {"name": read["data"], "sources": read.get("sources"), "prefix": opening.prefix},
         options,
         stream,
-        inputs | {"moments": str(wanted)},
+        inputs | {"moments": str(wanted), "all_experts": str(options.all_experts)},
     )
     if world.size > 1:
         notes.note(world.described())
@@ -162,6 +172,7 @@ def task_of(
         corpus=corpus,
         batches=list(range(*(options.batches or (0, corpus.batches)))),
         stream=stream,
+        all_experts=options.all_experts,
         key=key,
     )
 
@@ -187,7 +198,7 @@ def share(task: Task, windows: Tokens, world: "World", moments: "SecondMoments |
     """What this rank measures."""
     from ..calibrate.measure.measurement import Measurement
 
-    return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments)
+    return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments, task.all_experts)
 
 
 def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:

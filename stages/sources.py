@@ -28,6 +28,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         matrix_products,
         other_products,
         output_head,
+        routers,
         takes_quantizers,
     )
     from ..calibrate.model.source import meta_model
@@ -53,6 +54,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         {name: type(module).__name__ for name, module in unknown.items()},
         frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
         unsupported(model),
+        frozenset(routers(model)),
     )
     chosen, _ = select(products, options.skip, options.only)
     match_terms(options.two_terms, products, chosen)

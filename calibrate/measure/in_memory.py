@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...reporter import Reporter
+from ..model.experts import routed_products
 from ..model.products import observed_products, output_axis
 from .measurement import Measurement
 from .observe import Watch, probe_groups
@@ -16,12 +17,13 @@ def measure(model: PreTrainedModel, what: Measurement, report: Reporter) -> Stat
     """Run `model` on `what`, watching every tensor that could be quantized. The output head is not run."""
     modules = observed_products(model)
     groups = probe_groups(model, modules)
-    watch = Watch(model, modules, groups, what.corpus.batches, what.moments)
+    watch = Watch(model, modules, groups, what.corpus.batches, what.moments, what.all_experts)
     with report.track("Calibrating", what.tokens, "tokens") as advance:
         for batch, ids in what.parts.items():
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)
-    return what.found(groups, watch.statistics(), {name: weight_amax(module) for name, module in modules.items()})
+    weights = {name: weight_amax(module) for name, module in modules.items()}
+    return what.found(groups, watch.statistics(), weights, routed_products(model))
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:

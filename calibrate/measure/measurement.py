@@ -16,7 +16,7 @@ class Measurement:
     """The model `identity` on `windows` int64 [windows, seq_len], those of `corpus`, in batches of its size.
 
     `batches`: indices of the batches to run, in that order; None for all. `moments`: where to add up the second moments
-    of the inputs too.
+    of the inputs too. `all_experts`: show every expert every token.
     """
 
     windows: npt.NDArray[np.int64]
@@ -24,6 +24,7 @@ class Measurement:
     corpus: Corpus
     batches: Sequence[int] | None = None
     moments: SecondMoments | None = None
+    all_experts: bool = False
 
     @cached_property
     def parts(self) -> dict[int, npt.NDArray[np.int64]]:
@@ -42,7 +43,15 @@ class Measurement:
         groups: dict[str, list[str]],
         tensors: dict[str, TensorStatistics],
         weights: Mapping[str, npt.NDArray[np.float32]],
+        experts: dict[str, list[str]],
     ) -> Statistics:
-        """What was found, with the record of what was measured."""
-        record = StatisticsRecord(model=self.identity, corpus=self.corpus, tokens=self.tokens, groups=groups)
+        """What was found, with the record of what was measured; `experts`: as the record has them."""
+        record = StatisticsRecord(
+            model=self.identity,
+            corpus=self.corpus,
+            tokens=self.tokens,
+            groups=groups,
+            experts=experts or None,
+            all_experts=self.all_experts or None,
+        )
         return Statistics(record, tensors, dict(weights))

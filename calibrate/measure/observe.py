@@ -1,9 +1,11 @@
 """Watch the tensors of a float model while it runs: one observer for each distinct tensor.
 
 Nothing of the model is converted, so the forward pass is the original one. The inputs of q, k and v (of gate and up)
-are the same Python object: a two-token probe groups modules by identity, and only the first of a group is watched. Keys
-and values are observed where the cache is written, after the rotary embedding, by a cache that stores nothing: that
-works for every architecture that has a cache, without a list of attention classes.
+are the same Python object: a two-token probe groups modules by identity, and only the first of a group is watched. The
+experts of a layer share what they read too, though each is given copies of some rows: the probe shows all of them the
+whole tensor, and it is watched before it is shared out. Keys and values are observed where the cache is written, after
+the rotary embedding, by a cache that stores nothing: that works for every architecture that has a cache, without a list
+of attention classes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +19,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..model.experts import Shown, experts_of, routed_products, seen_at, showing
 from ..model.products import attention_modules
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments
@@ -32,7 +35,7 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
     A module that two tokens do not reach is a group of its own.
     """
-    with noting_groups(modules) as groups, torch.inference_mode():
+    with noting_groups(modules) as groups, showing(experts_of(model).values(), "all"), torch.inference_mode():
         model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
     return groups
 
@@ -114,10 +117,14 @@ class Observer:
         self._counts = counts if self._counts is None else self._counts.add_(counts)
         self._channels = channels if self._channels is None else torch.maximum(self._channels, channels)
 
-    def statistics(self) -> TensorStatistics | None:
-        """What was measured; None where nothing was."""
+    def statistics(self, width: int | None = None) -> TensorStatistics | None:
+        """What was measured; where nothing was, None, or of a tensor that has this `width` that it was nothing."""
         if self._counts is None or self._channels is None:
-            return None
+            if width is None:
+                return None
+            return TensorStatistics(
+                Histogram.from_dense(np.zeros(PATTERNS, np.int64)), self.amax_batches, np.zeros(width, np.float32)
+            )
         return TensorStatistics(
             Histogram.from_dense(self._counts.cpu().numpy()),
             self.amax_batches,
@@ -150,12 +157,17 @@ class Watch:
         groups: Mapping[str, list[str]],
         batches: int,
         moments: SecondMoments | None = None,
+        all_experts: bool = False,
     ):
         """Watch `groups` of `modules` and the cache of `model` for `batches` batches; `moments`: where to add up the
-        second moments of the inputs too.
+        second moments of the inputs too; `all_experts`: show every expert every token.
         """
-        self.model, self.modules, self.groups = model, modules, groups
-        self.moments = moments
+        self.model, self.groups, self.moments = model, groups, moments
+        self.modules = {first: seen_at(model, first) for first in groups}
+        self.experts = list(experts_of(model).values())
+        self.shown: Shown = "every" if all_experts else "routed"
+        routed = {name for names in routed_products(model).values() for name in names} & groups.keys()
+        self.widths = {f"{name}.input": modules[name].get_parameter("weight").shape[1] for name in routed}
         self.attention = attention_modules(model)
         names = [f"{first}.input" for first in groups] + [
             f"{name}.{part}" for name in self.attention.values() for part in "kv"
@@ -188,10 +200,15 @@ class Watch:
 
         cache = DynamicCache()
         cache.layers = [ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
-        with hooked({first: see_input(first) for first in self.groups}, self.modules):
+        with (
+            showing(self.experts, self.shown),
+            hooked({first: see_input(first) for first in self.groups}, self.modules),
+        ):
             yield cache
 
     def statistics(self) -> dict[str, TensorStatistics]:
-        """Tensor name -> statistics, of the tensors that were reached."""
-        measured = {name: observer.statistics() for name, observer in self.observers.items()}
+        """Tensor name -> statistics, of the tensors that were reached; and of all experts, since others may have been
+        reached elsewhere.
+        """
+        measured = {name: observer.statistics(self.widths.get(name)) for name, observer in self.observers.items()}
         return {name: tensor for name, tensor in measured.items() if tensor is not None}

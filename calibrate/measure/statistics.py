@@ -127,6 +127,12 @@ class StatisticsRecord(Strict):
     groups: Annotated[dict[str, list[str]], AfterValidator(_named_by_a_member)] = Field(
         description="first module -> the modules that receive the same tensor, itself included"
     )
+    experts: dict[str, list[str]] | None = Field(
+        default=None, description="a layer's experts -> the module of each expert that some tokens alone reach"
+    )
+    all_experts: bool | None = Field(
+        default=None, description="whether every expert was shown every token, whichever it was routed to"
+    )
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,7 @@ class Statistics:
                     f"{part} {name}{' (--bos)' * (name == 'prefix')}",
                     *(getattr(getattr(record, part), name) for record in (self.record, other.record)),
                 )
+        yield "all_experts (--all-experts)", bool(self.record.all_experts), bool(other.record.all_experts)
         for what, mine, theirs in (
             ("groups", self.record.groups, other.record.groups),
             ("tensors", self._widths(), other._widths()),
@@ -243,10 +250,9 @@ class Statistics:
 
     @property
     def batches_measured(self) -> set[int]:
-        """Indices of the batches that are in these statistics."""
-        for tensor in self.tensors.values():
-            return set(np.flatnonzero(~np.isnan(tensor.amax_batches)).tolist())
-        return set()
+        """Indices of the batches that are in these statistics: of one, an expert may have seen nothing."""
+        measured = [np.flatnonzero(~np.isnan(tensor.amax_batches)) for tensor in self.tensors.values()]
+        return set(np.concatenate(measured).tolist()) if measured else set()
 
 
 def replace_record(record: StatisticsRecord, **changes: object) -> StatisticsRecord:

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 from ...errors import InputError
 from ...reporter import Reporter
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
+from ..model.experts import routed_products
 from ..model.materialize import Materializer
 from ..model.products import observed_products, output_head
 from ..model.skeleton import skeleton
@@ -48,7 +49,8 @@ def measure_streamed(
     stream = Stream(source, what, folder, device)
     stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
-    return what.found(stream.groups, tensors, {name: weights[name] for name in stream.products})
+    weights = {name: weights[name] for name in stream.products}
+    return what.found(stream.groups, tensors, weights, routed_products(stream.model))
 
 
 def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
@@ -205,7 +207,8 @@ class Stream(Chain):
     def _watch(self, layer: int | None, again: bool = False) -> Watch:
         """The observers of one layer, or of what is outside all; `again`: its moments are added up already."""
         moments = None if again else self.what.moments
-        return Watch(self.model, self.products, self._watched(layer), self.what.corpus.batches, moments)
+        watched, batches = self._watched(layer), self.what.corpus.batches
+        return Watch(self.model, self.products, watched, batches, moments, self.what.all_experts)
 
     def _weight_amax(self, layer: int | None) -> dict[str, npt.NDArray[np.float32]]:
         return {name: weight_amax(module) for name, module in self.products.items() if self.layers.index(name) == layer}

@@ -1,7 +1,7 @@
 """Which models can be calibrated, told from config.json and the model's modules, before any work.
 
-fp8q does text-only, decoder-only, dense transformers. Whatever else transformers can load under `AutoModelForCausalLM`
-is refused by name: an encoder would run without its mask, a mixture of experts needs every expert calibrated, a
+fp8q does text-only, decoder-only transformers, dense ones and mixtures of experts of one form (`experts`). Whatever
+else transformers can load under `AutoModelForCausalLM` is refused by name: an encoder would run without its mask, a
 recurrent state is no KV cache.
 """
 
@@ -119,13 +119,28 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
 
 
 def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
-    """Raise InputError when `model` (the meta device will do) is a mixture of experts."""
+    """Raise InputError when `model` (the meta device will do) is a mixture of experts in a form that could not be taken
+    apart.
+    """
+    from .experts import Experts
+
+    taken: tuple[str, ...] = ()
     for module_name, module in model.named_modules():
-        if "expert" in module_name.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
+        if isinstance(module, Experts):
+            taken += (f"{module_name}.",)
+        elif not module_name.startswith(taken) and _holds_experts(module_name.rpartition(".")[2], module):
             raise InputError(
-                f"{name}: {architecture} is a mixture of experts ({module_name}), which fp8q does not do for now; "
-                "give a dense model"
+                f"{name}: {architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form "
+                "that fp8q does not do for now: its weights are not gate_up_proj and down_proj alone, or it computes "
+                "something else with them; give a model of another architecture"
             )
+
+
+def _holds_experts(name: str, module: "nn.Module") -> bool:
+    """Whether a module says that it is several experts. Shared ones are a feed-forward block like others."""
+    if name.startswith("shared_expert") and not any(each.dim() > 2 for each in module.parameters()):
+        return False
+    return "expert" in name.lower() or "expert" in type(module).__name__.lower()
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

@@ -39,7 +39,7 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
         if config.get(key):
             raise InputError(f"{file}: {key} {why}, which fp8q does not do; take it out, or give another model")
     for key, value in config.items():
-        if key == "sliding_window" and value == 0 and _without_windows(config.get("layer_types")):
+        if key == "sliding_window" and value == 0 and _without_windows(config):
             continue  # how transformers writes that no layer has one (Qwen2-MoE)
         for keys, right, kind in KINDS:
             if keys(key) and value is not None and not right(value):
@@ -82,8 +82,10 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_INT
 
 
-def _without_windows(layer_types: object) -> bool:
-    return isinstance(layer_types, list) and bool(layer_types) and set(map(str, layer_types)) == {"full_attention"}
+def _without_windows(config: Mapping[str, Any]) -> bool:
+    layer_types = config.get("layer_types")
+    listed = isinstance(layer_types, list) and bool(layer_types)
+    return config.get("use_sliding_window") is False or (listed and set(map(str, layer_types)) == {"full_attention"})
 
 
 def _ids(value: object) -> bool:

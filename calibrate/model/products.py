@@ -6,9 +6,12 @@ ModelOpt's registry says which modules take quantizers; it is asked, and nothing
 import re
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from .experts import experts_of
 
 #: What ModelOpt's registry is known to hold. It is not asked of these: its import takes as long as torch's and
 #: transformers' together.
@@ -47,6 +50,25 @@ def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
         and not isinstance(module, nn.Embedding)
         and not NO_PRODUCT.search(type(module).__name__)
     }
+
+
+def routers(model: PreTrainedModel) -> set[str]:
+    """The modules beside experts that choose among them or weigh them: matrices with a row for each expert, or with
+    one.
+    """
+    found: set[str] = set()
+    for place, experts in experts_of(model).items():
+        block = place.removesuffix(place.rpartition(".")[2])
+        for name, module in (matrix_products(model) | other_products(model)).items():
+            weight = getattr(module, "weight", None)
+            if (
+                name.startswith(block)
+                and not name.startswith(f"{place}.")
+                and isinstance(weight, torch.Tensor)
+                and weight.shape[output_axis(module)] in {1, len(experts.experts)}
+            ):
+                found.add(name)
+    return found
 
 
 def takes_quantizers(module: nn.Module) -> bool:

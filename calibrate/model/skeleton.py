@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .experts import unfold
+
 #: Values of computed buffers that are let be, however small the weights.
 BUFFERS = 1 << 28
 
@@ -17,10 +19,17 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of `config` in `dtype`, evaluating, its parameters on the meta device, its buffers on
     the CPU.
     """
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = empty(config, dtype)
     compute_buffers(model)
     model.eval()
+    return model
+
+
+def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same as it is made: no buffer has values, and it does not evaluate. Experts are modules of their own."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    unfold(model)
     return model
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import BackendError, InputError
 from ...reporter import SILENT, Reporter
@@ -27,7 +27,7 @@ from .architecture import load_config, max_positions, read_config, refuse_expert
 from .coded import MODELOPT_FILE, Recognizer, no_codes
 from .companions import check_companions, tokenizer_digests
 from .fields import check_sizes
-from .weights import Coding, Weights, find_weights, read_headers
+from .weights import Coding, Part, Weights, find_weights, read_headers
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,8 @@ class Source:
     renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
     # what the tensors stand for, where some are codes
     coding: Coding | None = field(default=None, compare=False)
+    # what to take the tensors for, where some hold all experts of a layer
+    parts: Mapping[str, Part] = field(default_factory=dict, compare=False)
 
     @property
     def title(self) -> str:
@@ -79,7 +81,7 @@ class Source:
 
     def weights(self) -> Weights:
         """The tensors, as numbers."""
-        return Weights(self.weight_files, self.coding)
+        return Weights(self.weight_files, self.coding, self.parts)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -112,7 +114,7 @@ def open_source(
         config, architecture = load_config(path, model, raw)
     check_companions(path, model, config.get_text_config().vocab_size)
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="", coding=coding)
-    source = replace(source, renamed=_looked_through(source))
+    source = _looked_through(source)
     if not fingerprinted:
         return source
     said = [path / "config.json", *([path / MODELOPT_FILE] if coding and (path / MODELOPT_FILE).is_file() else [])]
@@ -167,11 +169,11 @@ def _combined(digests: dict[str, str]) -> str:
 def meta_model(source: Source) -> "PreTrainedModel":
     """The model in BF16 on the meta device, evaluating: all modules and shapes, no values, no memory."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with foreign(partial(no_model, source)), quiet(), torch.device("meta"):
-        config = deepcopy(source.config)  # from_config writes the type into it
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    from .skeleton import empty
+
+    with foreign(partial(no_model, source)), quiet():
+        model = empty(deepcopy(source.config), torch.bfloat16)  # from_config writes the type into it
     model.eval()
     return model
 
@@ -198,7 +200,7 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
         for name in weights.names()
     }
     try:
-        model = _load(source, type(meta_model(source)), tensors, dtype=dtype, device_map=device)
+        model = _load(source, meta_model(source), tensors, dtype, device)
     except torch.OutOfMemoryError:
         raise BackendError(
             f"{source.name}: does not fit into the memory of {device}; free some, or hide the GPU with "
@@ -208,31 +210,43 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     return model
 
 
-def _looked_through(source: Source) -> dict[str, str]:
+def _looked_through(source: Source) -> Source:
     """Make the model, and load the headers alone, on the meta device: that tells of experts, of buffers that
     config.json makes no numbers of, and of missing, unexpected and misshapen tensors, and reads no weights. Returns
-    `renamed`.
+    the source with what its tensors are called, and are parts of.
     """
+    from .expert_names import views
     from .skeleton import check_buffers
     from .tensor_names import HEADER_TYPE, headers, renamed_tensors
 
-    skeleton, weights = meta_model(source), source.weights()
-    shapes = {name: weights.shape(name) for name in weights.names()}
+    skeleton = meta_model(source)
     refuse_experts(skeleton, source.name, source.architecture)
+    weights = source.weights()
+    source = replace(source, parts=views(skeleton, {name: weights.shape(name) for name in weights.names()}))
+    weights = source.weights()
+    shapes = {name: weights.shape(name) for name in weights.names()}
     stored = headers(shapes)
-    loaded = _load(source, type(skeleton), stored, dtype=HEADER_TYPE, device_map="meta")
+    loaded = _load(source, skeleton, stored, HEADER_TYPE, "meta")
     with foreign(partial(no_model, source)), quiet():
         wrong = check_buffers(skeleton, sum(map(prod, shapes.values())))
     if wrong:
         raise InputError(f"{source.path / 'config.json'}: {wrong}; copy or download it again")
-    return renamed_tensors(loaded, stored)
+    return replace(source, renamed=renamed_tensors(loaded, stored))
 
 
-def _load(source: Source, model_class: Any, tensors: Mapping[str, "torch.Tensor"], **options: Any) -> "PreTrainedModel":
-    """`model_class.from_pretrained` of these `tensors` and no file, with an InputError for tensors that the model
-    lacks, does not know, or has in another shape. Tied weights count as one.
+def _load(
+    source: Source,
+    skeleton: "PreTrainedModel",
+    tensors: Mapping[str, "torch.Tensor"],
+    dtype: "torch.dtype",
+    device: str,
+) -> "PreTrainedModel":
+    """`load_tensors` of the model that is `skeleton` on the meta device, with an InputError for tensors that it lacks,
+    does not know, or has in another shape. Tied weights count as one.
     """
     import torch
+
+    from .load import load_tensors
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
@@ -241,17 +255,7 @@ def _load(source: Source, model_class: Any, tensors: Mapping[str, "torch.Tensor"
         )
 
     with foreign(refusal, torch.OutOfMemoryError), quiet():
-        loaded = model_class.from_pretrained(
-            None, config=deepcopy(source.config), state_dict=dict(tensors), ignore_mismatched_sizes=True,
-            output_loading_info=True, **options,
-        )  # fmt: skip
-    model: PreTrainedModel = loaded[0]
-    misfits = [
-        f"{name} has shape {list(found)} where the model has {list(wanted)}"
-        for name, found, wanted in sorted(loaded[1]["mismatched_keys"])
-    ]
-    misfits += [f"{name} is missing" for name in sorted(loaded[1]["missing_keys"])]
-    misfits += [f"{name} is unknown to the model" for name in sorted(loaded[1]["unexpected_keys"])]
+        model, misfits = load_tensors(skeleton, source.config, tensors, dtype, device)
     if misfits:
         more = f" (and {len(misfits) - 1} more do not fit)" if len(misfits) > 1 else ""
         raise InputError(

@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..silence import quiet
+from .load import load_tensors
+from .skeleton import empty
 
 #: Loading in the type of the stand-ins keeps their storages.
 HEADER_TYPE = torch.bfloat16
@@ -35,21 +37,21 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
     return {name: under for name, under in found.items() if under not in own}
 
 
-def renamed_in(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str]:
-    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`.
-
-    Tensors that the model does not know (scales) are passed over.
+def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`; what lies beside a weight under its name
+    (its scales, which the model does not know) is renamed with it.
     """
     stored = headers(shapes)
     with quiet():
-        loaded = model_class.from_pretrained(
-            None,
-            config=deepcopy(config),
-            state_dict=dict(stored),
-            dtype=HEADER_TYPE,
-            device_map="meta",
-            ignore_mismatched_sizes=True,
-        )
-    return renamed_tensors(loaded, stored)
+        loaded, _ = load_tensors(empty(deepcopy(config), HEADER_TYPE), config, stored, HEADER_TYPE, "meta")
+    found = renamed_tensors(loaded, stored)
+    owners = {
+        under.removesuffix(".weight"): own.removesuffix(".weight")
+        for own, under in found.items()
+        if own.endswith(".weight") and under.endswith(".weight")
+    }
+    for name in shapes:
+        owner, _, part = name.rpartition(".")
+        if owner in owners:
+            found[f"{owners[owner]}.{part}"] = name
+    return found

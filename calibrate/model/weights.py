@@ -37,6 +37,18 @@ class Header:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Part of a stored `tensor`: of what its first axis counts the one numbered `index`, and of that the rows from
+    `start` to `end`; all of it where `index` is None.
+    """
+
+    tensor: str
+    index: int | None = None
+    start: int = 0
+    end: int = 0
+
+
 def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[Path, ...]:
     """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user
     calls it, `named` what its config.json names as `transformers_weights`.
@@ -173,10 +185,15 @@ class Coding(Protocol):
 class Weights:
     """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
 
-    def __init__(self, files: tuple[Path, ...], coding: Coding | None = None):
-        """Read the headers of `files`; no tensor yet. Raises InputError for files that have been damaged since."""
+    def __init__(self, files: tuple[Path, ...], coding: Coding | None = None, parts: Mapping[str, Part] | None = None):
+        """Read the headers of `files`; no tensor yet. `parts`: what to take the tensors for, by name, where some are
+        several in one. Raises InputError for files that have been damaged since.
+        """
         self._coding, self._stored = coding, read_headers(files)
         self._headers = coding.headers(self._stored) if coding else self._stored
+        self._parts = parts or {}
+        if parts:
+            self._headers = {name: _header(self._headers[part.tensor], part) for name, part in parts.items()}
 
     def names(self) -> KeysView[str]:
         """All names."""
@@ -192,7 +209,8 @@ class Weights:
 
     def coded(self, name: str) -> bool:
         """Whether a tensor is stored as codes."""
-        return self._headers[name].dtype != self._stored[name].dtype
+        part = self._parts.get(name, Part(name))
+        return self._headers[name].dtype != self._stored[part.tensor].dtype
 
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -202,17 +220,25 @@ class Weights:
         """A tensor as it is stored, mapped from its file: read only, its pages are the file's. What is stored as codes
         comes as the numbers they stand for, float32, in memory.
         """
-        found = self._coding.decoded(name, self.stored) if self._coding else None
-        return self.stored(name) if found is None else found
+        part = self._parts.get(name, Part(name))
+        found = self._coding.decoded(part.tensor, self.stored) if self._coding else None
+        tensor = self.stored(part.tensor) if found is None else found
+        return tensor if part.index is None else tensor[part.index, part.start : part.end]
 
     def stored(self, name: str) -> "torch.Tensor":
-        """A tensor as it is stored, codes and scales included."""
+        """A tensor as it is stored, by its name in the files, codes and scales included."""
         from safetensors import safe_open
 
         file = self._stored[name].file
         with foreign(partial(_damaged, file)), safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
+
+
+def _header(stored: Header, part: Part) -> Header:
+    """The header of a part of a tensor."""
+    shape = stored.shape if part.index is None else (part.end - part.start, *stored.shape[2:])
+    return Header(stored.file, stored.dtype, shape)
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.model.experts import experts_of
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shape
 
@@ -49,17 +50,19 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
     where one can be.
 
-    1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers'
-       interface, where the graph's takes its place. 3. Positions that are counted from the cache, whose length here is
-       its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which the builder crashes. 5.
-       Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the
-       graph's, a cache of other shapes (`seen_in_a_pass`).
+    1. Experts, which their tokens choose. 2. Soft-capped logits: fused attention ignores them in silence. 3. Attention
+       that does not go through transformers' interface, where the graph's takes its place. 4. Positions that are
+       counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 5.
+       A graph at which the builder crashes. 6. Layers whose cache is written by no module that says which layer it is.
+       7. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None
 
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
+    if experts_of(model):
+        return "is a mixture of experts"
     if getattr(text, "attn_logit_softcapping", None):
         return "caps its attention logits"
     code = inspect.getsource(sys.modules[type(model).__module__])

@@ -160,7 +160,7 @@ def _opened(directory: Path, plan: GraphPlan) -> tuple[PreTrainedModel, passes.T
     model, buffers = empty_model(config, plan.dtype)
     stored = passes.stored_tensors(directory)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    aliases = tied_names(model) | renamed_in(config, type(model), shapes)
+    aliases = tied_names(model) | renamed_in(config, shapes)
     return model, passes.Tensors(directory, stored, aliases, buffers)
 
 

@@ -1,7 +1,6 @@
 """Architectures that are refused, and code of a checkpoint's own, which is not run."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,34 +18,6 @@ from fp8q.errors import InputError
 from .damage import configure, refusal, rewrite
 
 VERSION = transformers.__version__
-
-
-def test_a_mixture_of_experts(shared_checkpoint: Callable[[str], Path]) -> None:
-    path = shared_checkpoint("mixtral")
-    assert refusal(path) == (
-        f"{path}: MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do "
-        "for now; give a dense model"
-    )
-
-
-@pytest.mark.parametrize(
-    ("model_type", "architecture", "module"),
-    [
-        ("mixtral", "MixtralForCausalLM", "model.layers.0.mlp.experts"),
-        ("qwen3_moe", "Qwen3MoeForCausalLM", "model.layers.0.mlp.experts"),
-        ("gpt_oss", "GptOssForCausalLM", "model.layers.0.mlp.experts"),
-        ("granitemoe", "GraniteMoeForCausalLM", "model.layers.0.block_sparse_moe.experts"),
-        ("deepseek_v2", "DeepseekV2ForCausalLM", "model.layers.0.mlp.experts"),
-    ],
-)
-def test_mixtures_of_experts_are_told_by_their_modules(
-    damaged: Path, model_type: str, architecture: str, module: str
-) -> None:
-    AutoConfig.for_model(model_type, num_hidden_layers=2, architectures=[architecture]).save_pretrained(damaged)
-    assert refusal(damaged) == (
-        f"{damaged}: {architecture} is a mixture of experts ({module}), which fp8q does not do for now; give a dense "
-        "model"
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""How many tokens each expert of a mixture saw: nothing is counted for it, since the histogram of what goes into an
+expert's last product holds as many values as that tensor is wide for each token.
+"""
+
+from dataclasses import dataclass
+
+from .statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The experts of one layer: the module that holds them, their last products, and the tokens that each saw."""
+
+    experts: str
+    products: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+
+def coverage(statistics: Statistics) -> list[Coverage]:
+    """That of each layer that has experts, in order; a mixture that was measured before there were any has none."""
+    return [
+        Coverage(experts, tuple(products), tuple(tokens_of(statistics, product) for product in products))
+        for experts, products in (statistics.record.experts or {}).items()
+    ]
+
+
+def tokens_of(statistics: Statistics, product: str) -> int:
+    """The tokens that reached a product whose input no other reads."""
+    tensor = statistics.tensors.get(f"{product}.input")
+    return tensor.histogram.samples // len(tensor.amax_channels) if tensor else 0

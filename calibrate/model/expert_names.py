@@ -1,0 +1,140 @@
+"""Where a checkpoint holds each expert's weights: by transformers' own table of how names become fused tensors.
+
+Mixtral's files have `block_sparse_moe.experts.N.w1.weight`, Qwen's `mlp.experts.N.gate_proj.weight`, and what
+transformers 5 saves with `save_original_format=False` has all experts in one tensor. transformers' table of conversions
+says which of these become `gate_up_proj` and `down_proj`, and which part of them, so no names of architectures are kept
+here. A fused tensor is read as views of it, one an expert and product, under the names that the table goes back to,
+which are those that other loaders read.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from .experts import FUSED, experts_of
+from .weights import Part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
+
+
+def expert_names(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:
+    """The name that `model`, whose experts are modules of their own, has for each weight of an expert -> its name among
+    those that are `stored`.
+    """
+    return Conversions(model).found(stored)
+
+
+def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
+    """The name of each tensor -> the part of a stored one (of these `shapes`) that it is, where experts of `model` are
+    stored fused; empty where none are.
+    """
+    conversions = Conversions(model)
+    fused = {name: own for name in shapes if (own := conversions.own(name)[0]) in conversions.fused}
+    fused = {name: own for name, own in fused.items() if len(shapes[name]) == 3}
+    found: dict[str, Part] = {}
+    for name, shape in shapes.items():
+        if name not in fused:
+            found[conversions.original(name) if conversions.beside_experts(name) else name] = Part(name)
+            continue
+        experts, _, tensor = fused[name].rpartition(".")
+        products = FUSED[tensor]
+        rows = shape[1] // len(products)
+        for expert in range(shape[0]):
+            for half, product in enumerate(products):
+                under = conversions.original_of(experts, expert, product)
+                found[under] = Part(name, expert, half * rows, (half + 1) * rows)
+    return found if fused else {}
+
+
+class Conversions:
+    """transformers' table for one model."""
+
+    def __init__(self, model: "PreTrainedModel"):
+        """Of `model`, whose experts are modules of their own."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.experts = experts_of(model)
+        #: The fused tensors that there would be, by name.
+        self.fused = {f"{name}.{tensor}": tensor for name in self.experts for tensor in FUSED}
+        table = get_model_conversion_mapping(model) if self.experts else []
+        self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
+        self._converters: list[WeightConverter] = [each for each in table if isinstance(each, WeightConverter)]
+        self._places = {**dict.fromkeys(model.state_dict(), True), **dict.fromkeys(self.fused, True)}
+        self._prefix = model.base_model_prefix
+
+    def own(self, stored: str) -> tuple[str, str | None]:
+        """The name that transformers gives the tensor that is `stored` under a name, and by which pattern it makes it
+        one of several parts.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        return rename_source_key(stored, self._renamings, self._converters, self._prefix, self._places)
+
+    def found(self, stored: Iterable[str]) -> dict[str, str]:
+        """What `expert_names` gives."""
+        found: dict[str, str] = {}
+        for name in stored:
+            own, pattern = self.own(name)
+            if pattern is None:
+                if own.removesuffix(".weight").rpartition(".")[0].rpartition(".")[0] in self.experts:
+                    found[own] = name
+            elif own in self.fused and (product := self._product(self.fused[own], pattern)):
+                number = re.search(re.escape(pattern).replace(r"\.\*\.", r"\.(\d+)\."), name)
+                if number:
+                    found[f"{own.rpartition('.')[0]}.{int(number[1])}.{product}.weight"] = name
+        return found
+
+    def _product(self, tensor: str, pattern: str) -> str | None:
+        """Which product of an expert the tensors of this `pattern` are, of which transformers makes `tensor`; None
+        where it does more than to stack them.
+        """
+        made = self._maker(tensor)
+        if made is None or pattern not in made.source_patterns:
+            return None
+        return FUSED[tensor][made.source_patterns.index(pattern)]
+
+    def _maker(self, tensor: str) -> "WeightConverter | None":
+        """The conversion that stacks the tensors of all experts, and lays gate on up, to `tensor`."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        kinds: list[type] = [MergeModulelist] if len(FUSED[tensor]) == 1 else [MergeModulelist, Concatenate]
+        for made in self._converters:
+            axes = [getattr(each, "dim", None) for each in made.operations]
+            if (
+                made.target_patterns[0].endswith(f"experts.{tensor}")
+                and [type(each) for each in made.operations] == kinds
+                and axes == [0, 1][: len(kinds)]
+                and len(made.source_patterns) == len(FUSED[tensor])
+            ):
+                return made
+        return None
+
+    def beside_experts(self, stored: str) -> bool:
+        """Whether the tensor that is `stored` under a name is in the same block as experts: a router, shared ones."""
+        own = self.own(stored)[0]
+        return any(own.startswith(f"{name.rpartition('.')[0]}.") for name in self.experts)
+
+    def original(self, own: str) -> str:
+        """The name under which files hold what transformers calls `own`."""
+        name = self._renamed_back(own)
+        return name if self.own(name)[0] == own else own
+
+    def _renamed_back(self, name: str) -> str:
+        for each in reversed(self._renamings):
+            name, _ = each.reverse_transform().rename_source_key(name)
+        return name
+
+    def original_of(self, experts: str, number: int, product: str) -> str:
+        """The name under which files hold a `product` of the expert `number` in the module `experts`; our own where
+        transformers knows none.
+        """
+        ours = f"{experts}.{number}.{product}.weight"
+        tensor = next(tensor for tensor, products in FUSED.items() if product in products)
+        if (made := self._maker(tensor)) is None:
+            return ours
+        pattern = made.source_patterns[FUSED[tensor].index(product)]
+        full = f"{experts}.{tensor}".removesuffix(made.target_patterns[0]) + pattern.replace("*", str(number))
+        return next((name for name in (self._renamed_back(full), full) if self.found([name]) == {ours: name}), ours)
