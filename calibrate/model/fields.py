@@ -85,7 +85,9 @@ def _count(value: object) -> bool:
 def _without_windows(config: Mapping[str, Any]) -> bool:
     layer_types = config.get("layer_types")
     listed = isinstance(layer_types, list) and bool(layer_types)
-    return config.get("use_sliding_window") is False or (listed and set(map(str, layer_types)) == {"full_attention"})
+    return config.get("use_sliding_window") is False or (
+        listed and {*map(str, layer_types or ())} == {"full_attention"}
+    )
 
 
 def _ids(value: object) -> bool:
