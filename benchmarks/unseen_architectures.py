@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from result import arguments, described, publish
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from two_implementations import kl
 
 from fp8q.api import (
@@ -40,6 +40,7 @@ from fp8q.api import (
     engine,
     scales,
 )  # fmt: skip
+from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.source import open_source
 from fp8q.export.graph.cache import cache_shape
 from fp8q.export.graph.modules import GraphPlan, prepare
@@ -62,7 +63,56 @@ SMALL = {
 GROUPED = SMALL | {"num_key_value_heads": 2}
 HEADS = GROUPED | {"head_dim": 32}
 WINDOWED = GROUPED | {"sliding_window": 12}
+CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 32}
 GPT = {"vocab_size": 2048, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128}
+#: Language models inside models that see; Qwen's have positions of three sections.
+INSIDE = HEADS | {"bos_token_id": 0, "eos_token_id": 1}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+SEEING: dict[str, dict[str, Any]] = {
+    "Gemma3Config": {
+        "text_config": INSIDE | {"sliding_window": 12},
+        "vision_config": TOWER,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 2047,
+    },
+    "Qwen2VLConfig": {
+        "text_config": INSIDE | {"rope_parameters": SECTIONS},
+        "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2},
+    },
+    "Qwen2_5_VLConfig": {"text_config": INSIDE | {"rope_parameters": SECTIONS}, "vision_config": QWEN_TOWER},
+    "Qwen3VLConfig": {
+        "text_config": INSIDE | {"rope_parameters": SECTIONS},
+        "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    },
+    "Mistral3Config": {
+        "text_config": INSIDE | {"model_type": "mistral"},
+        "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 16},
+    },
+    "LlavaConfig": {
+        "text_config": INSIDE | {"model_type": "llama"},
+        "vision_config": TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
+    },
+    "InternVLConfig": {
+        "text_config": INSIDE | {"model_type": "qwen2"},
+        "vision_config": TOWER | {"image_size": [28, 28], "patch_size": [14, 14]},
+    },
+    "Idefics3Config": {
+        "text_config": INSIDE | {"model_type": "llama"},
+        "vision_config": TOWER,
+        "pad_token_id": 0,
+        "image_token_id": 2047,
+    },
+    "PaliGemmaConfig": {
+        "text_config": INSIDE | {"model_type": "gemma"},
+        "vision_config": TOWER | {"model_type": "siglip_vision_model", "projection_dim": 128},
+        "projection_dim": 128,
+    },
+}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -86,16 +136,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "HeliumConfig",
             "HunYuanDenseV1Config",
             "SeedOssConfig",
-            "Gemma2Config",
         ),
         HEADS,
     ),
+    # caps that are felt: by default they are far beyond what random weights give
+    **dict.fromkeys(("Gemma2Config", "VaultGemmaConfig"), HEADS | WINDOWED | CAPPED),
     **dict.fromkeys(("Olmo3Config", "Cohere2Config", "Starcoder2Config", "MistralConfig"), WINDOWED),
     **dict.fromkeys(("PhiConfig", "PersimmonConfig", "FalconConfig", "GPTNeoXConfig", "GPTNeoXJapaneseConfig"), SMALL),
     "Qwen3Config": GROUPED | {"head_dim": 48},
     "Phi3Config": GROUPED,
     **dict.fromkeys(("GPTJConfig", "CodeGenConfig"), GPT | {"rotary_dim": 8}),
     "GPTBigCodeConfig": GPT | {"n_inner": 192},
+    **SEEING,
     "BloomConfig": {"vocab_size": 2048, "hidden_size": 128, "n_layer": 2, "n_head": 4},
     "MptConfig": {"vocab_size": 2048, "d_model": 128, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
 }
@@ -104,7 +156,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def random_checkpoint(path: Path, config: str) -> Path:
     """A checkpoint of the configuration, its norms around 1, with the demo's tokenizer."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**CONFIGURATIONS[config]))
+    made = getattr(transformers, config)(**CONFIGURATIONS[config])
+    model: PreTrainedModel = auto_class(made).from_config(made)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.1)
     torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
@@ -112,6 +165,11 @@ def random_checkpoint(path: Path, config: str) -> Path:
     # of no class of the architecture's own, which would want other files
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
     return path
+
+
+def loader(path: Path) -> Any:
+    """transformers' class for the checkpoint at `path`."""
+    return auto_class(AutoConfig.from_pretrained(path))
 
 
 def graph_difference(path: Path, ids: torch.Tensor) -> float:
@@ -122,9 +180,9 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
     that is longer than the text.
     """
     with torch.inference_mode():
-        eager: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         expected = eager(input_ids=ids).logits
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model: PreTrainedModel = loader(path).from_pretrained(path, dtype=torch.float32)
         heads, size = cache_shape(model.config.get_text_config())
         graph, (rows, length) = prepare(model, GraphPlan({}, "", torch.float32)), ids.shape
         positions, capacity = torch.arange(length).expand(rows, -1), length + 8
@@ -173,7 +231,7 @@ def checkpoint_alone(run: Run, ids: np.ndarray) -> dict[str, Any]:
         logits = reference.model(
             input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True
         ).logits
-    loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+    loaded: Any = loader(run.model).from_pretrained(run.model, output_loading_info=True)
     return {
         "finite": bool(torch.isfinite(logits).all()),
         "quantized": len(load_scales(run).weights),
@@ -196,7 +254,7 @@ def as_it_is(run: Run, ids: np.ndarray) -> dict[str, Any]:
     p, q = (torch.log_softmax(torch.from_numpy(each).double(), -1) for each in (expected, logits))
     build_engine(run.root, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=48, min_fp8_share=0))
     (view,) = engine(run.root)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+    loaded: Any = loader(run.model).from_pretrained(run.model, output_loading_info=True)
     return {
         "first_position_difference": float(np.abs(logits - expected)[:, 0].max(-1).min()),
         "kl_nats": kl(p, q),

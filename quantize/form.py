@@ -9,11 +9,12 @@ in others it would find keys that it does not expect. For a cache of which only 
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
+from ..calibrate.model.classes import beside, own_attention
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
 from .scales import Scales
@@ -45,17 +46,31 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 @dataclass(frozen=True)
 class Form:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
-    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model.
+    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model;
+    `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
+    the modules that text does not reach, which stay as they are.
     """
 
     modules: Mapping[str, nn.Module]
     loadable: bool
     cache: bool
     no_graph: str | None = None
+    attention: str | None = None
+    beside: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
         return output_axis(self.modules[module])
+
+    @property
+    def ignored(self) -> list[str]:
+        """The linear layers among what text does not reach."""
+        return [name for name, module in self.beside.items() if isinstance(module, nn.Linear)]
+
+    @property
+    def towers(self) -> list[str]:
+        """The outermost of what text does not reach."""
+        return [name for name in self.beside if name.rpartition(".")[0] not in self.beside]
 
     def remark(self, architecture: str, cache_parts: str) -> str | None:
         """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
@@ -88,4 +103,5 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
-    return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv", no_graph=no_graph)
+    cache = loadable and known and scales.cache_parts == "kv"
+    return Form(modules, loadable, cache, no_graph, own_attention(source.config), beside(model))

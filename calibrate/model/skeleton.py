@@ -7,7 +7,9 @@ this.
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .classes import made
 
 #: Values of computed buffers that are let be, however small the weights.
 BUFFERS = 1 << 28
@@ -18,9 +20,8 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     the CPU.
     """
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = made(config, dtype)
     compute_buffers(model)
-    model.eval()
     return model
 
 

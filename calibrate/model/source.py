@@ -23,7 +23,8 @@ from ...reporter import SILENT, Reporter
 from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
 from ..silence import quiet
-from .architecture import load_config, max_positions, read_config, refuse_experts
+from .architecture import load_config, max_positions, read_config, refuse_experts, text_fields
+from .classes import made
 from .coded import MODELOPT_FILE, Recognizer, no_codes
 from .companions import check_companions, tokenizer_digests
 from .fields import check_sizes
@@ -107,7 +108,9 @@ def open_source(
     files = find_weights(path, model, raw.get("transformers_weights"))
     coding = recognize(path, model, raw, read_headers(files))
     weights = Weights(files, coding)
-    check_sizes(path / "config.json", raw, [weights.shape(tensor) for tensor in weights.names()])
+    shapes = [weights.shape(tensor) for tensor in weights.names()]
+    for fields in (raw, text_fields(raw)):
+        check_sizes(path / "config.json", fields, shapes)
     with quiet():
         config, architecture = load_config(path, model, raw)
     check_companions(path, model, config.get_text_config().vocab_size)
@@ -167,13 +170,9 @@ def _combined(digests: dict[str, str]) -> str:
 def meta_model(source: Source) -> "PreTrainedModel":
     """The model in BF16 on the meta device, evaluating: all modules and shapes, no values, no memory."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with foreign(partial(no_model, source)), quiet(), torch.device("meta"):
-        config = deepcopy(source.config)  # from_config writes the type into it
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.eval()
-    return model
+        return made(deepcopy(source.config), torch.bfloat16)
 
 
 def no_model(source: Source, error: BaseException) -> InputError:

@@ -7,20 +7,20 @@ position j) and whose new keys and values leave the graph alone. The padding of 
 right: a padded token continues the positions, is masked, and what it writes is overwritten.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ...calibrate.model.classes import nested
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.formats import TWO_TERMS
 from ...quantize.linear import CODE, replace_linears
 from . import operators
+from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
 
 ATTENTION = "fp8q"
@@ -166,73 +166,16 @@ class Graph(nn.Module):
         cache = GraphCache(layers)
         with attending(position_ids, keys, attention_mask):
             logits = self.model(
-                input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True
+                **text_input(self.model, input_ids), position_ids=position_ids, past_key_values=cache, use_cache=True
             ).logits
         return (logits, *(new for layer in layers.values() for new in layer.new))
 
 
-_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-
-@contextmanager
-def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -> Iterator[None]:
-    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are
-    there.
-    """
-    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0))
-    try:
-        yield
-    finally:
-        _mask.pop()
-
-
-def attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: object,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
-    by slot.
-
-    Where TensorRT has no fused kernel, as plain products and a softmax.
-    """
-    queries, keys, filled = _mask[-1]
-    allowed = (keys <= queries) & filled
-    if sliding_window is not None:
-        allowed = allowed & (queries - keys < sliding_window)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (own := getattr(module, "fp8q_attention", None)) is not None:
-        output = own(query, key, value, allowed, scale)
-    elif not has_fused_kernel(*query.shape[1::2]):
-        output = plain_attention(query, key, value, allowed, scale)
-    else:
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    return output.transpose(1, 2).contiguous(), None
-
-
-def has_fused_kernel(heads: int, size: int) -> bool:
-    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
-    single tokens (found by building).
-    """
-    return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
-
-
-def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
-    weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1)
-    return torch.matmul(weights.to(value.dtype), value)
+def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `model` is called with for these tokens: embeddings, where it would look for images among them."""
+    return (
+        {"inputs_embeds": model.get_input_embeddings()(input_ids)} if nested(model.config) else {"input_ids": input_ids}
+    )
 
 
 class MatMul(nn.Module):
@@ -260,7 +203,13 @@ class QuantizedAttention(nn.Module):
         self.scores_halves, self.values_halves = self.q.halves(), self.p.halves()
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1,
         seq, length].
@@ -272,11 +221,7 @@ class QuantizedAttention(nn.Module):
         if self.scores_halves is not None:
             products = self.scores_halves(products)
         scores = products.float().reshape(batch, heads, seq, length) * scale
-        weights = (
-            scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
-            .softmax(-1)
-            .reshape((*grouped.shape[:3], length))
-        )
+        weights = weights_of(scores, allowed, softcap).reshape((*grouped.shape[:3], length))
         output: torch.Tensor = self.values(self.p(weights), self.v(value))
         if self.values_halves is not None:
             output = self.values_halves(output).to(self.dtype)

@@ -21,17 +21,19 @@ from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shape
+from .modules import text_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 LOOKING = "fp8q_looking"
-#: Keywords of an attention that the graph's honours (the first two), or that change nothing in it. `dropout` is 0 in a
-#: model that evaluates.
+#: Keywords of an attention that the graph's honours (the first three), or that change nothing in it. `dropout` is 0 in
+#: a model that evaluates.
 KEYWORDS = {
     "scaling",
     "sliding_window",
+    "softcap",
     "dropout",
     "position_ids",
     "cache_position",
@@ -49,20 +51,17 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
     where one can be.
 
-    1. Soft-capped logits: fused attention ignores them in silence. 2. Attention that does not go through transformers'
-       interface, where the graph's takes its place. 3. Positions that are counted from the cache, whose length here is
-       its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which the builder crashes. 5.
-       Layers whose cache is written by no module that says which layer it is. 6. An attention that does more than the
-       graph's, a cache of other shapes (`seen_in_a_pass`).
+    1. Attention that does not go through transformers' interface, where the graph's takes its place. 2. Positions that
+       are counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0.
+       3. A graph at which the builder crashes. 4. Layers whose cache is written by no module that says which layer it
+       is. 5. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None
 
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
-    if getattr(text, "attn_logit_softcapping", None):
-        return "caps its attention logits"
-    code = inspect.getsource(sys.modules[type(model).__module__])
+    code = inspect.getsource(sys.modules[type(model.get_decoder()).__module__])
     if "ALL_ATTENTION_FUNCTIONS" not in code:
         return "has an attention that transformers does not let be replaced"
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -132,7 +131,7 @@ def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: t
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
         with attending(model, looked), torch.inference_mode():
-            model(input_ids=ids, past_key_values=looked.cache(layers), use_cache=True)
+            model(**text_input(model, ids), past_key_values=looked.cache(layers), use_cache=True)
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
         return f"cannot be run on shapes alone ({one_line(error)})"
     if looked.reasons:
