@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..calibrate.given import read_json
+from ..calibrate.model.classes import nested
 from ..calibrate.model.coded import QUANTIZATION_KEYS
 from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
@@ -216,7 +217,8 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
         config.pop(key, None)
     if source.max_positions is not None:
         # by one name for whoever has no transformers, which knows the others and each class's default
-        config.setdefault("max_position_embeddings", source.max_positions)
+        fields = config["text_config"] if nested(source.config) else config
+        fields.setdefault("max_position_embeddings", source.max_positions)
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -228,7 +230,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
     write_config(
         source,
         directory,
-        quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE,
+        quantization_config(sorted([*scales.skipped, *form.ignored]), form.cache) if form.loadable else UNLOADABLE,
         **more,
     )
     for path in companions(source.path):

@@ -51,8 +51,9 @@ class Vocabulary:
         """
         config, generation = directory / "config.json", directory / "generation_config.json"
         fields = _read_json(config)
-        tokens = fields | (_read_json(generation) if generation.is_file() else {})
         text = fields.get("text_config", fields)  # models of text and images keep the language model's numbers there
+        tokens = text if isinstance(text, dict) else {}
+        tokens = tokens | fields | (_read_json(generation) if generation.is_file() else {})
         positions = text.get(POSITIONS) if isinstance(text, dict) else None
         if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
             raise ModelFileError(f"{config}: names no number of positions; add {POSITIONS}")
