@@ -113,6 +113,21 @@ SEEING: dict[str, dict[str, Any]] = {
         "projection_dim": 128,
     },
 }
+#: A configuration, and after a hyphen what is different about it: how rotary frequencies are stretched.
+STRETCHED: dict[str, dict[str, Any]] = {
+    "LlamaConfig-yarn": GROUPED
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "LlamaConfig-dynamic": GROUPED | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "Phi3Config-longrope": GROUPED
+    | {
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1 + 0.1 * index for index in range(16)],
+            "long_factor": [2 + index for index in range(16)],
+        },
+    },
+}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -148,6 +163,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("GPTJConfig", "CodeGenConfig"), GPT | {"rotary_dim": 8}),
     "GPTBigCodeConfig": GPT | {"n_inner": 192},
     **SEEING,
+    **STRETCHED,
     "BloomConfig": {"vocab_size": 2048, "hidden_size": 128, "n_layer": 2, "n_head": 4},
     "MptConfig": {"vocab_size": 2048, "d_model": 128, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
 }
@@ -156,7 +172,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def random_checkpoint(path: Path, config: str) -> Path:
     """A checkpoint of the configuration, its norms around 1, with the demo's tokenizer."""
     torch.manual_seed(0)
-    made = getattr(transformers, config)(**CONFIGURATIONS[config])
+    made = getattr(transformers, config.partition("-")[0])(**CONFIGURATIONS[config])
     model: PreTrainedModel = auto_class(made).from_config(made)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.1)

@@ -98,8 +98,14 @@ def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(plain(architecture), scales.cache_parts, form),
-        graphs=GRAPHS if form.no_graph is None else NO_GRAPH.format(reason=plain(form.no_graph)),
+        graphs=_graphs(form),
     )
+
+
+def _graphs(form: Form) -> str:
+    if form.no_graph is not None:
+        return NO_GRAPH.format(reason=plain(form.no_graph))
+    return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
 
 
 def _terms(scales: Scales) -> str:

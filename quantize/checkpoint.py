@@ -34,7 +34,7 @@ from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
 from .given import given_of
 from .scales import Scales, Skipped, WeightScales
-from .stored import CACHE_FILE, OWN_CONFIG
+from .stored import CACHE_FILE, OWN_CONFIG, OWN_POSITIONS
 from .weights import QuantizedWeight, Rounding
 
 SHARD_BYTES = 512 << 20
@@ -79,8 +79,9 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    if remark := form.remark(source.architecture, scales.cache_parts):
-        report.note(remark)
+    for remark in (form.remark(source.architecture, scales.cache_parts), form.limit):
+        if remark is not None:
+            report.note(remark)
     return done
 
 
@@ -224,7 +225,10 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
 
 
 def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
-    more: dict[str, object] = {OWN_CONFIG: {"two_terms": scales.two_terms}} if scales.two_terms else {}
+    own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
+    if form.positions is not None:
+        own[OWN_POSITIONS] = form.positions
+    more: dict[str, object] = {OWN_CONFIG: own} if own else {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(

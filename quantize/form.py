@@ -48,7 +48,8 @@ class Form:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
     there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model;
     `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
-    the modules that text does not reach, which stay as they are.
+    the modules that text does not reach, which stay as they are; `positions`: how many a graph serves, where those are
+    fewer than the model's.
     """
 
     modules: Mapping[str, nn.Module]
@@ -57,6 +58,7 @@ class Form:
     no_graph: str | None = None
     attention: str | None = None
     beside: Mapping[str, nn.Module] = field(default_factory=dict)
+    positions: int | None = None
 
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
@@ -71,6 +73,16 @@ class Form:
     def towers(self) -> list[str]:
         """The outermost of what text does not reach."""
         return [name for name in self.beside if name.rpartition(".")[0] not in self.beside]
+
+    @property
+    def limit(self) -> str | None:
+        """What to say of the graph's positions; None where they are the model's."""
+        if self.positions is None:
+            return None
+        return (
+            f"graph and engine serve texts of up to {self.positions:,} positions, whose rotary frequencies they hold "
+            "(`longrope` has others for longer ones)"
+        )
 
     def remark(self, architecture: str, cache_parts: str) -> str | None:
         """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
@@ -103,5 +115,7 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
+    fewer = no_graph is None and source.served_positions != source.max_positions
+    positions = source.served_positions if fewer else None
     cache = loadable and known and scales.cache_parts == "kv"
-    return Form(modules, loadable, cache, no_graph, own_attention(source.config), beside(model))
+    return Form(modules, loadable, cache, no_graph, own_attention(source.config), beside(model), positions)

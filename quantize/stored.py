@@ -22,6 +22,8 @@ ATTENTION_SCALES = "attention.safetensors"
 #: What config.json calls what fp8q knows of the checkpoint and no other loader: `two_terms`, the modules whose input is
 #: two codes a value, which loaders that do not know it take for one.
 OWN_CONFIG = "fp8q"
+#: And there, how many positions a graph serves, where that is fewer than the model has.
+OWN_POSITIONS = "positions"
 
 
 def checkpoint_of(run: Run, precision: str) -> Path:

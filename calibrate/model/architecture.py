@@ -149,3 +149,13 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     """
     found = (config.get(key) for key in POSITIONS)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def one_frequency(text: "PreTrainedConfig") -> int | None:
+    """How many positions the rotary frequencies of that language model are the same for, where it has two sets of them
+    (`longrope`); None where it has one. `dynamic` ones change beyond the model's own number of positions.
+    """
+    kinds = getattr(text, "rope_parameters", None) or {}
+    parts = [kinds, *(each for each in kinds.values() if isinstance(each, dict))]
+    lengths = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min((length for length in lengths if isinstance(length, int)), default=None)

@@ -23,7 +23,7 @@ from ...reporter import SILENT, Reporter
 from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
 from ..silence import quiet
-from .architecture import load_config, max_positions, read_config, refuse_experts, text_fields
+from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
 from .classes import made
 from .coded import MODELOPT_FILE, Recognizer, no_codes
 from .companions import check_companions, tokenizer_digests
@@ -73,6 +73,12 @@ class Source:
     def max_positions(self) -> int | None:
         """How many positions the model can tell apart; None where nothing limits them."""
         return max_positions(self.text_config.to_dict())
+
+    @property
+    def served_positions(self) -> int | None:
+        """How many of these a graph serves: those that its one set of rotary frequencies is right for."""
+        limits = [limit for limit in (self.max_positions, one_frequency(self.text_config)) if limit is not None]
+        return min(limits, default=None)
 
     def stored(self, name: str) -> str:
         """The name under which the files hold the tensor that the model calls `name`."""

@@ -22,6 +22,7 @@ from ...quantize.linear import CODE, replace_linears
 from . import operators
 from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
+from .rotary import fix_frequencies
 
 ATTENTION = "fp8q"
 
@@ -233,6 +234,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     place).
     """
     AttentionInterface.register(ATTENTION, attention)
+    fix_frequencies(model)
     model.set_attn_implementation(ATTENTION)
     layers: dict[str, nn.Module] = {}
     for members in plan.groups.values():

@@ -22,6 +22,7 @@ from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shape
 from .modules import text_input
+from .rotary import fix_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -121,13 +122,13 @@ class Looked:
 
 
 def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: tuple[int, int]) -> str | None:
-    """What two tokens show of `model` that the graph cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it,
-    4. a cache of another `shape` (heads, size).
+    """What two tokens show of `model` (its rotary frequencies are fixed, in place) that the graph cannot do: 1. a mask,
+    2. no causality, 3. a keyword unknown to it, 4. a cache of another `shape` (heads, size).
 
-    Before these: a forward pass that looks at values (rotary frequencies that depend on the length), which cannot be
-    traced either.
+    Before these: a forward pass that looks at values, which cannot be traced either.
     """
     looked = Looked()
+    fix_frequencies(model)
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
         with attending(model, looked), torch.inference_mode():
