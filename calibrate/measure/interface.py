@@ -16,11 +16,11 @@ def attention_of(model: PreTrainedModel) -> Attention | None:
 
     The eager attention is not in it: each model's own is called where the interface has no other of that name.
     """
-    name = model.config._attn_implementation
-    if name in ALL_ATTENTION_FUNCTIONS:
-        found: Attention = ALL_ATTENTION_FUNCTIONS[name]
-        return found
-    return vars(sys.modules[type(model.get_decoder()).__module__]).get("eager_attention_forward")
+    code, name = vars(sys.modules[type(model.get_decoder()).__module__]), model.config._attn_implementation
+    if "ALL_ATTENTION_FUNCTIONS" not in code:
+        return None
+    found: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))
+    return found
 
 
 @contextmanager

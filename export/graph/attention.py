@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
 
 @contextmanager
-def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -> Iterator[None]:
-    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are
-    there.
+def attending(
+    queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, bias: torch.Tensor | None = None
+) -> Iterator[None]:
+    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], which keys are there,
+    and what is added to their scores, float32 [batch, heads, 1, capacity + seq].
     """
-    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0))
+    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0, bias))
     try:
         yield
     finally:
@@ -39,18 +41,19 @@ def attention(
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
     by slot.
 
-    Where TensorRT has no fused kernel, and of capped logits, whose `softcap` it does not parse, as plain products and a
-    softmax.
+    Where TensorRT has no fused kernel, of capped logits, whose `softcap` it does not parse, and of scores with a bias,
+    as plain products and a softmax, which is in FP32.
     """
-    queries, keys, filled = _mask[-1]
+    queries, keys, filled, bias = _mask[-1]
     allowed = (keys <= queries) & filled
     if sliding_window is not None:
         allowed = allowed & (queries - keys < sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if (own := getattr(module, "fp8q_attention", None)) is not None:
+        assert bias is None, "queries of an attention with ALiBi are not measured"
         output = own(query, key, value, allowed, scale, softcap)
-    elif softcap is not None or not has_fused_kernel(*query.shape[1::2]):
-        output = plain_attention(query, key, value, allowed, scale, softcap)
+    elif softcap is not None or bias is not None or not has_fused_kernel(*query.shape[1::2]):
+        output = plain_attention(query, key, value, allowed, scale, softcap, bias)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -72,11 +75,15 @@ def plain_attention(
     allowed: torch.Tensor,
     scale: float,
     softcap: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
+    """Attention [batch, heads, length, size] as two products and a softmax in FP32, of scores to which `bias` is
+    added.
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    scores = scores if bias is None else scores + bias
     return torch.matmul(weights_of(scores, allowed, softcap).to(value.dtype), value)
 
 

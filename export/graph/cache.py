@@ -42,6 +42,8 @@ def cache_shape(text: PreTrainedConfig) -> tuple[int, int]:
     model.
     """
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if text.model_type == "falcon":  # each key head once (`own`)
+        heads = text.num_kv_heads if text.new_decoder_architecture or not text.multi_query else 1
     return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 

@@ -7,6 +7,7 @@ position j) and whose new keys and values leave the graph alone. The padding of 
 right: a padded token continues the positions, is masked, and what it writes is overwritten.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ from ...quantize.linear import CODE, replace_linears
 from . import operators
 from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
+from .own import bias
+from .own import replace as replace_attention
 from .rotary import fix_frequencies
 
 ATTENTION = "fp8q"
@@ -148,6 +151,8 @@ class Graph(nn.Module):
         self.model = model
         #: Layer index -> its attention, of the layers that are traced.
         self.attention = attention_modules(model)
+        #: Whether the model itself is told of positions: with ALiBi alone they are its attention's.
+        self.positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(
         self,
@@ -165,10 +170,13 @@ class Graph(nn.Module):
             for i, pair in zip(sorted(self.attention), past, strict=True)
         }
         cache = GraphCache(layers)
-        with attending(position_ids, keys, attention_mask):
-            logits = self.model(
-                **text_input(self.model, input_ids), position_ids=position_ids, past_key_values=cache, use_cache=True
-            ).logits
+        given = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
+        added = bias(self.model, keys)
+        if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
+            for axis in (0, 1):
+                torch._check(position_ids.shape[axis] == input_ids.shape[axis])
+        with attending(position_ids, keys, attention_mask, added):
+            logits = self.model(**given, past_key_values=cache, use_cache=True).logits
         return (logits, *(new for layer in layers.values() for new in layer.new))
 
 
@@ -235,7 +243,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     """
     AttentionInterface.register(ATTENTION, attention)
     fix_frequencies(model)
-    model.set_attn_implementation(ATTENTION)
+    replace_attention(model, ATTENTION)
     layers: dict[str, nn.Module] = {}
     for members in plan.groups.values():
         quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)

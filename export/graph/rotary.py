@@ -15,9 +15,9 @@ def fix_frequencies(model: nn.Module) -> None:
     for module in model.modules():
         kind = vars(module).get("rope_type")
         if isinstance(kind, str):
-            module.rope_type = _fixed(kind)
+            vars(module)["rope_type"] = _fixed(kind)
         elif isinstance(kind, dict):  # one for each type of layer
-            module.rope_type = {layer: _fixed(each) for layer, each in kind.items()}
+            vars(module)["rope_type"] = {layer: _fixed(each) for layer, each in kind.items()}
 
 
 def _fixed(kind: str) -> str:

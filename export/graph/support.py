@@ -22,6 +22,7 @@ from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shape
 from .modules import text_input
+from .own import replace, replaceable, restore
 from .rotary import fix_frequencies
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
     where one can be.
 
-    1. Attention that does not go through transformers' interface, where the graph's takes its place. 2. Positions that
+    1. Attention that does not go through transformers' interface, where the graph's takes its place, and that has no
+       other way to it (`own`). 2. Positions that
        are counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0.
        3. A graph at which the builder crashes. 4. Layers whose cache is written by no module that says which layer it
        is. 5. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
@@ -63,9 +65,10 @@ def unsupported(model: "PreTrainedModel") -> str | None:
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
     code = inspect.getsource(sys.modules[type(model.get_decoder()).__module__])
-    if "ALL_ATTENTION_FUNCTIONS" not in code:
+    own = replaceable(model)
+    if "ALL_ATTENTION_FUNCTIONS" not in code and not own:
         return "has an attention that transformers does not let be replaced"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters and not own:
         return "counts positions from its cache (its forward takes no position_ids)"
     if "create_position_ids_from_input_ids" in code:
         return "counts positions from its padding token on"
@@ -155,8 +158,8 @@ def attending(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
     """Put `looked.attention` in the place of the model's."""
     AttentionInterface.register(LOOKING, looked.attention)
     before = model.config._attn_implementation
-    model.set_attn_implementation(LOOKING)
+    replace(model, LOOKING)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        restore(model, before)

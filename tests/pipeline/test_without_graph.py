@@ -39,10 +39,10 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             "config.json has it for all"
         ),
     ),
-    "GPTJConfig": (
-        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
+    "MptConfig": (
+        {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
         "fp8",
-        "GPTJForCausalLM has an attention that transformers does not let be replaced",
+        "MptForCausalLM has an attention that transformers does not let be replaced",
     ),
     "GPTNeoConfig": (
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "pad_token_id": 0},

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -74,9 +82,16 @@ def test_capped_logits_are_seen_capped() -> None:
     assert watched(model, torch.arange(14).reshape(2, 7)).logits["model.layers.0.self_attn"] == pytest.approx(0.5)
 
 
-def test_an_attention_outside_transformers_interface_is_not_seen() -> None:
-    config = BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=61)
-    assert not Watcher(BloomForCausalLM(config)).sees_logits
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=61),
+        FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=61),
+    ],
+)
+def test_an_attention_outside_transformers_interface_is_not_seen(made_of: PreTrainedConfig) -> None:
+    """Falcon calls its own SDPA, though its configuration has transformers' name for it."""
+    assert not Watcher(made(made_of, torch.float32)).sees_logits
 
 
 def captured(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
