@@ -42,7 +42,7 @@ from fp8q.api import (
 )  # fmt: skip
 from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.source import open_source
-from fp8q.export.graph.cache import cache_shape
+from fp8q.export.graph.cache import cache_shapes
 from fp8q.export.graph.modules import GraphPlan, prepare
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
@@ -128,6 +128,12 @@ STRETCHED: dict[str, dict[str, Any]] = {
         },
     },
 }
+#: Latent attention; of the mixtures of experts as many dense layers as there are.
+LATENT = SMALL | {
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}  # fmt: skip
+DENSE = {"first_k_dense_replace": 2, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -166,6 +172,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "BloomConfig-6": {"vocab_size": 2048, "hidden_size": 192, "n_layer": 2, "n_head": 6},
     "FalconConfig-alibi": SMALL | {"alibi": True, "multi_query": False},
     "FalconConfig-new": SMALL | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    **dict.fromkeys(("YoutuConfig", "MiniCPM3Config"), LATENT),
+    "DeepseekV2Config": LATENT | DENSE | {"mlp_layer_types": ["dense", "dense"]},
+    "DeepseekV3Config": LATENT | DENSE | {"n_group": 1, "topk_group": 1},
     **SEEING,
     **STRETCHED,
     "BloomConfig": {"vocab_size": 2048, "hidden_size": 128, "n_layer": 2, "n_head": 4},
@@ -205,14 +214,15 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
         own = "sdpa" if getattr(model.config, "alibi", False) else "eager"
         eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)
         expected = eager(input_ids=ids).logits
-        heads, size = cache_shape(model.config.get_text_config())
+        shapes = cache_shapes(model.config.get_text_config())
         graph, (rows, length) = prepare(model, GraphPlan({}, "", torch.float32)), ids.shape
         positions, capacity = torch.arange(length).expand(rows, -1), length + 8
 
         def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            return [
-                (torch.zeros(rows, heads, slots, size), torch.zeros(rows, heads, slots, size)) for _ in graph.attention
-            ]
+            def empty(heads: int, size: int) -> torch.Tensor:
+                return torch.zeros(rows, heads, slots, size)
+
+            return [(empty(*shapes[0]), empty(*shapes[1])) for _ in graph.attention]
 
         at_once = graph(ids, torch.ones_like(ids), positions, past(0))[0]
         buffers, filled, parts = past(capacity), torch.zeros(rows, capacity, dtype=torch.int64), []

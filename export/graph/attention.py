@@ -41,8 +41,8 @@ def attention(
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
     by slot.
 
-    Where TensorRT has no fused kernel, of capped logits, whose `softcap` it does not parse, and of scores with a bias,
-    as plain products and a softmax, which is in FP32.
+    Where TensorRT has no fused kernel, of capped logits, whose `softcap` it does not parse, of scores with a bias, and
+    of values of another size than the keys, as plain products and a softmax, which is in FP32.
     """
     queries, keys, filled, bias = _mask[-1]
     allowed = (keys <= queries) & filled
@@ -52,7 +52,12 @@ def attention(
     if (own := getattr(module, "fp8q_attention", None)) is not None:
         assert bias is None, "queries of an attention with ALiBi are not measured"
         output = own(query, key, value, allowed, scale, softcap)
-    elif softcap is not None or bias is not None or not has_fused_kernel(*query.shape[1::2]):
+    elif (
+        softcap is not None
+        or bias is not None
+        or key.shape[-1] != value.shape[-1]
+        or not has_fused_kernel(*query.shape[1::2])
+    ):
         output = plain_attention(query, key, value, allowed, scale, softcap, bias)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(

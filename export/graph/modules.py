@@ -23,7 +23,7 @@ from ...quantize.linear import CODE, replace_linears
 from . import operators
 from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
-from .own import bias
+from .own import alibi_slopes, bias
 from .own import replace as replace_attention
 from .rotary import fix_frequencies
 
@@ -151,6 +151,7 @@ class Graph(nn.Module):
         self.model = model
         #: Layer index -> its attention, of the layers that are traced.
         self.attention = attention_modules(model)
+        self.slopes = alibi_slopes(model)
         #: Whether the model itself is told of positions: with ALiBi alone they are its attention's.
         self.positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -171,7 +172,7 @@ class Graph(nn.Module):
         }
         cache = GraphCache(layers)
         given = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
-        added = bias(self.model, keys)
+        added = bias(self.model, self.slopes, keys)
         if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
             for axis in (0, 1):
                 torch._check(position_ids.shape[axis] == input_ids.shape[axis])
@@ -234,7 +235,7 @@ class QuantizedAttention(nn.Module):
         output: torch.Tensor = self.values(self.p(weights), self.v(value))
         if self.values_halves is not None:
             output = self.values_halves(output).to(self.dtype)
-        return output.reshape(query.shape)
+        return output.reshape(batch, heads, seq, value.shape[-1])
 
 
 def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:

@@ -9,7 +9,7 @@ key's position (`bias`), which the graph has.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -54,28 +54,35 @@ def restore(model: PreTrainedModel, name: str) -> None:
             del vars(module)[added]
 
 
-def bias(model: PreTrainedModel, keys: torch.Tensor) -> torch.Tensor | None:
-    """What `model` adds to the scores of keys at these positions [batch, length]: float32 [batch, heads, 1, length];
-    None where it has no ALiBi.
-    """
+def alibi_slopes(model: PreTrainedModel) -> list[float]:
+    """The slope of each head's ALiBi; none where `model` has no ALiBi. Not to be called while it is traced."""
     config: Any = model.config
     if not replaceable(model) or not (config.model_type == "bloom" or getattr(config, "alibi", False)):
+        return []
+    build = sys.modules[type(model).__module__].build_alibi_tensor
+    of_two = build(torch.ones((1, 2), dtype=torch.int64), config.num_attention_heads, torch.float32)
+    slopes: list[float] = of_two[:, 0, 1].tolist()  # what position 1 gets
+    return slopes
+
+
+def bias(model: PreTrainedModel, slopes: Sequence[float], keys: torch.Tensor) -> torch.Tensor | None:
+    """What `model` adds to the scores of keys at these positions [batch, length]: float32 [batch, heads, 1, length];
+    None where there are no `slopes`.
+    """
+    if not slopes:
         return None
-    build = sys.modules[type(model).__module__].build_alibi_tensor  # position 1's is the slope
-    slopes = build(torch.ones((1, 2), dtype=torch.int64), config.num_attention_heads, torch.float32)[:, 0, 1].tolist()
     # one by one: on the meta device a tensor of them would have no values
     slope: torch.Tensor = torch.cat(
         [torch.full((1,), each, dtype=torch.float32, device=keys.device) for each in slopes]
     )
     positions: torch.Tensor = keys.float()[:, None, None, :]
+    config: Any = model.config
     if config.model_type == "bloom":
         return slope[None, :, None, None] * positions
     # in BF16 whatever the model's type, and scaled as the scores are
-    rounded: torch.Tensor = (
-        (slope[None, :, None, None] * positions.to(torch.bfloat16).float()).to(torch.bfloat16).float()
-    )
+    exact = slope[None, :, None, None] * positions.to(torch.bfloat16).float()
     size: int = config.hidden_size // config.num_attention_heads
-    return rounded * float(size**-0.5)
+    return exact.to(torch.bfloat16).float() * float(size**-0.5)
 
 
 def _attended(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

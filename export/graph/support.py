@@ -20,7 +20,7 @@ from transformers import AttentionInterface, DynamicCache
 from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
-from .cache import cache_shape
+from .cache import cache_shapes
 from .modules import text_input
 from .own import replace, replaceable, restore
 from .rotary import fix_frequencies
@@ -77,7 +77,7 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
     layers = attention_modules(model)
     if len(layers) != text.num_hidden_layers:
         return "writes its cache where it cannot be told which layer it is"
-    return seen_in_a_pass(model, layers, cache_shape(text))
+    return seen_in_a_pass(model, layers, cache_shapes(text))
 
 
 @dataclass
@@ -124,9 +124,11 @@ class Looked:
         return cache
 
 
-def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: tuple[int, int]) -> str | None:
+def seen_in_a_pass(
+    model: "PreTrainedModel", layers: Mapping[int, str], shapes: tuple[tuple[int, int], tuple[int, int]]
+) -> str | None:
     """What two tokens show of `model` (its rotary frequencies are fixed, in place) that the graph cannot do: 1. a mask,
-    2. no causality, 3. a keyword unknown to it, 4. a cache of another `shape` (heads, size).
+    2. no causality, 3. a keyword unknown to it, 4. a cache of other `shapes` (heads, size; of keys, of values).
 
     Before these: a forward pass that looks at values, which cannot be traced either.
     """
@@ -144,7 +146,7 @@ def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: t
         written = looked.shapes.get(layer)
         if written is None:
             return f"writes no cache in {name}"
-        for part, found in zip(("keys", "values"), written, strict=True):
+        for part, found, shape in zip(("keys", "values"), written, shapes, strict=True):
             if found != shape:
                 return (
                     f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as "

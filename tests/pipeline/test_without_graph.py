@@ -20,25 +20,9 @@ from ..conftest import MadeOnce, Result, Texts
 Fp8q = Callable[..., Result]
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}
-LATENT = {
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-}
-#: Latent attention; a cache that compressed-tensors has no place for; a cache whose layers cannot be told apart.
+#: A mask of its own; a cache that compressed-tensors has no place for; a cache whose layers cannot be told apart.
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "YoutuConfig": (
-        LATENT,
-        "fp8",
-        (
-            "YoutuForCausalLM writes keys of 4 heads of 32 in model.layers.0.self_attn, and not 4 of 16 as its "
-            "config.json has it for all"
-        ),
-    ),
+    "DogeConfig": (GROUPED, "fp8", "DogeForCausalLM computes an attention mask of its own (DogeAttention)"),
     "MptConfig": (
         {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
         "fp8",
@@ -131,8 +115,8 @@ def test_what_needs_none_works(fp8q: Fp8q, run: tuple[Run, str]) -> None:
 
 def test_run_goes_on_past_what_needs_the_graph(fp8q: Fp8q, models: dict[str, Path], text: Path, tmp_path: Path) -> None:
     """With the reason before anything is measured, and a line for each stage that is left out."""
-    model, out = models["YoutuConfig"], tmp_path / "run"
-    reason = CASES["YoutuConfig"][2]
+    model, out = models["DogeConfig"], tmp_path / "run"
+    reason = CASES["DogeConfig"][2]
     common = (model, "--data", text, "--out", out, "--samples", "4", "--seq-len", "48")
     assert fp8q("run", *common, "--runtimes", "reference,onnxruntime").complaint() == (
         f"--runtimes onnxruntime: runs an ONNX graph, and {out} can have none, since {reason}; choose from bf16, "

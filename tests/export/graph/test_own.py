@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, LlamaConfig, PreTrainedModel
 
-from fp8q.export.graph.cache import cache_shape
-from fp8q.export.graph.own import bias, replace, replaceable, restore
+from fp8q.export.graph.cache import cache_shapes
+from fp8q.export.graph.own import alibi_slopes, bias, replace, replaceable, restore
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -37,6 +37,12 @@ def test_the_graph_says_what_transformers_says(config: str, unseen: ModuleType, 
     assert unseen.graph_alone(config, tmp_path)["graph_difference"] < unseen.LIMIT
 
 
+def added(config: object, keys: list[int]) -> torch.Tensor | None:
+    """What is added to the scores of keys at these positions."""
+    model = model_of(config)
+    return bias(model, alibi_slopes(model), torch.tensor([keys]))
+
+
 def model_of(config: object) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
@@ -45,7 +51,7 @@ def model_of(config: object) -> PreTrainedModel:
 
 def test_alibi_is_the_slope_times_the_keys_position() -> None:
     """Four heads: a quarter, and each next a quarter of that (Press, Smith and Lewis 2022, section 3)."""
-    found = bias(model_of(BloomConfig(**SMALL)), torch.tensor([[0, 1, 2, 7]]))
+    found = added(BloomConfig(**SMALL), [0, 1, 2, 7])
     assert found is not None
     assert torch.equal(
         found[0, :, 0], torch.tensor([[0, 1, 2, 7]]) * torch.tensor([[4**-1], [4**-2], [4**-3], [4**-4]])
@@ -54,14 +60,14 @@ def test_alibi_is_the_slope_times_the_keys_position() -> None:
 
 def test_falcons_alibi_is_rounded_to_bf16_and_scaled() -> None:
     """Position 257 has nine bits, and is 256 or 258 there."""
-    found = bias(model_of(FalconConfig(**SMALL, alibi=True)), torch.tensor([[256, 257, 259]]))
+    found = added(FalconConfig(**SMALL, alibi=True), [256, 257, 259])
     assert found is not None
     assert found[0, 0, 0].tolist() == [16.0, 16.0, 16.25]
 
 
 @pytest.mark.parametrize("config", [FalconConfig(**SMALL), LlamaConfig(**SMALL, intermediate_size=64)])
 def test_without_alibi_nothing_is_added(config: object) -> None:
-    assert bias(model_of(config), torch.tensor([[0, 1]])) is None
+    assert added(config, [0, 1]) is None
 
 
 def test_what_was_replaced_is_restored() -> None:
@@ -86,4 +92,4 @@ def test_what_was_replaced_is_restored() -> None:
 )
 def test_falcons_cache_has_each_key_head_once(fields: dict[str, Any], heads: int) -> None:
     """transformers writes those that are shared once for each query head."""
-    assert cache_shape(FalconConfig(**SMALL, **fields)) == (heads, 16)
+    assert cache_shapes(FalconConfig(**SMALL, **fields)) == ((heads, 16), (heads, 16))
