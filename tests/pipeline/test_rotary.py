@@ -42,7 +42,7 @@ def test_a_graph_is_served_as_long_as_its_frequencies_are_right(
     config: str, positions: int, served: int, unseen: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to there transformers' logits are the same, bit for bit; of one token more those that change are others."""
-    monkeypatch.setitem(unseen.CONFIGURATIONS, "LlamaConfig", unseen.GROUPED)
+    monkeypatch.setitem(unseen.CONFIGURATIONS, "LlamaConfig", unseen.CONFIGURATIONS["ArceeConfig"])
     path = unseen.random_checkpoint(tmp_path / "model", config)
     source = open_source(str(path))
     assert (source.max_positions, source.served_positions) == (positions, served)
