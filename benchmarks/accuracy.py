@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.products import attention_modules, matrix_products
 from fp8q.calibrate.model.source import Source, meta_model
-from fp8q.export.graph.cache import cache_shape
+from fp8q.export.graph.cache import cache_shapes
 from fp8q.options import KvCache, Terms, WeightRounding
 from fp8q.quantize.cost import Cost, cost_of
 from fp8q.quantize.scales import Scales, load_scales
@@ -88,8 +88,8 @@ def costs(source: Source) -> Callable[[Scales | None], Cost]:
     """What scales (None: none, the BF16 model) cost on the model."""
     model = meta_model(source)
     weights = {name: tuple(module.get_parameter("weight").shape) for name, module in matrix_products(model).items()}
-    values = math.prod(cache_shape(source.text_config))
-    cache = {f"{name}.{part}": values for name in attention_modules(model).values() for part in "kv"}
+    values = dict(zip("kv", map(math.prod, cache_shapes(source.text_config)), strict=True))
+    cache = {f"{name}.{part}": values[part] for name in attention_modules(model).values() for part in "kv"}
     return lambda scales: cost_of(weights, cache, scales)
 
 

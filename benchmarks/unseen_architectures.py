@@ -27,8 +27,9 @@ import numpy as np
 import torch
 import transformers
 from result import arguments, described, publish
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from two_implementations import kl
+from unseen_configurations import CONFIGURATIONS
 
 from fp8q.api import (
     CalibrateOptions,
@@ -40,8 +41,9 @@ from fp8q.api import (
     engine,
     scales,
 )  # fmt: skip
+from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.source import open_source
-from fp8q.export.graph.cache import cache_shape
+from fp8q.export.graph.cache import cache_shapes
 from fp8q.export.graph.modules import GraphPlan, prepare
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
@@ -55,56 +57,13 @@ LIMIT = 1e-4
 #: Mean KL of ONNX Runtime from the exact reference, nats, where a value has two codes.
 KL_LIMIT = 2e-5
 PROMPT = 12
-SMALL = {
-    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-GROUPED = SMALL | {"num_key_value_heads": 2}
-HEADS = GROUPED | {"head_dim": 32}
-WINDOWED = GROUPED | {"sliding_window": 12}
-GPT = {"vocab_size": 2048, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128}
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            "ApertusConfig",
-            "ArceeConfig",
-            "CohereConfig",
-            "Exaone4Config",
-            "GraniteConfig",
-            "NanoChatConfig",
-            "NemotronConfig",
-            "OlmoConfig",
-        ),
-        GROUPED,
-    ),
-    **dict.fromkeys(("Olmo2Config", "SmolLM3Config", "StableLmConfig", "DogeConfig", "DiffLlamaConfig"), GROUPED),
-    **dict.fromkeys(
-        (
-            "Ernie4_5Config",
-            "GlmConfig",
-            "Glm4Config",
-            "HeliumConfig",
-            "HunYuanDenseV1Config",
-            "SeedOssConfig",
-            "Gemma2Config",
-        ),
-        HEADS,
-    ),
-    **dict.fromkeys(("Olmo3Config", "Cohere2Config", "Starcoder2Config", "MistralConfig"), WINDOWED),
-    **dict.fromkeys(("PhiConfig", "PersimmonConfig", "FalconConfig", "GPTNeoXConfig", "GPTNeoXJapaneseConfig"), SMALL),
-    "Qwen3Config": GROUPED | {"head_dim": 48},
-    "Phi3Config": GROUPED,
-    **dict.fromkeys(("GPTJConfig", "CodeGenConfig"), GPT | {"rotary_dim": 8}),
-    "GPTBigCodeConfig": GPT | {"n_inner": 192},
-    "BloomConfig": {"vocab_size": 2048, "hidden_size": 128, "n_layer": 2, "n_head": 4},
-    "MptConfig": {"vocab_size": 2048, "d_model": 128, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
-}
 
 
 def random_checkpoint(path: Path, config: str) -> Path:
     """A checkpoint of the configuration, its norms around 1, with the demo's tokenizer."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**CONFIGURATIONS[config]))
+    made = getattr(transformers, config.partition("-")[0])(**CONFIGURATIONS[config])
+    model: PreTrainedModel = auto_class(made).from_config(made)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.1)
     torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
@@ -112,6 +71,11 @@ def random_checkpoint(path: Path, config: str) -> Path:
     # of no class of the architecture's own, which would want other files
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
     return path
+
+
+def loader(path: Path) -> Any:
+    """transformers' class for the checkpoint at `path`."""
+    return auto_class(AutoConfig.from_pretrained(path))
 
 
 def graph_difference(path: Path, ids: torch.Tensor) -> float:
@@ -122,17 +86,20 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
     that is longer than the text.
     """
     with torch.inference_mode():
-        eager: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        model: PreTrainedModel = loader(path).from_pretrained(path, dtype=torch.float32)
+        # Falcon's eager attention (transformers 5.14) adds ALiBi twice: in the mask, and itself
+        own = "sdpa" if getattr(model.config, "alibi", False) else "eager"
+        eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)
         expected = eager(input_ids=ids).logits
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        heads, size = cache_shape(model.config.get_text_config())
+        shapes = cache_shapes(model.config.get_text_config())
         graph, (rows, length) = prepare(model, GraphPlan({}, "", torch.float32)), ids.shape
         positions, capacity = torch.arange(length).expand(rows, -1), length + 8
 
         def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            return [
-                (torch.zeros(rows, heads, slots, size), torch.zeros(rows, heads, slots, size)) for _ in graph.attention
-            ]
+            def empty(heads: int, size: int) -> torch.Tensor:
+                return torch.zeros(rows, heads, slots, size)
+
+            return [(empty(*shapes[0]), empty(*shapes[1])) for _ in graph.attention]
 
         at_once = graph(ids, torch.ones_like(ids), positions, past(0))[0]
         buffers, filled, parts = past(capacity), torch.zeros(rows, capacity, dtype=torch.int64), []
@@ -173,7 +140,7 @@ def checkpoint_alone(run: Run, ids: np.ndarray) -> dict[str, Any]:
         logits = reference.model(
             input_ids=torch.from_numpy(ids), past_key_values=reference.new_cache(), use_cache=True
         ).logits
-    loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+    loaded: Any = loader(run.model).from_pretrained(run.model, output_loading_info=True)
     return {
         "finite": bool(torch.isfinite(logits).all()),
         "quantized": len(load_scales(run).weights),
@@ -196,7 +163,7 @@ def as_it_is(run: Run, ids: np.ndarray) -> dict[str, Any]:
     p, q = (torch.log_softmax(torch.from_numpy(each).double(), -1) for each in (expected, logits))
     build_engine(run.root, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=48, min_fp8_share=0))
     (view,) = engine(run.root)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+    loaded: Any = loader(run.model).from_pretrained(run.model, output_loading_info=True)
     return {
         "first_position_difference": float(np.abs(logits - expected)[:, 0].max(-1).min()),
         "kl_nats": kl(p, q),

@@ -86,10 +86,11 @@ def attention_on_codes(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention [batch, heads, length, size] on codes, the sums in FP32; `attention_mask` is added to the
-    scores.
+    scores, which are capped before.
     """
     scales: dict[str, torch.Tensor] = {
         part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
@@ -98,7 +99,10 @@ def attention_on_codes(
     two = vars(module)["fp8q_two_terms"]
     k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
     factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor + attention_mask.float()
+    scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + attention_mask.float()
     output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 

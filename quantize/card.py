@@ -44,6 +44,12 @@ GIVEN = """\
 activations {activations}.
 
 """
+#: What is said where the language model is a part of the model.
+BESIDE = """\
+**The language model** is quantized, and was measured on text alone; {towers} stay as they were, in BF16. Graphs and
+engines are of the language model: they take text, and no images.
+
+"""
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
     "": "the KV cache in the compute type",
@@ -62,8 +68,8 @@ HOSTED = {
 
 
 LOADABLE = """\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+    from transformers import {auto}, AutoTokenizer
+    model = {auto}.from_pretrained("path/to/this/directory"{attention})
 
 {hosted}"""
 
@@ -94,13 +100,19 @@ def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp
         architecture=plain(architecture),
         cache=CACHES[scales.cache_parts],
         terms=_terms(scales),
-        given=_given(scales) if from_fp8 else "",
+        given=(_given(scales) if from_fp8 else "") + _beside(form),
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(plain(architecture), scales.cache_parts, form),
-        graphs=GRAPHS if form.no_graph is None else NO_GRAPH.format(reason=plain(form.no_graph)),
+        graphs=_graphs(form),
     )
+
+
+def _graphs(form: Form) -> str:
+    if form.no_graph is not None:
+        return NO_GRAPH.format(reason=plain(form.no_graph))
+    return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
 
 
 def _terms(scales: Scales) -> str:
@@ -117,6 +129,10 @@ def _given(scales: Scales) -> str:
         became=became(scales),
         activations="are its own" if inherited else "were measured, and are not its own",
     )
+
+
+def _beside(form: Form) -> str:
+    return BESIDE.format(towers=", ".join(map(code, form.towers))) if form.towers else ""
 
 
 def plain(text: str) -> str:
@@ -139,4 +155,8 @@ def _loading(architecture: str, cache_parts: str, form: Form) -> str:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
         return MIXTURE.format(version=transformers_version(), file=EXPERT_FILE)
-    return LOADABLE.format(hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts])
+    return LOADABLE.format(
+        auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
+        attention=f', attn_implementation="{form.attention}"' if form.attention else "",
+        hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts],
+    )

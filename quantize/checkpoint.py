@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..calibrate.given import read_json
+from ..calibrate.model.classes import nested
 from ..calibrate.model.coded import QUANTIZATION_KEYS
 from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
@@ -34,7 +35,7 @@ from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
 from .given import given_of
 from .scales import Scales, Skipped, WeightScales
-from .stored import CACHE_FILE, EXPERT_FILE, OWN_CONFIG, patterns_of
+from .stored import CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
 from .weights import QuantizedWeight, Rounding
 
 SHARD_BYTES = 512 << 20
@@ -81,8 +82,9 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    if remark := form.remark(source.architecture, scales.cache_parts):
-        report.note(remark)
+    for remark in (form.remark(source.architecture, scales.cache_parts), form.limit):
+        if remark is not None:
+            report.note(remark)
     return done
 
 
@@ -229,7 +231,8 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
         config.pop(key, None)
     if source.max_positions is not None:
         # by one name for whoever has no transformers, which knows the others and each class's default
-        config.setdefault("max_position_embeddings", source.max_positions)
+        fields = config["text_config"] if nested(source.config) else config
+        fields.setdefault("max_position_embeddings", source.max_positions)
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -238,13 +241,17 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
+    if form.positions is not None:
+        own[OWN_POSITIONS] = form.positions
     more: dict[str, object] = {OWN_CONFIG: own} if own else {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(
         source,
         directory,
-        quantization_config(sorted(map(form.in_files, scales.skipped)), form.cache, bool(form.experts))
+        quantization_config(
+            sorted([*map(form.in_files, scales.skipped), *form.ignored]), form.cache, bool(form.experts)
+        )
         if form.loadable
         else UNLOADABLE,
         **more,

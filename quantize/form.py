@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import nn
 
+from ..calibrate.model.classes import beside, own_attention
 from ..calibrate.model.experts import experts_of
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
@@ -46,15 +47,20 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 @dataclass(frozen=True)
 class Form:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
-    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model; `stored`:
-    the names in the files of modules beside and among experts, which are those that vLLM reads; `experts`: the products
-    of experts.
+    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model;
+    `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
+    the modules that text does not reach, which stay as they are; `positions`: how many a graph serves, where those are
+    fewer than the model's; `stored`: the names in the files of modules beside and among experts, which are those that
+    vLLM reads; `experts`: the products of experts.
     """
 
     modules: Mapping[str, nn.Module]
     loadable: bool
     cache: bool
     no_graph: str | None = None
+    attention: str | None = None
+    beside: Mapping[str, nn.Module] = field(default_factory=dict)
+    positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
 
@@ -65,6 +71,26 @@ class Form:
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
         return output_axis(self.modules[module])
+
+    @property
+    def ignored(self) -> list[str]:
+        """The linear layers among what text does not reach."""
+        return [name for name, module in self.beside.items() if isinstance(module, nn.Linear)]
+
+    @property
+    def towers(self) -> list[str]:
+        """The outermost of what text does not reach."""
+        return [name for name in self.beside if name.rpartition(".")[0] not in self.beside]
+
+    @property
+    def limit(self) -> str | None:
+        """What to say of the graph's positions; None where they are the model's."""
+        if self.positions is None:
+            return None
+        return (
+            f"graph and engine serve texts of up to {self.positions:,} positions, whose rotary frequencies they hold "
+            "(`longrope` has others for longer ones)"
+        )
 
     def remark(self, architecture: str, cache_parts: str) -> str | None:
         """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
@@ -103,6 +129,7 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
+    fewer = no_graph is None and source.served_positions != source.max_positions
     places = experts_of(model)
     blocks = tuple(f"{place.rpartition('.')[0]}." for place in places)
     stored = {
@@ -115,6 +142,9 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
+        attention=own_attention(source.config),
+        beside=beside(model),
+        positions=source.served_positions if fewer else None,
         stored=stored,
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),
     )

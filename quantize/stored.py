@@ -27,6 +27,8 @@ ATTENTION_SCALES = "attention.safetensors"
 #: two codes a value, which loaders that do not know it take for one; `stored`, how the files name products that the
 #: model calls otherwise, `{}` for each number.
 OWN_CONFIG = "fp8q"
+#: And there, how many positions a graph serves, where that is fewer than the model has.
+OWN_POSITIONS = "positions"
 
 
 def checkpoint_of(run: Run, precision: str) -> Path:

@@ -25,6 +25,8 @@ NEIGHBOURS = 32
 #: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
 #: called it.
 POSITIONS = "max_position_embeddings"
+#: What fp8q says of its graphs there: how many positions they serve, where that is fewer.
+OWN = "fp8q"
 MOST_POSITIONS = 2**31 - 1
 
 
@@ -51,11 +53,15 @@ class Vocabulary:
         """
         config, generation = directory / "config.json", directory / "generation_config.json"
         fields = _read_json(config)
-        tokens = fields | (_read_json(generation) if generation.is_file() else {})
         text = fields.get("text_config", fields)  # models of text and images keep the language model's numbers there
+        tokens = text if isinstance(text, dict) else {}
+        tokens = tokens | fields | (_read_json(generation) if generation.is_file() else {})
         positions = text.get(POSITIONS) if isinstance(text, dict) else None
         if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
             raise ModelFileError(f"{config}: names no number of positions; add {POSITIONS}")
+        own = fields.get(OWN)
+        served = own.get("positions") if isinstance(own, dict) else None
+        positions = min(positions, served) if isinstance(served, int) else positions
         begin, end = (_token_ids(tokens, name, directory) for name in ("bos_token_id", "eos_token_id"))
         tokenizer = _read_tokenizer(directory / "tokenizer.json")
         return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions)

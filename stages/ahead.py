@@ -97,7 +97,7 @@ def check_fit(source: "Source", collected: "Collected", engine: EngineOptions, v
     from ..calibrate.text.corpus import lower_default
     from ..calibrate.text.packing import Packing
 
-    limit = source.max_positions
+    limit = source.served_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
     replace(engine, max_seq_len=length)  # its sizes are held against the length as they are made
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))

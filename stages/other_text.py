@@ -118,14 +118,17 @@ def check_other(
 
 
 def positions(run: Run) -> int | None:
-    """How many positions the run's checkpoint can tell apart, by its config.json.
+    """How many positions the run's checkpoint, and its graph, can tell apart, by its config.json.
 
     Raises InputError where that is missing or does not parse.
     """
-    from ..calibrate.model.architecture import max_positions
+    from ..calibrate.model.architecture import max_positions, text_fields
+    from ..quantize.stored import OWN_CONFIG, OWN_POSITIONS
 
     config = run.model / "config.json"
     if not config.is_file():
         raise InputError(f"{config}: is missing; `fp8q calibrate` writes it, run that first")
     with reading(config, "a configuration"):
-        return max_positions(json.loads(config.read_bytes()))
+        fields = json.loads(config.read_bytes())
+        limits = max_positions(text_fields(fields) or fields), fields.get(OWN_CONFIG, {}).get(OWN_POSITIONS)
+        return min((limit for limit in limits if limit is not None), default=None)

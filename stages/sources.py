@@ -68,10 +68,9 @@ def check_stored(source: "Source", model: "PreTrainedModel") -> None:
     """
     from ..calibrate.model.products import matrix_products
 
-    stored = source.weights().names()
-    tied = model.get_output_embeddings() if source.text_config.tie_word_embeddings else None
-    for name, product in matrix_products(model).items():
-        if product is not tied and source.stored(f"{name}.weight") not in stored:
+    stored, tied = source.weights().names(), model.all_tied_weights_keys
+    for name in matrix_products(model):
+        if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
             raise InputError(
                 f"{source.name}: {source.architecture} stores no {name}.weight, which transformers makes of other "
                 "tensors when it loads them; load it once and save_pretrained it"

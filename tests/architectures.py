@@ -57,6 +57,22 @@ ARCHITECTURES = [
         fields={"num_key_value_heads": 2, "sliding_window": 4},
     ),
     Architecture(
+        "gemma2",
+        "capped logits, windows in every other layer",
+        "fp8",
+        config="Gemma2Config",
+        # caps that are felt: by default they are far beyond what random weights give
+        fields={
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+            "pad_token_id": 0,
+        },
+    ),
+    Architecture(
         "qwen3",
         "q/k norms, heads wider than the model",
         "off",
@@ -95,6 +111,8 @@ def random_checkpoint(demo_checkpoint: Path) -> Callable[..., Path]:
             torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.1)
         torch.nn.Module.to(model, torch.bfloat16).save_pretrained(path)
         shutil.copyfile(demo_checkpoint / "tokenizer.json", path / "tokenizer.json")
+        # of no class of the architecture's own, which would want other files, or tokens
+        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
         return path
 
     return write

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import InputError
 from ...reporter import Reporter
 from ..model.products import attention_modules
+from .interface import attending, attention_of
 from .observe import Observer
 from .statistics import TensorStatistics
 
@@ -48,20 +48,16 @@ def measure_queries(
 @contextmanager
 def seeing_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, torch.Tensor]]]:
     """The attention modules that run in the block, and their queries [batch, seq, heads · size]."""
-    name = model.config._attn_implementation
-    if name not in ALL_ATTENTION_FUNCTIONS:
+    plain, seen = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
+    if plain is None:
         raise InputError(
-            f"--attention fp8: {type(model).__name__} attends by its own code ({name}), where queries cannot be "
-            "measured; leave it out"
+            f"--attention fp8: {type(model).__name__} attends by its own code ({model.config._attn_implementation}), "
+            "where queries cannot be measured; leave it out"
         )
-    plain, seen = ALL_ATTENTION_FUNCTIONS[name], list[tuple[nn.Module, torch.Tensor]]()
 
     def noting(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         seen.append((module, query.transpose(1, 2).flatten(2)))
         return plain(module, query, *arguments, **options)
 
-    ALL_ATTENTION_FUNCTIONS[name] = noting
-    try:
+    with attending(model, noting):
         yield seen
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]

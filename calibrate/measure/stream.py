@@ -25,7 +25,7 @@ from ...reporter import Reporter
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.experts import routed_products
 from ..model.materialize import Materializer
-from ..model.products import observed_products, output_head
+from ..model.products import language_modules, observed_products, output_head
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
 from ..silence import quiet
@@ -121,7 +121,7 @@ class Chain:
         self.layers = find_layers(self.model, source)
         self.outside = [
             name
-            for name, _ in self.model.named_modules()
+            for name in language_modules(self.model)
             if self.layers.index(name) is None and name != output_head(self.model)
         ]
         self.groups, self.answer = self._probe()

@@ -1,7 +1,7 @@
 """Which models can be calibrated, told from config.json and the model's modules, before any work.
 
-fp8q does text-only, decoder-only transformers, dense ones and mixtures of experts of one form (`experts`). Whatever
-else transformers can load under `AutoModelForCausalLM` is refused by name: an encoder would run without its mask, a
+fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`experts`), and those inside models
+that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask, a
 recurrent state is no KV cache.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ..given import exists, foreign, one_line, read_json
+from .classes import nested, own_attention
 from .coded import QUANTIZATION_KEYS
 from .fields import POSITIONS, check_fields
 
@@ -40,7 +41,14 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
             "save_pretrained wrote"
         )
     check_fields(file, config)
+    check_fields(file, text_fields(config))
     return config
+
+
+def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the language model, where that is a part of the model; nothing where it is all."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else {}
 
 
 def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrainedConfig", str]:
@@ -78,7 +86,7 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key in QUANTIZATION_KEYS:  # transformers is handed numbers
         vars(config).pop(key, None)
-    config._attn_implementation = None  # what it was trained with may not be installed: transformers' default, SDPA, is
+    config._attn_implementation = own_attention(config)  # what it was trained with may not be installed
     with foreign(refusal):
         return config, _causal_class(config, name, architecture)
 
@@ -88,29 +96,34 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
 
     Raises InputError when that is no text-only, decoder-only transformer.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto as auto
 
-    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    inside = nested(config)
+    classes = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING if inside else auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    names = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if inside else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    mapped = names.get(config.model_type)
     named = architecture or mapped or config.model_type
     other = next((key for key in config.sub_configs if _OTHER_SENSES.fullmatch(key)), None)
-    if other or config.get_text_config() is not config:
+    if (other and not inside) or (inside and named != mapped):
         raise InputError(
             f"{name}: {named} is not a text-only model (its configuration has {other or 'a nested text_config'}), and "
-            "fp8q does no other; give the language model saved on its own"
+            f"of others fp8q does {mapped or 'those that transformers lets answer with text'}; give the language model "
+            "saved on its own"
         )
-    encoder = config.is_encoder_decoder or (
-        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
+    text = config.get_text_config()
+    encoder = (
+        config.is_encoder_decoder
+        or text.is_encoder_decoder
+        or (
+            config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
+        )
     )
     causal = named == mapped or named.endswith(("ForCausalLM", "LMHeadModel"))
     if mapped is None or encoder or not causal:
         raise InputError(
             f"{name}: {named} is not a causal language model, and fp8q does no other; give a decoder-only one"
         )
-    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False):
+    if getattr(classes.get(type(config), None), "_is_stateful", False):
         raise InputError(
             f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not "
             "do for now; give a transformer"
@@ -151,3 +164,13 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     """
     found = (config.get(key) for key in POSITIONS)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def one_frequency(text: "PreTrainedConfig") -> int | None:
+    """How many positions the rotary frequencies of that language model are the same for, where it has two sets of them
+    (`longrope`); None where it has one. `dynamic` ones change beyond the model's own number of positions.
+    """
+    kinds = getattr(text, "rope_parameters", None) or {}
+    parts = [kinds, *(each for each in kinds.values() if isinstance(each, dict))]
+    lengths = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min((length for length in lengths if isinstance(length, int)), default=None)

@@ -1,5 +1,6 @@
-"""What a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of chats, the
-licence. They are looked at before any library opens them, and go into the FP8 checkpoint as they are.
+"""What a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of chats, what is
+done to images, the licence. They are looked at before any library opens them, and go into the FP8 checkpoint as they
+are.
 """
 
 import os
@@ -22,6 +23,7 @@ COMPANIONS = (
     "*.model",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
     "LICENSE*",
 )
 #: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ...errors import InputError
+from .products import language_modules
 from .source import Source
 
 #: Stand for the hidden states and for the cache in the recorded arguments of a layer.
@@ -126,9 +127,9 @@ def find_layers(model: PreTrainedModel, source: Source) -> Layers:
     Raises InputError where there is none.
     """
     count = source.text_config.num_hidden_layers
+    modules = language_modules(model)
     prefix = next(
-        (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count),
-        None,
+        (name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count), None
     )
     if prefix is None:
         raise refusal(source, f"has no list of {count} decoder layers")

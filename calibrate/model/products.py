@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .classes import beside, decoder
 from .experts import experts_of
 
 #: What ModelOpt's registry is known to hold. It is not asked of these: its import takes as long as torch's and
@@ -22,8 +23,16 @@ NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
 
 
 def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of `model` that multiplies by a weight matrix: linear layers, and GPT's Conv1D, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    """Every module of the language model in `model` that multiplies by a weight matrix: linear layers, and GPT's
+    Conv1D, by name.
+    """
+    return {name: module for name, module in language_modules(model).items() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def language_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that text reaches, by name."""
+    others = beside(model)
+    return {name: module for name, module in model.named_modules() if name not in others}
 
 
 def observed_products(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -38,13 +47,13 @@ def output_axis(module: nn.Module) -> Literal[0, 1]:
 
 
 def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of `model` with a matrix (or more) of its own that is neither a linear layer, nor an embedding or a
-    norm: a convolution, or a class of its own.
+    """Every module of the language model with a matrix (or more) of its own that is neither a linear layer, nor an
+    embedding or a norm: a convolution, or a class of its own.
     """
     products = matrix_products(model)
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in language_modules(model).items()
         if name not in products
         and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         and not isinstance(module, nn.Embedding)
@@ -94,7 +103,10 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
     a decoder alone does not run.
     """
     found: dict[int, str] = {}
+    inside = decoder(model)
     for name, module in model.named_modules():
+        if not name.startswith(inside):
+            continue
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or "attention" not in type(module).__name__.lower():
             continue

@@ -7,8 +7,9 @@ this.
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from .classes import made
 from .experts import unfold
 
 #: Values of computed buffers that are let be, however small the weights.
@@ -21,15 +22,15 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     model = empty(config, dtype)
     compute_buffers(model)
-    model.eval()
     return model
 
 
 def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The same as it is made: no buffer has values, and it does not evaluate. Experts are modules of their own."""
+    """The same as it is made: no buffer has values. Experts are modules of their own."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = made(config, dtype)
     unfold(model)
+    model.eval()
     return model
 
 

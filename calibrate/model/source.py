@@ -23,7 +23,7 @@ from ...reporter import SILENT, Reporter
 from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
 from ..silence import quiet
-from .architecture import load_config, max_positions, read_config, refuse_experts
+from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
 from .coded import MODELOPT_FILE, Recognizer, no_codes
 from .companions import check_companions, tokenizer_digests
 from .fields import check_sizes
@@ -75,6 +75,12 @@ class Source:
         """How many positions the model can tell apart; None where nothing limits them."""
         return max_positions(self.text_config.to_dict())
 
+    @property
+    def served_positions(self) -> int | None:
+        """How many of these a graph serves: those that its one set of rotary frequencies is right for."""
+        limits = [limit for limit in (self.max_positions, one_frequency(self.text_config)) if limit is not None]
+        return min(limits, default=None)
+
     def stored(self, name: str) -> str:
         """The name under which the files hold the tensor that the model calls `name`."""
         return self.renamed.get(name, name)
@@ -109,7 +115,9 @@ def open_source(
     files = find_weights(path, model, raw.get("transformers_weights"))
     coding = recognize(path, model, raw, read_headers(files))
     weights = Weights(files, coding)
-    check_sizes(path / "config.json", raw, [weights.shape(tensor) for tensor in weights.names()])
+    shapes = [weights.shape(tensor) for tensor in weights.names()]
+    for fields in (raw, text_fields(raw)):
+        check_sizes(path / "config.json", fields, shapes)
     with quiet():
         config, architecture = load_config(path, model, raw)
     check_companions(path, model, config.get_text_config().vocab_size)
@@ -173,9 +181,7 @@ def meta_model(source: Source) -> "PreTrainedModel":
     from .skeleton import empty
 
     with foreign(partial(no_model, source)), quiet():
-        model = empty(deepcopy(source.config), torch.bfloat16)  # from_config writes the type into it
-    model.eval()
-    return model
+        return empty(deepcopy(source.config), torch.bfloat16)  # from_config writes the type into it
 
 
 def no_model(source: Source, error: BaseException) -> InputError:

@@ -37,12 +37,21 @@ class QuantizedCache(nn.Module):
         return torch.cat(values, dim=-2), codes
 
 
-def cache_shape(text: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and head size of the cache, of keys as of values and in every layer, by the configuration of the text
-    model.
+def cache_shapes(text: PreTrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and head size of the cache, of keys and of values, in every layer, by the configuration of the text model.
+
+    Latent attention writes what its queries meet, for every head, and not what it was made of.
     """
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None):
+        return (
+            (text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim),
+            (text.num_attention_heads, text.v_head_dim),
+        )
+    if text.model_type == "falcon":  # each key head once (`own`)
+        heads = text.num_kv_heads if text.new_decoder_architecture or not text.multi_query else 1
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return (heads, size), (heads, size)
 
 
 class PlainCache(nn.Module):

@@ -7,21 +7,25 @@ position j) and whose new keys and values leave the graph alone. The padding of 
 right: a padded token continues the positions, is masked, and what it writes is overwritten.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ...calibrate.model.classes import nested
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.formats import TWO_TERMS
 from ...quantize.linear import CODE, replace_linears
 from . import operators
+from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
+from .own import alibi_slopes, bias
+from .own import replace as replace_attention
+from .rotary import fix_frequencies
 
 ATTENTION = "fp8q"
 
@@ -147,6 +151,9 @@ class Graph(nn.Module):
         self.model = model
         #: Layer index -> its attention, of the layers that are traced.
         self.attention = attention_modules(model)
+        self.slopes = alibi_slopes(model)
+        #: Whether the model itself is told of positions: with ALiBi alone they are its attention's.
+        self.positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(
         self,
@@ -164,75 +171,21 @@ class Graph(nn.Module):
             for i, pair in zip(sorted(self.attention), past, strict=True)
         }
         cache = GraphCache(layers)
-        with attending(position_ids, keys, attention_mask):
-            logits = self.model(
-                input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True
-            ).logits
+        given = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
+        added = bias(self.model, self.slopes, keys)
+        if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
+            for axis in (0, 1):
+                torch._check(position_ids.shape[axis] == input_ids.shape[axis])
+        with attending(position_ids, keys, attention_mask, added):
+            logits = self.model(**given, past_key_values=cache, use_cache=True).logits
         return (logits, *(new for layer in layers.values() for new in layer.new))
 
 
-_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-
-@contextmanager
-def attending(queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor) -> Iterator[None]:
-    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], and which keys are
-    there.
-    """
-    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0))
-    try:
-        yield
-    finally:
-        _mask.pop()
-
-
-def attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: object,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
-    by slot.
-
-    Where TensorRT has no fused kernel, as plain products and a softmax.
-    """
-    queries, keys, filled = _mask[-1]
-    allowed = (keys <= queries) & filled
-    if sliding_window is not None:
-        allowed = allowed & (queries - keys < sliding_window)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (own := getattr(module, "fp8q_attention", None)) is not None:
-        output = own(query, key, value, allowed, scale)
-    elif not has_fused_kernel(*query.shape[1::2]):
-        output = plain_attention(query, key, value, allowed, scale)
-    else:
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    return output.transpose(1, 2).contiguous(), None
-
-
-def has_fused_kernel(heads: int, size: int) -> bool:
-    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
-    single tokens (found by building).
-    """
-    return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
-
-
-def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
-    weights = scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1)
-    return torch.matmul(weights.to(value.dtype), value)
+def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `model` is called with for these tokens: embeddings, where it would look for images among them."""
+    return (
+        {"inputs_embeds": model.get_input_embeddings()(input_ids)} if nested(model.config) else {"input_ids": input_ids}
+    )
 
 
 class MatMul(nn.Module):
@@ -260,7 +213,13 @@ class QuantizedAttention(nn.Module):
         self.scores_halves, self.values_halves = self.q.halves(), self.p.halves()
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1,
         seq, length].
@@ -272,15 +231,11 @@ class QuantizedAttention(nn.Module):
         if self.scores_halves is not None:
             products = self.scores_halves(products)
         scores = products.float().reshape(batch, heads, seq, length) * scale
-        weights = (
-            scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
-            .softmax(-1)
-            .reshape((*grouped.shape[:3], length))
-        )
+        weights = weights_of(scores, allowed, softcap).reshape((*grouped.shape[:3], length))
         output: torch.Tensor = self.values(self.p(weights), self.v(value))
         if self.values_halves is not None:
             output = self.values_halves(output).to(self.dtype)
-        return output.reshape(query.shape)
+        return output.reshape(batch, heads, seq, value.shape[-1])
 
 
 def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
@@ -288,7 +243,8 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     place).
     """
     AttentionInterface.register(ATTENTION, attention)
-    model.set_attn_implementation(ATTENTION)
+    fix_frequencies(model)
+    replace_attention(model, ATTENTION)
     layers: dict[str, nn.Module] = {}
     for members in plan.groups.values():
         quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)

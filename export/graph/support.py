@@ -21,18 +21,22 @@ from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.experts import experts_of
 from ...calibrate.model.products import attention_modules
-from .cache import cache_shape
+from .cache import cache_shapes
+from .modules import text_input
+from .own import replace, replaceable, restore
+from .rotary import fix_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 LOOKING = "fp8q_looking"
-#: Keywords of an attention that the graph's honours (the first two), or that change nothing in it. `dropout` is 0 in a
-#: model that evaluates.
+#: Keywords of an attention that the graph's honours (the first three), or that change nothing in it. `dropout` is 0 in
+#: a model that evaluates.
 KEYWORDS = {
     "scaling",
     "sliding_window",
+    "softcap",
     "dropout",
     "position_ids",
     "cache_position",
@@ -50,11 +54,11 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
     where one can be.
 
-    1. Experts, which their tokens choose. 2. Soft-capped logits: fused attention ignores them in silence. 3. Attention
-       that does not go through transformers' interface, where the graph's takes its place. 4. Positions that are
-       counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 5.
-       A graph at which the builder crashes. 6. Layers whose cache is written by no module that says which layer it is.
-       7. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
+    1. Experts, which their tokens choose. 2. Attention that does not go through transformers' interface, where the
+       graph's takes its place, and that has no other way to it (`own`). 3. Positions that are counted from the cache,
+       whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which the
+       builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention that
+       does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None
@@ -63,12 +67,11 @@ def unsupported(model: "PreTrainedModel") -> str | None:
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
     if experts_of(model):
         return "is a mixture of experts"
-    if getattr(text, "attn_logit_softcapping", None):
-        return "caps its attention logits"
-    code = inspect.getsource(sys.modules[type(model).__module__])
-    if "ALL_ATTENTION_FUNCTIONS" not in code:
+    code = inspect.getsource(sys.modules[type(model.get_decoder()).__module__])
+    own = replaceable(model)
+    if "ALL_ATTENTION_FUNCTIONS" not in code and not own:
         return "has an attention that transformers does not let be replaced"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters and not own:
         return "counts positions from its cache (its forward takes no position_ids)"
     if "create_position_ids_from_input_ids" in code:
         return "counts positions from its padding token on"
@@ -77,7 +80,7 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
     layers = attention_modules(model)
     if len(layers) != text.num_hidden_layers:
         return "writes its cache where it cannot be told which layer it is"
-    return seen_in_a_pass(model, layers, cache_shape(text))
+    return seen_in_a_pass(model, layers, cache_shapes(text))
 
 
 @dataclass
@@ -124,18 +127,20 @@ class Looked:
         return cache
 
 
-def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: tuple[int, int]) -> str | None:
-    """What two tokens show of `model` that the graph cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it,
-    4. a cache of another `shape` (heads, size).
+def seen_in_a_pass(
+    model: "PreTrainedModel", layers: Mapping[int, str], shapes: tuple[tuple[int, int], tuple[int, int]]
+) -> str | None:
+    """What two tokens show of `model` (its rotary frequencies are fixed, in place) that the graph cannot do: 1. a mask,
+    2. no causality, 3. a keyword unknown to it, 4. a cache of other `shapes` (heads, size; of keys, of values).
 
-    Before these: a forward pass that looks at values (rotary frequencies that depend on the length), which cannot be
-    traced either.
+    Before these: a forward pass that looks at values, which cannot be traced either.
     """
     looked = Looked()
+    fix_frequencies(model)
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
         with attending(model, looked), torch.inference_mode():
-            model(input_ids=ids, past_key_values=looked.cache(layers), use_cache=True)
+            model(**text_input(model, ids), past_key_values=looked.cache(layers), use_cache=True)
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
         return f"cannot be run on shapes alone ({one_line(error)})"
     if looked.reasons:
@@ -144,7 +149,7 @@ def seen_in_a_pass(model: "PreTrainedModel", layers: Mapping[int, str], shape: t
         written = looked.shapes.get(layer)
         if written is None:
             return f"writes no cache in {name}"
-        for part, found in zip(("keys", "values"), written, strict=True):
+        for part, found, shape in zip(("keys", "values"), written, shapes, strict=True):
             if found != shape:
                 return (
                     f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as "
@@ -158,8 +163,8 @@ def attending(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
     """Put `looked.attention` in the place of the model's."""
     AttentionInterface.register(LOOKING, looked.attention)
     before = model.config._attn_implementation
-    model.set_attn_implementation(LOOKING)
+    replace(model, LOOKING)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        restore(model, before)

@@ -29,7 +29,7 @@ from ...quantize.scales import Scales
 from ...reporter import Reporter
 from ...run import GRAPH, GRAPH_FP32, Run
 from . import naming, operators, passes
-from .cache import cache_shape
+from .cache import cache_shapes
 from .heads import split_by_heads
 from .layers import NotAlikeError, kinds_of, layer_prefix, skip
 from .modules import Graph, GraphPlan, prepare
@@ -239,14 +239,17 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
     The sizes differ, so that none are taken for equal.
     """
     batch, seq, capacity = 2, 3, 5
-    heads, size = cache_shape(config.get_text_config())
     stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}
+    parts = dict(zip("kv", cache_shapes(config.get_text_config()), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     layers = range(len(graph.attention))
-    past = [tuple(empty(batch, heads, capacity, size, dtype=stored[part]) for part in "kv") for _ in layers]
+    past = [
+        tuple(empty(batch, heads, capacity, size, dtype=stored[part]) for part, (heads, size) in parts.items())
+        for _ in layers
+    ]
     dynamic = torch.export.Dim.DYNAMIC
     matrix = {0: dynamic, 1: dynamic}
     shapes: dict[str, object] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), matrix)

@@ -43,7 +43,8 @@ def copied(run: Run, tmp_path: Path) -> Run:
     return Run(Path(shutil.copytree(run.root, tmp_path / "run")))
 
 
-def test_the_reference_multiplies_codes() -> None:
+@pytest.mark.parametrize("softcap", [None, 0.25])
+def test_the_reference_multiplies_codes(softcap: float | None) -> None:
     random = np.random.default_rng(0)
     q, k, v = (random.normal(size=(1, heads, 3, 8)).astype(np.float32) for heads in (2, 1, 1))
     scales = {"q": 0.0078125, "k": 0.015625, "v": 0.00390625, "p": 0.00225830078125}
@@ -52,12 +53,13 @@ def test_the_reference_multiplies_codes() -> None:
     object.__setattr__(module, "fp8q_two_terms", False)
     mask = np.triu(np.full((3, 3), np.finfo(np.float32).min), 1)[None, None]
     query, key, value, added = map(torch.from_numpy, (q, k, v, mask))
-    found, _ = attention_on_codes(module, query, key, value, added)
+    found, _ = attention_on_codes(module, query, key, value, added, softcap=softcap)
 
     def rounded(x: np.ndarray, part: str) -> np.ndarray:
         return E4M3.decode(E4M3.encode(x / np.float32(scales[part]))).astype(np.float64) * scales[part]
 
-    scores = rounded(q, "q") @ rounded(k, "k").transpose(0, 1, 3, 2) / np.sqrt(8) + mask
+    scores = rounded(q, "q") @ rounded(k, "k").transpose(0, 1, 3, 2) / np.sqrt(8)
+    scores = (scores if softcap is None else np.tanh(scores / softcap) * softcap) + mask
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = rounded((weights / weights.sum(-1, keepdims=True)).astype(np.float32), "p")
     np.testing.assert_allclose(found.numpy(), (weights @ rounded(v, "v")).transpose(0, 2, 1, 3), atol=1e-6)

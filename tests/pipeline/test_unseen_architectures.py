@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8q.export.graph import modules as graph
+from fp8q.export.graph.attention import attention
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,9 @@ def test_the_graph_says_what_eager_attention_says(unseen: ModuleType, windowed: 
 def test_a_wrong_attention_is_seen(
     broken: Callable[[Any, Any], Any], unseen: ModuleType, windowed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = graph.attention
-
     def wrong(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
         key, given = broken(key, given)
-        return right(module, query, key, value, attention_mask, **given)
+        return attention(module, query, key, value, attention_mask, **given)
 
     monkeypatch.setattr(graph, "attention", wrong)
     assert unseen.graph_difference(windowed, IDS) > 0.1

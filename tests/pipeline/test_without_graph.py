@@ -20,17 +20,13 @@ from ..conftest import MadeOnce, Result, Texts
 Fp8q = Callable[..., Result]
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}
-#: Capped logits; a cache that compressed-tensors has no place for; a cache whose layers cannot be told apart.
+#: A mask of its own; a cache that compressed-tensors has no place for; a cache whose layers cannot be told apart.
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "Gemma2Config": (
-        GROUPED | {"head_dim": 32, "sliding_window": 8},
+    "DogeConfig": (GROUPED, "fp8", "DogeForCausalLM computes an attention mask of its own (DogeAttention)"),
+    "MptConfig": (
+        {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
         "fp8",
-        "Gemma2ForCausalLM caps its attention logits",
-    ),
-    "GPTJConfig": (
-        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
-        "fp8",
-        "GPTJForCausalLM has an attention that transformers does not let be replaced",
+        "MptForCausalLM has an attention that transformers does not let be replaced",
     ),
     "GPTNeoConfig": (
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "pad_token_id": 0},
@@ -41,11 +37,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def checkpoint(random_checkpoint: Callable[..., Path], path: Path, config: str) -> Path:
-    """A tiny random one of `CASES`, with the demo's tokenizer whatever the class of its own would be."""
-    fields = CASES[config][0]
-    model = random_checkpoint(path, config, fields)
-    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
-    return model
+    """A tiny random one of `CASES`."""
+    return random_checkpoint(path, config, CASES[config][0])
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +115,8 @@ def test_what_needs_none_works(fp8q: Fp8q, run: tuple[Run, str]) -> None:
 
 def test_run_goes_on_past_what_needs_the_graph(fp8q: Fp8q, models: dict[str, Path], text: Path, tmp_path: Path) -> None:
     """With the reason before anything is measured, and a line for each stage that is left out."""
-    model, out = models["Gemma2Config"], tmp_path / "run"
-    reason = CASES["Gemma2Config"][2]
+    model, out = models["DogeConfig"], tmp_path / "run"
+    reason = CASES["DogeConfig"][2]
     common = (model, "--data", text, "--out", out, "--samples", "4", "--seq-len", "48")
     assert fp8q("run", *common, "--runtimes", "reference,onnxruntime").complaint() == (
         f"--runtimes onnxruntime: runs an ONNX graph, and {out} can have none, since {reason}; choose from bf16, "

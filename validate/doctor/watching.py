@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...calibrate.measure.interface import attending, attention_of
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .limits import ONE_HOT_NATS
@@ -72,7 +72,7 @@ class Watcher:
     @property
     def sees_logits(self) -> bool:
         """Whether the model's attention goes through transformers' interface."""
-        return self.model.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        return attention_of(self.model) is not None
 
     @contextmanager
     def watching(self, ids: torch.Tensor) -> Iterator[DynamicCache]:
@@ -105,8 +105,8 @@ class Watcher:
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        name = self.model.config._attn_implementation
-        plain = ALL_ATTENTION_FUNCTIONS[name]
+        plain = attention_of(self.model)
+        assert plain is not None, "it goes through the interface"
 
         def noting(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
@@ -115,11 +115,8 @@ class Watcher:
             self._logits(self.names[id(module)], query, key, mask, options)
             return plain(module, query, key, value, *rest, **options)
 
-        ALL_ATTENTION_FUNCTIONS[name] = noting
-        try:
+        with attending(self.model, noting):
             yield
-        finally:
-            del ALL_ATTENTION_FUNCTIONS[name]
 
     def _logits(
         self, name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]

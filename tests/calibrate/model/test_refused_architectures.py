@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
+from fp8q.calibrate.given import AGAIN
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.errors import InputError
@@ -39,11 +40,40 @@ def test_what_is_no_causal_language_model(damaged: Path, model_type: str, archit
     )
 
 
-def test_a_model_that_also_sees(damaged: Path) -> None:
-    transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(damaged)
+@pytest.mark.parametrize(
+    ("config", "architecture", "done"),
+    [
+        ("Gemma3Config", "Gemma3Model", "Gemma3ForConditionalGeneration"),
+        ("CLIPConfig", "CLIPModel", "those that transformers lets answer with text"),
+    ],
+)
+def test_a_model_that_sees_and_does_not_answer(damaged: Path, config: str, architecture: str, done: str) -> None:
+    getattr(transformers, config)(architectures=[architecture]).save_pretrained(damaged)
     assert refusal(damaged) == (
-        f"{damaged}: Gemma3ForConditionalGeneration is not a text-only model (its configuration has vision_config), "
-        "and fp8q does no other; give the language model saved on its own"
+        f"{damaged}: {architecture} is not a text-only model (its configuration has vision_config), and of others fp8q "
+        f"does {done}; give the language model saved on its own"
+    )
+
+
+def test_a_model_that_sees_and_whose_language_model_has_an_encoder(damaged: Path) -> None:
+    transformers.Florence2Config(architectures=["Florence2ForConditionalGeneration"]).save_pretrained(damaged)
+    assert refusal(damaged) == (
+        f"{damaged}: Florence2ForConditionalGeneration is not a causal language model, and fp8q does no other; give a "
+        "decoder-only one"
+    )
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", "wide"), ("num_hidden_layers", 0)])
+def test_what_config_json_says_of_the_language_model_inside_is_looked_at(
+    damaged: Path, field: str, value: object
+) -> None:
+    transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(damaged)
+    file = damaged / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["text_config"][field] = value
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert refusal(damaged) == (
+        f"{file}: {field} is {value!r}, and not a whole number from 1 to 2,147,483,647; {AGAIN}"
     )
 
 

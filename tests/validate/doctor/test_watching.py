@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from fp8q.calibrate.model.classes import made
 from fp8q.calibrate.model.decoder import Layers
 from fp8q.quantize.linear import FP8Linear
 from fp8q.validate.doctor import running
@@ -58,7 +67,31 @@ def test_norms_and_logits_are_those_that_transformers_computes(model: PreTrained
         assert torch.allclose(logits.softmax(-1), weights[0][:, head], atol=1e-6)
     largest = max(float(logits[logits > -INFINITY].abs().max()) for logits in heads)
     assert seen.logits["model.layers.0.self_attn"] == pytest.approx(largest)
-    assert not Watcher(model).sees_logits
+    assert watched(model, ids).logits == pytest.approx(seen.logits), "eager attention is seen too"
+
+
+def test_capped_logits_are_seen_capped() -> None:
+    """Gemma 2's, which only its own eager attention caps."""
+    torch.manual_seed(2)
+    config = Gemma2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=61, max_position_embeddings=64, attn_logit_softcapping=0.5,
+    )  # fmt: skip
+    model = made(config, torch.float32)
+    torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.weight"), std=10)
+    assert watched(model, torch.arange(14).reshape(2, 7)).logits["model.layers.0.self_attn"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=61),
+        FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=61),
+    ],
+)
+def test_an_attention_outside_transformers_interface_is_not_seen(made_of: PreTrainedConfig) -> None:
+    """Falcon calls its own SDPA, though its configuration has transformers' name for it."""
+    assert not Watcher(made(made_of, torch.float32)).sees_logits
 
 
 def captured(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -1,0 +1,34 @@
+"""transformers' interface of attention: what a model attends by, and another function in its place for a while."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Attention = Callable[..., Any]
+
+
+def attention_of(model: PreTrainedModel) -> Attention | None:
+    """What `model` attends by; None where it does not go through the interface.
+
+    The eager attention is not in it: each model's own is called where the interface has no other of that name.
+    """
+    code, name = vars(sys.modules[type(model.get_decoder()).__module__]), model.config._attn_implementation
+    if "ALL_ATTENTION_FUNCTIONS" not in code:
+        return None
+    found: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))
+    return found
+
+
+@contextmanager
+def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
+    """Let `attention` be called in the place of what `model` attends by."""
+    name = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]

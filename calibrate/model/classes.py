@@ -1,0 +1,67 @@
+"""Which of transformers' classes a configuration makes, which part of that is the language model, and which attention
+of transformers' it computes with.
+
+A model that also sees or hears is made whole, in its own class: so its modules and tensors bear the names that every
+loader of the checkpoint knows, and given text alone it runs its language model alone.
+
+transformers takes SDPA by default, which hands capped logits (Gemma 2's `attn_logit_softcapping`) on uncapped, in
+silence: every attention that is not transformers' own eager one does, but flash attention. So such a model computes
+with the eager one here, wherever it is measured, judged or served by torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def own_attention(config: "PreTrainedConfig") -> str | None:
+    """The attention that computes what `config` says; None for transformers' default."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
+def nested(config: "PreTrainedConfig") -> bool:
+    """Whether the language model is a part of what `config` makes."""
+    return config.get_text_config() is not config
+
+
+def made(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
+    """The model of `config` (changed in place: its type, its attention) in `dtype`, evaluating, on the default device:
+    a causal language model, or one of more than text that holds one.
+    """
+    # what it was trained with may not be installed
+    config._attn_implementation = own_attention(config)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+    model.eval()
+    return model
+
+
+def auto_class(config: "PreTrainedConfig") -> Any:
+    """What of transformers makes and loads the model of `config`."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM if nested(config) else AutoModelForCausalLM
+
+
+def decoder(model: "nn.Module") -> str:
+    """What the names of the language model's modules begin with, `model.language_model.`; nothing where it is all."""
+    config = getattr(model, "config", None)
+    if config is None or not nested(config):
+        return ""
+    found = model.get_decoder()  # type: ignore[operator]  # it is a PreTrainedModel, having such a configuration
+    name = next((name for name, module in model.named_modules() if module is found), "")
+    return f"{name}." if name else ""
+
+
+def beside(model: "PreTrainedModel") -> dict[str, "nn.Module"]:
+    """The modules of `model` that text does not reach: of a vision tower, of what projects images; by name."""
+    inside, head = decoder(model), model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside)
+        and not inside.startswith(f"{name}." if name else "")
+        and module is not head
+    }

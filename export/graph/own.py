@@ -1,0 +1,142 @@
+"""Attention that does not go through transformers' interface, where the graph's would take its place: BLOOM's,
+Falcon's, GPT-J's and CodeGen's modules are given a forward pass that does.
+
+What they compute is theirs, with their own modules, in another order of steps. The cache of Falcon's
+newer form holds each key head once, where transformers writes it once for every query head that shares it: equal
+numbers, so the scales that were measured there hold. ALiBi, which BLOOM and some of Falcon add to the scores, depends
+on the distance alone, and a softmax does not see what is added to a whole row: so it is the slope of the head times the
+key's position (`bias`), which the graph has.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...calibrate.model.products import attention_modules
+
+
+def replaceable(model: PreTrainedModel) -> bool:
+    """Whether each attention of `model` is one of these."""
+    modules = [model.get_submodule(name) for name in attention_modules(model).values()]
+    return bool(modules) and all(type(module).__name__ in REPLACED for module in modules)
+
+
+def replace(model: PreTrainedModel, name: str) -> None:
+    """Let the attention of `model` (changed in place) go through transformers' interface, to what is registered as
+    `name`.
+    """
+    if not replaceable(model):
+        model.set_attn_implementation(name)
+        return
+    model.config._attn_implementation_internal = name  # what it may not be set to by its class: no mask is made then
+    for place in attention_modules(model).values():
+        module = model.get_submodule(place)
+        part, function = REPLACED[type(module).__name__]
+        vars(module)["fp8q_attends"] = name
+        vars(module)[part] = MethodType(function, module)
+
+
+def restore(model: PreTrainedModel, name: str) -> None:
+    """Let `model` attend as it did before `replace`, by what it calls `name`."""
+    if not replaceable(model):
+        model.set_attn_implementation(name)
+        return
+    model.config._attn_implementation_internal = name
+    for place in attention_modules(model).values():
+        module = model.get_submodule(place)
+        for added in ("fp8q_attends", REPLACED[type(module).__name__][0]):
+            del vars(module)[added]
+
+
+def alibi_slopes(model: PreTrainedModel) -> list[float]:
+    """The slope of each head's ALiBi; none where `model` has no ALiBi. Not to be called while it is traced."""
+    config: Any = model.config
+    if not replaceable(model) or not (config.model_type == "bloom" or getattr(config, "alibi", False)):
+        return []
+    build = sys.modules[type(model).__module__].build_alibi_tensor
+    of_two = build(torch.ones((1, 2), dtype=torch.int64), config.num_attention_heads, torch.float32)
+    slopes: list[float] = of_two[:, 0, 1].tolist()  # what position 1 gets
+    return slopes
+
+
+def bias(model: PreTrainedModel, slopes: Sequence[float], keys: torch.Tensor) -> torch.Tensor | None:
+    """What `model` adds to the scores of keys at these positions [batch, length]: float32 [batch, heads, 1, length];
+    None where there are no `slopes`.
+    """
+    if not slopes:
+        return None
+    # one by one: on the meta device a tensor of them would have no values
+    slope: torch.Tensor = torch.cat(
+        [torch.full((1,), each, dtype=torch.float32, device=keys.device) for each in slopes]
+    )
+    positions: torch.Tensor = keys.float()[:, None, None, :]
+    config: Any = model.config
+    if config.model_type == "bloom":
+        return slope[None, :, None, None] * positions
+    # in BF16 whatever the model's type, and scaled as the scores are
+    exact = slope[None, :, None, None] * positions.to(torch.bfloat16).float()
+    size: int = config.hidden_size // config.num_attention_heads
+    return exact.to(torch.bfloat16).float() * float(size**-0.5)
+
+
+def _attended(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, length, size] to [batch, length, heads, size]."""
+    name: str = vars(module)["fp8q_attends"]
+    output: torch.Tensor = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, None)[0]
+    return output
+
+
+def _heads(qkv: torch.Tensor, kv_heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [batch, heads, length, size] of a fused product, in which the queries that share a key
+    head come before it, and its value after it.
+
+    The heads are made first, and taken apart behind the transposition: else TensorRT-RTX cuts the weight, and
+    multiplies in BF16 (`heads`).
+    """
+    groups = qkv.unflatten(-1, (-1, size)).transpose(1, 2).unflatten(1, (kv_heads, -1))
+    return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]
+
+
+def _bloom(
+    self: Any, hidden_states: torch.Tensor, residual: torch.Tensor, alibi: object, attention_mask: object,
+    layer_past: Any = None, **_: object,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    query, key, value = _heads(self.query_key_value(hidden_states), self.num_heads, self.head_dim)
+    key, value = layer_past.update(key, value, self.layer_idx)
+    return residual + self.dense(_attended(self, query, key, value).flatten(2)), None
+
+
+def _falcon(
+    self: Any, hidden_states: torch.Tensor, alibi: object, attention_mask: object, position_ids: object = None,
+    layer_past: Any = None, position_embeddings: Any = None, **_: object,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    shared = self.new_decoder_architecture or self.multi_query
+    kv_heads = self.num_kv_heads if shared else self.num_heads
+    query, key, value = _heads(self.query_key_value(hidden_states), kv_heads, self.head_dim)
+    if alibi is None:
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+        query, key = rotate(query, key, *position_embeddings)
+    key, value = layer_past.update(key, value, self.layer_idx)
+    return self.dense(_attended(self, query, key, value).flatten(2)), None
+
+
+def _gptj(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object = None
+) -> tuple[torch.Tensor, None]:
+    # the rotary embedding of one is in FP32
+    return _attended(self, query.to(value.dtype), key.to(value.dtype), value).transpose(1, 2), None
+
+
+#: Class of an attention -> which of its methods is replaced, and by what.
+REPLACED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "BloomAttention": ("forward", _bloom),
+    "FalconAttention": ("forward", _falcon),
+    "GPTJAttention": ("_attn", _gptj),
+    "CodeGenAttention": ("_attn", _gptj),
+}
