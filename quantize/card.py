@@ -2,6 +2,7 @@
 
 import re
 
+from ..calibrate.model.source import Source
 from .form import Form
 from .inherit import became
 from .scales import INHERITED, Scales
@@ -16,7 +17,8 @@ CARD = """\
 
 {architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
 scale per tensor, {cache}.
-{terms}{given}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
+{terms}{given}{adapters}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} \
+stay in BF16.
 
 {loading} {graphs}
 """
@@ -43,6 +45,25 @@ GIVEN = """\
 **From FP8**: the checkpoint that this was made from holds FP8 codes already. {became}. Scales of
 activations {activations}.
 
+"""
+#: What is said of an adapter in the weights.
+MERGED = """\
+**With an adapter**: the PEFT LoRA adapter {name} (SHA-256 {fingerprint}…) was merged into the weights before they were
+quantized: W + s · B A, rounded to BF16.
+
+"""
+#: What is said of adapters beside them.
+BESIDE = """\
+**With adapters beside it**: {names} in `adapters/`, as PEFT wrote them. The weights are the base's alone; the scales
+of activations were measured on the base and with each adapter on, and serve all of them. A graph `model.NAME.onnx` is
+the base with one adapter, in the compute type beside the FP8 products.
+{vllm}
+"""
+HOSTED_ADAPTERS = """\
+vLLM serves base and adapters together:
+
+    vllm serve path/to/this/directory --enable-lora --max-lora-rank {rank} \\
+        --lora-modules {first}=path/to/this/directory/adapters/{first}
 """
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
@@ -79,8 +100,9 @@ config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and
 in the compute type. fp8q's graphs and engines keep it as said."""
 
 
-def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp8: bool = False) -> str:
-    """The README.md of `model/`, Markdown; `from_fp8`: it was made of an FP8 checkpoint."""
+def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = False) -> str:
+    """The README.md of the `model/` made of `source`, Markdown; `from_fp8`: that was an FP8 checkpoint."""
+    name, architecture = source.title, source.architecture
     kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
     return CARD.format(
         name=plain(name),
@@ -88,6 +110,7 @@ def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp
         cache=CACHES[scales.cache_parts],
         terms=_terms(scales),
         given=_given(scales) if from_fp8 else "",
+        adapters=_adapters(source, form),
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
@@ -110,6 +133,18 @@ def _given(scales: Scales) -> str:
         became=became(scales),
         activations="are its own" if inherited else "were measured, and are not its own",
     )
+
+
+def _adapters(source: Source, form: Form) -> str:
+    """Which adapter is in the weights, or which lie beside them."""
+    if source.merged:
+        return MERGED.format(name=code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
+    if not source.adapters:
+        return ""
+    names = [adapter.name for adapter in source.adapters]
+    rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
+    hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
+    return BESIDE.format(names=", ".join(map(code, names)), vllm=hosted)
 
 
 def plain(text: str) -> str:

@@ -19,6 +19,8 @@ CACHE_FILE = "kv_cache.safetensors"
 #: The scales of attention in codes, beside the index of the weights, which so has no key that transformers does not
 #: expect.
 ATTENTION_SCALES = "attention.safetensors"
+#: The folder of the adapters that are served beside the base, each in one of its name, as PEFT wrote it.
+ADAPTERS = "adapters"
 #: What config.json calls what fp8q knows of the checkpoint and no other loader: `two_terms`, the modules whose input is
 #: two codes a value, which loaders that do not know it take for one.
 OWN_CONFIG = "fp8q"
