@@ -186,8 +186,9 @@ def _calibrate(
     with joined() as world:
         if world.rank:
             source = sources.opened(
-                model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0
-            )
+                model, options.revision, options.trust_remote_code, SILENT, world.place.local_rank == 0,
+                options.adapter, options.adapter_mode,
+            )  # fmt: skip
             sources.check_same(source, world)
             measuring.take_part(found, source, world, notes)
         else:
@@ -226,7 +227,9 @@ def _measured(
     with notes.held():
         if later:
             ahead.check_later(found, later.engine, later.validate)
-        source = sources.opened(model, options.revision, options.trust_remote_code, notes)
+        source = sources.opened(
+            model, options.revision, options.trust_remote_code, notes, True, options.adapter, options.adapter_mode
+        )
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)
@@ -424,7 +427,7 @@ def generate(
     called with each piece of the text as it comes.
     """
     request = generating.asked(prompt, options)
-    return answer(generating.open_model(open_run(path), options.runtime), request, told)
+    return answer(generating.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told)
 
 
 def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generating.Chat:

@@ -29,6 +29,11 @@ WORK = ".work"
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 
 
+def graph_names(adapter: str | None) -> tuple[str, str]:
+    """The same two of the model with an adapter beside it; None: without."""
+    return (f"model.{adapter}.onnx", f"model.{adapter}.fp32.onnx") if adapter else (GRAPH, GRAPH_FP32)
+
+
 class _Path:
     """A path in the run directory, as an attribute of `Run`."""
 

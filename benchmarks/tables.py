@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pages import (
     accuracy,
+    adapters,
     architectures,
     attention,
     baselines,
@@ -46,6 +47,7 @@ BLOCK = re.compile(r"(<!-- table (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/accuracy.md": accuracy.TABLES,
+    "docs/adapters.md": adapters.TABLES,
     "docs/architectures.md": architectures.TABLES,
     "docs/attention.md": attention.TABLES,
     "docs/baselines.md": baselines.TABLES,

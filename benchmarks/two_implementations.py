@@ -64,9 +64,9 @@ class OnnxWithCodes:
     another order: more codes differ then.
     """
 
-    def __init__(self, directory: Path, optimized: bool = False):
-        """Load the graph in `directory` with the added outputs."""
-        model = onnx.load(directory / "model.fp32.onnx", load_external_data=False)
+    def __init__(self, directory: Path, optimized: bool = False, graph: str = "model.fp32.onnx"):
+        """Load the `graph` in `directory` with the added outputs."""
+        model = onnx.load(directory / graph, load_external_data=False)
         kept = {value.name for value in model.graph.output}
         self.codes = {
             node.name.removesuffix(".quantize"): node.output[0]

@@ -140,7 +140,7 @@ def run(
     eval_data: EvalData = None,
     calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions(),
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
-    engine: Annotated[EngineOptions, without("precision")] = EngineOptions(),
+    engine: Annotated[EngineOptions, without("precision", "adapter")] = EngineOptions(),
     validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions(),
     common: Common = Common(),
 ) -> None:

@@ -30,7 +30,7 @@ from ..validate.columns import (
     wide_cache_table,
 )
 from ..validate.experts import expert_table
-from ..validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
+from ..validate.tables import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
 
 if TYPE_CHECKING:
     from ..api import Inspection
@@ -86,7 +86,7 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
 
 #: The parts of the summary, and what reads each from a run.
 PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
-    "accuracy": accuracy_rows,
+    "accuracy": lambda run: [*accuracy_rows(run), *adapter_rows(run)],
     "engines": engine_rows,
     "sizes": size_rows,
     "stages": stage_rows,

@@ -114,6 +114,9 @@ class EngineOptions(Options):
         between(1, LARGEST_WORKSPACE),
     ] = None
     precision: PrecisionOption = ExportOptions.precision
+    adapter: Annotated[
+        str | None, option(ENGINE, "Of the graph with this adapter beside the model.", "NAME", "the model alone")
+    ] = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together, and a share of nothing."""
@@ -127,6 +130,12 @@ class EngineOptions(Options):
             raise InputError(
                 f"--min-fp8-share {self.min_fp8_share:g}: is for the FP8 engine, and --precision {self.precision} "
                 "promises no product in FP8; leave one of them out"
+            )
+
+        if self.adapter is not None and self.precision != "fp8":
+            raise InputError(
+                f"--adapter {self.adapter}: lies beside the FP8 graph, and --precision {self.precision} has another; "
+                "leave one of them out"
             )
 
     @property

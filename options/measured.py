@@ -1,6 +1,7 @@
 """What is measured, and which scales follow: options of `calibrate`, `merge` and `scales`."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -23,6 +24,8 @@ KvCache = Literal["off", "v", "fp8"]
 #: How many codes stand for one activation.
 Terms = Literal[1, 2]
 WeightRounding = Literal["nearest", "gptq", "sequential"]
+#: What becomes of an adapter: part of the weights, or a sum beside them.
+AdapterMode = Literal["merge", "beside"]
 #: Whether each window begins as the tokenizer begins a text.
 Bos = Literal["auto", "never"]
 #: What `--allow-overlap` says, to `calibrate` and to `validate`.
@@ -228,6 +231,18 @@ class CalibrateOptions(ScaleOptions):
             negative="--no-stream",
         ),
     ] = None
+    adapter: Annotated[
+        tuple[Path, ...],
+        option(MODEL, "A PEFT LoRA adapter of the model, to measure and to serve with it. Repeatable.", "DIR"),
+    ] = ()
+    adapter_mode: Annotated[
+        AdapterMode,
+        option(
+            MODEL,
+            "merge: one adapter becomes part of the weights, before they are quantized. beside: the base alone is "
+            "quantized, and each adapter's BF16 sum is added behind its products.",
+        ),
+    ] = "merge"
     all_experts: Annotated[
         bool,
         option(
@@ -261,3 +276,9 @@ class CalibrateOptions(ScaleOptions):
             text=interval_of,
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse also a way to take adapters where there are none."""
+        super().__post_init__()
+        if self.adapter_mode != "merge" and not self.adapter:
+            raise InputError(f"--adapter-mode {self.adapter_mode}: there is no --adapter; give one, or leave it out")

@@ -53,6 +53,9 @@ class GenerateOptions(Options):
     ] = None
     stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
     runtime: RuntimeOption = "auto"
+    adapter: Annotated[
+        str | None, option(GENERATION, "The adapter beside the model to answer with.", "NAME", "the model alone")
+    ] = None
 
 
 def port_of(option: str, value: int) -> int:
@@ -88,6 +91,10 @@ class ServeOptions(Options):
     bf16: Annotated[
         bool, option(SERVING, "Serve the BF16 source beside it, as NAME-bf16, to compare; takes its memory and torch.")
     ] = False
+    adapter: Annotated[
+        tuple[str, ...],
+        option(SERVING, "Serve the model with this adapter on too, as a model of that name. Repeatable.", "NAME"),
+    ] = ()
     max_batch: Annotated[int, option(SERVING, "Most requests that are answered together.", "N"), between(1)] = 8
     grace: Annotated[
         int, option(SERVING, "What requests in flight have when the server is stopped.", "SECONDS"), between(0)

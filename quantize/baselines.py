@@ -26,11 +26,11 @@ from .weights import Rounding
 
 
 def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
-    """Write the weights of `source` to `directory` (new) in BF16: its own files where they are BF16, and else cast."""
+    """Write the weights of `source` to `directory` (new) in BF16: its own files where they are that, and else cast."""
     directory.mkdir(parents=True)
     weights = source.weights()
     write_config(source, directory, None)
-    if not any(weights.dtype(name) in ("F16", "F32", "F64") for name in weights.names()):
+    if source.merged is None and not any(weights.dtype(name) in ("F16", "F32", "F64") for name in weights.names()):
         index = [source.path / INDEX] if len(source.weight_files) > 1 else []
         for file in (*source.weight_files, *index):
             share(file, directory / file.name)

@@ -2,6 +2,7 @@
 
 import re
 
+from ..calibrate.model.source import Source
 from .form import Form, transformers_version
 from .inherit import became
 from .scales import INHERITED, Scales
@@ -16,7 +17,8 @@ CARD = """\
 
 {architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
 scale per tensor, {cache}.
-{terms}{given}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} stay in BF16.
+{terms}{given}{adapters}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} \
+stay in BF16.
 
 {loading} {graphs}
 """
@@ -45,10 +47,29 @@ activations {activations}.
 
 """
 #: What is said where the language model is a part of the model.
-BESIDE = """\
+TOWERS = """\
 **The language model** is quantized, and was measured on text alone; {towers} stay as they were, in BF16. Graphs and
 engines are of the language model: they take text, and no images.
 
+"""
+#: What is said of an adapter in the weights.
+MERGED = """\
+**With an adapter**: the PEFT LoRA adapter {name} (SHA-256 {fingerprint}…) was merged into the weights before they were
+quantized: W + s · B A, rounded to BF16.
+
+"""
+#: What is said of adapters beside them.
+BESIDE = """\
+**With adapters beside it**: {names} in `adapters/`, as PEFT wrote them. The weights are the base's alone; the scales
+of activations were measured on the base and with each adapter on, and serve all of them. A graph `model.NAME.onnx` is
+the base with one adapter, in the compute type beside the FP8 products.
+{vllm}
+"""
+HOSTED_ADAPTERS = """\
+vLLM serves base and adapters together:
+
+    vllm serve path/to/this/directory --enable-lora --max-lora-rank {rank} \\
+        --lora-modules {first}=path/to/this/directory/adapters/{first}
 """
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
@@ -92,15 +113,17 @@ config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and
 in the compute type. fp8q's graphs and engines keep it as said."""
 
 
-def model_card(name: str, architecture: str, scales: Scales, form: Form, from_fp8: bool = False) -> str:
-    """The README.md of `model/`, Markdown; `from_fp8`: it was made of an FP8 checkpoint."""
+def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = False) -> str:
+    """The README.md of the `model/` made of `source`, Markdown; `from_fp8`: that was an FP8 checkpoint."""
+    name, architecture = source.title, source.architecture
     kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
     return CARD.format(
         name=plain(name),
         architecture=plain(architecture),
         cache=CACHES[scales.cache_parts],
         terms=_terms(scales),
-        given=(_given(scales) if from_fp8 else "") + _beside(form),
+        given=(_given(scales) if from_fp8 else "") + _towers(form),
+        adapters=_adapters(source, form),
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
@@ -131,8 +154,20 @@ def _given(scales: Scales) -> str:
     )
 
 
-def _beside(form: Form) -> str:
-    return BESIDE.format(towers=", ".join(map(code, form.towers))) if form.towers else ""
+def _towers(form: Form) -> str:
+    return TOWERS.format(towers=", ".join(map(code, form.towers))) if form.towers else ""
+
+
+def _adapters(source: Source, form: Form) -> str:
+    """Which adapter is in the weights, or which lie beside them."""
+    if source.merged:
+        return MERGED.format(name=code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
+    if not source.adapters:
+        return ""
+    names = [adapter.name for adapter in source.adapters]
+    rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
+    hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
+    return BESIDE.format(names=", ".join(map(code, names)), vllm=hosted)
 
 
 def plain(text: str) -> str:

@@ -35,7 +35,7 @@ from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
 from .given import given_of
 from .scales import Scales, Skipped, WeightScales
-from .stored import CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
+from .stored import ADAPTERS, CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
 from .weights import QuantizedWeight, Rounding
 
 SHARD_BYTES = 512 << 20
@@ -258,5 +258,10 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
     )
     for path in companions(source.path):
         shutil.copyfile(path, directory / path.name)
-    card = model_card(source.title, source.architecture, scales, form, from_fp8=given_of(source) is not None)
+    for adapter in source.adapters:
+        folder = directory / ADAPTERS / adapter.name
+        folder.mkdir(parents=True)
+        for path in adapter.files:
+            shutil.copyfile(path, folder / path.name)
+    card = model_card(source, scales, form, from_fp8=given_of(source) is not None)
     (directory / "README.md").write_text(card, encoding="utf-8")

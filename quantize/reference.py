@@ -11,13 +11,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ..calibrate.model.adapter import open_adapter
+from ..calibrate.model.addition import lay_beside
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.skeleton import skeleton
 from ..calibrate.model.tensor_names import renamed_in
 from .attention import attend_in_codes
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
-from .stored import ATTENTION_SCALES, OWN_CONFIG, stored_tensors
+from .stored import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,12 @@ def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "c
     return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
 
 
-def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> Reference:
-    """Load the checkpoint in `directory`; wide parts compute in `dtype`, products as `mode` says (see `linear`)."""
+def load_reference(
+    directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | None = None
+) -> Reference:
+    """Load the checkpoint in `directory`, with the `adapter` there of that name on; wide parts compute in `dtype`,
+    products as `mode` says (see `linear`).
+    """
     codes = open_codes(directory, mode, dtype, device)
     model = codes.model
     replace_linears(model, {module: codes.layer(module) for module in codes.modules})
@@ -109,4 +115,6 @@ def load_reference(directory: Path, mode: Mode, dtype: torch.dtype, device: str 
     torch.nn.Module.to(model, device)
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
+    if adapter is not None:
+        lay_beside(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
     return Reference(model, codes.cache_scales)

@@ -23,6 +23,8 @@ EXPERT_FILE = "experts.safetensors"
 #: The scales of attention in codes, beside the index of the weights, which so has no key that transformers does not
 #: expect.
 ATTENTION_SCALES = "attention.safetensors"
+#: The folder of the adapters that are served beside the base, each in one of its name, as PEFT wrote it.
+ADAPTERS = "adapters"
 #: What config.json calls what fp8q knows of the checkpoint and no other loader: `two_terms`, the modules whose input is
 #: two codes a value, which loaders that do not know it take for one; `stored`, how the files name products that the
 #: model calls otherwise, `{}` for each number.

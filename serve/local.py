@@ -8,7 +8,8 @@ from ..export.engine.targets import MODULES, Runtime, gpu_target
 from ..export.lint.check import sound_graph
 from ..options import Precision
 from ..quantize.stored import checkpoint_of
-from ..run import GRAPH_FP32, Run
+from ..record import command
+from ..run import Run, graph_names
 from .engine_session import EngineSession
 from .generate import GenerationError, Generator, complete, completion
 from .request import Completion, Request, RequestError
@@ -16,24 +17,26 @@ from .sessions import Session, SessionError, open_session
 from .text import ModelFileError, Vocabulary
 
 
-def open_run_session(run: Run, runtime: str = "onnxruntime", precision: Precision = "fp8") -> Session:
-    """The model in `run` of a precision on a runtime that needs no torch.
+def open_run_session(
+    run: Run, runtime: str = "onnxruntime", precision: Precision = "fp8", adapter: str | None = None
+) -> Session:
+    """The model in `run` of a precision on a runtime that needs no torch, with the adapter of that name on.
 
     Raises InputError when the run has no graph, BackendError when the runtime does not serve.
     """
     for engines in MODULES:
         if runtime == engines:
-            return open_run_engine(run, engines, precision)
-    directory = checkpoint_of(run, precision)
-    sound_graph(run.require(directory / GRAPH_FP32, "export" if precision == "fp8" else f"export-{precision}"))
+            return open_run_engine(run, engines, precision, adapter)
+    directory, graph = checkpoint_of(run, precision), graph_names(adapter)[1]
+    sound_graph(run.require(directory / graph, "export" if precision == "fp8" else f"export-{precision}"))
     try:
-        return open_session(directory, runtime)
+        return open_session(directory, runtime, graph)
     except SessionError as error:
         raise BackendError(str(error)) from error
 
 
-def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8") -> Session:
-    """The engine of a precision that the run has for this machine's GPU.
+def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8", adapter: str | None = None) -> Session:
+    """The engine of a precision, or with an adapter, that the run has for this machine's GPU.
 
     Raises BackendError when there is no GPU, or the runtime does not serve; InputError when the run has no engine for
     it.
@@ -41,14 +44,16 @@ def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8") ->
     gpu = gpu_target()
     if gpu is None:
         raise BackendError(f"{runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime")
-    run.refuse_stale(engine_stage(precision))
-    built = [info.target for info in load_engines(run, precision) if info.runtime == runtime]
+    stage, folder = engine_stage(precision, adapter), engines_of(run, precision, adapter)
+    run.refuse_stale(stage)
+    built = [info.target for info in load_engines(run, precision, adapter) if info.runtime == runtime]
     if gpu not in built:
         raise InputError(
-            f"{engines_of(run, precision)}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
-            f"{', '.join(built) or 'none'}); run `fp8q build-engine {run.root} --runtime {runtime} --target {gpu}`"
+            f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
+            f"{', '.join(built) or 'none'}); run `{command(stage, run.root)} --runtime {runtime} --target "
+            f"{gpu}`"
         )
-    plan = run.require(engines_of(run, precision) / f"{gpu}.plan", engine_stage(precision))
+    plan = run.require(folder / f"{gpu}.plan", stage)
     try:
         return EngineSession(plan, runtime)
     except SessionError as error:

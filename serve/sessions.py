@@ -241,15 +241,15 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(directory: Path, runtime: str = "onnxruntime") -> Graph:
-    """Open the graph in `directory` (a run's `model/`, or `weights/` in a Triton repository) on the runtime of that
+def open_session(directory: Path, runtime: str = "onnxruntime", graph: str = "model.fp32.onnx") -> Graph:
+    """Open the `graph` in `directory` (a run's `model/`, or `weights/` in a Triton repository) on the runtime of that
     name.
 
     Raises SessionError for a runtime that is unknown or runs engines (`engine_session`), and for all that its session
     refuses.
     """
     if runtime == "onnxruntime":
-        return OnnxRuntimeSession(directory / "model.fp32.onnx")
+        return OnnxRuntimeSession(directory / graph)
     if runtime in ("tensorrt", "tensorrt-rtx"):
         raise SessionError(f"{runtime}: runs engines, and this is a graph; use the runtime onnxruntime")
     raise SessionError(f"{runtime}: there is no such runtime; use onnxruntime")

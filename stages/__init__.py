@@ -37,6 +37,7 @@ For all of them:
 
     ahead       what later stages would refuse, told before the first one writes
     texts       texts, read, held out and shared out into windows
+    adapters    those beside the model, and which commands know nothing of them
     sources     the source checkpoint: its products told before any work, and found again later
     other_text  text that the run was not calibrated on, read as its own was
     resuming    what a stage has found so far, in a file

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
 from ..reporter import SILENT
 from ..run import Run
+from .adapters import check_attention
 from .measuring import streamed
 from .other_text import cut_for
 from .steps import Notes, device
@@ -43,6 +44,7 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         raise InputError(
             f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
         )
+    check_attention([adapter.name for adapter in source.adapters], export)
     if options.weight_rounding == "sequential":
         from ..quantize.sequential import check_sequential
 

@@ -24,6 +24,7 @@ from ..serve.sessions import SessionError, import_onnxruntime
 from ..serve.timing import million_tokens_cost, timing
 from ..validate.bench import Bench, BenchProtocol, BenchRow
 from ..validate.capacity import Footprint, capacities, footprint
+from .adapters import note_base_alone
 from .generating import TORCH_RUNTIMES, runtime_here, session_of
 from .graphs import files_of
 from .opening import open_run
@@ -55,6 +56,7 @@ def bench(run: Run, against: Sequence[Path], options: BenchOptions, plot: Path |
     Raises InputError for what cannot be compared or does not fit the models, BackendError for what is missing.
     """
     check_plot(plot)
+    note_base_alone(run, "answers are of", notes)
     runtime = runtime_here(options.runtime)
     named = named_models(run, against, runtime)
     inputs = _inputs(run, named)

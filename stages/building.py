@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..quantize.scales import load_scales
 from ..run import Run
+from .adapters import check_adapter, note_base_alone
 from .graphs import files_of
 from .other_text import positions
 from .steps import Notes, stage
@@ -24,8 +25,11 @@ def build(run: Run, options: EngineOptions, notes: Notes) -> "list[EngineInfo]":
     from ..export.engine.info import check_share, engine_stage, load_engines
 
     run.refuse_without_graph()
+    check_adapter(run, options.adapter)
+    if options.adapter is None:
+        note_base_alone(run, "these engines run", notes)
     options = resolve(options)
-    precision, name = options.precision, engine_stage(options.precision)
+    precision, name = options.precision, engine_stage(options.precision, options.adapter)
     inputs, promised = files_of(run, precision), load_scales(run).promised if precision == "fp8" else []
     max_seq_len = lower_default(
         "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes
@@ -33,10 +37,12 @@ def build(run: Run, options: EngineOptions, notes: Notes) -> "list[EngineInfo]":
     options = replace(options, max_seq_len=max_seq_len)
     chosen = asdict(options) | {"targets": list(options.targets)}
     chosen.pop("min_fp8_share")
+    if options.adapter is None:  # nothing of it in runs that are older
+        chosen.pop("adapter")
     if not run.is_current(name, inputs, chosen):
         with stage(run, name, inputs, chosen, notes) as log:
             log.outputs += build_engines(run, promised, options, notes)
-    built = load_engines(run, precision)
+    built = load_engines(run, precision, options.adapter)
     if precision == "fp8":
         check_share(built, options.share)
     return built

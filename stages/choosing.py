@@ -43,6 +43,8 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "min_expert_tokens": options.min_expert_tokens,
         **inherit,
     }
+    if source.adapters:
+        chosen["adapters"] = {adapter.name: adapter.fingerprint for adapter in source.adapters}
     if options.weight_rounding == "sequential":
         chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
     if run.is_current("quantize", inputs, chosen):
@@ -74,10 +76,9 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         for remark in (parted(groups.values(), scales), *remarks(source, groups, scales, options)):
             if remark:
                 notes.note(remark)
-        graphs = {run.onnx, run.onnx_fp32}
         log.outputs += [
             run.scales,
-            *sorted(path for path in run.model.rglob("*") if path.is_file() and path not in graphs),
+            *sorted(path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx"),
         ]
 
 

@@ -170,7 +170,7 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
         "path": str(before["model"]),
         "revision": source.revision or "",
         "fingerprint": source.fingerprint,
-    }
+    } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
     with stage(run, "corpus", inputs, options, notes, model) as log:
         save_tokens(run.calibration, collected.windows)
         save_tokens(run.evaluation, collected.evaluation)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..errors import InputError
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
 from ..run import Run
+from .adapters import note_base_alone
 from .graphs import fp8_files
 from .other_text import positions
 from .steps import Notes, stage
@@ -27,6 +28,7 @@ def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
     from ..serve.ownership import refuse_foreign
     from ..serve.repository import write_repository
 
+    note_base_alone(run, "the Triton repository serves", notes)
     inputs = fp8_files(run) | engine_files(run)
     chosen = asdict(options)
     out = chosen.pop("out")

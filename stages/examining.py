@@ -14,6 +14,7 @@ from ..errors import BackendError, InputError
 from ..options import DoctorOptions
 from ..quantize.scales import Scales, load_scales
 from ..run import Run
+from .adapters import note_base_alone
 from .corpora import load_tokens
 from .graphs import exported_options
 from .sources import source_of
@@ -51,6 +52,7 @@ def examine(run: Run, options: DoctorOptions, notes: Notes) -> "Checkup":
     from ..validate.doctor.verdict import Checkup, ranked
 
     run.refuse_stale("measure", "quantize", "export")
+    note_base_alone(run, "what runs is of", notes)
     scales = load_scales(run)
     for name in run.record().stages["quantize"].outputs:
         run.require(run.root / name, "quantize")

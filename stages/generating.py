@@ -13,6 +13,7 @@ from ..serve.local import answer, open_generator, open_run_session
 from ..serve.repository import weight_files
 from ..serve.request import Completion, Request, RequestError
 from ..serve.sessions import Session
+from .adapters import check_adapter
 from .graphs import fp8_files
 from .sources import source_of
 from .steps import CALIBRATE_MODULES, device, needs
@@ -21,8 +22,9 @@ from .steps import CALIBRATE_MODULES, device, needs
 TORCH_RUNTIMES = ("reference", "bf16")
 
 
-def open_model(run: Run, runtime: str, max_batch: int = 1) -> Generator:
-    """The model in `run`, or the one it was made of, on that `runtime`, for so many requests at a time.
+def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None = None) -> Generator:
+    """The model in `run`, or the one it was made of, on that `runtime`, for so many requests at a time, with the
+    `adapter` beside it on.
 
     Raises InputError for a run that has none, or whose files are not what its stages wrote; BackendError for a runtime
     that is not here.
@@ -30,17 +32,18 @@ def open_model(run: Run, runtime: str, max_batch: int = 1) -> Generator:
     run.refuse_stale(*FP8_STAGES)
     if runtime in TORCH_RUNTIMES:
         _check(run, "config.json", "tokenizer.json", "generation_config.json")
-    session = session_of(run, runtime)
+    check_adapter(run, adapter)
+    session = session_of(run, runtime, adapter=adapter)
     if runtime not in TORCH_RUNTIMES:
         weight_files(run)
     return open_generator(run, session, max_batch)
 
 
-def session_of(run: Run, runtime: str, precision: Precision = "fp8") -> Session:
-    """The model in `run` of a precision on a runtime (`bf16`: the model it was made of)."""
+def session_of(run: Run, runtime: str, precision: Precision = "fp8", adapter: str | None = None) -> Session:
+    """The model in `run` of a precision on a runtime (`bf16`: the model it was made of), with that adapter on."""
     if runtime in TORCH_RUNTIMES:
-        return _torch_session(run, runtime)
-    return open_run_session(run, runtime_here(runtime), precision)
+        return _torch_session(run, runtime, adapter)
+    return open_run_session(run, runtime_here(runtime), precision, adapter)
 
 
 def runtime_here(runtime: str) -> str:
@@ -56,7 +59,7 @@ def _check(run: Run, *names: str) -> None:
             run.require(path, "quantize")
 
 
-def _torch_session(run: Run, runtime: str) -> Session:
+def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
     needs("calibrate", CALIBRATE_MODULES)
     import torch
 
@@ -65,9 +68,11 @@ def _torch_session(run: Run, runtime: str) -> Session:
     from ..validate.torch_session import TorchSession
 
     if runtime == "bf16":
-        return TorchSession(load_model(source_of(run), torch.bfloat16, device()))
+        source = source_of(run)
+        on = next((each for each in source.variants if each.on and each.on.name == adapter), source)
+        return TorchSession(load_model(on, torch.bfloat16, device()))
     fp8_files(run, graph=False)
-    reference = open_reference(run, "fast", device())
+    reference = open_reference(run, "fast", device(), adapter)
     return TorchSession(reference.model, reference.new_cache)
 
 
@@ -108,7 +113,7 @@ def open_template(run: Run) -> ChatTemplate:
 def open_chat(run: Run, options: GenerateOptions) -> Chat:
     """A conversation with the model in `run`; raises InputError where it has no template for one."""
     template = open_template(run)
-    return Chat(open_model(run, options.runtime), template, options)
+    return Chat(open_model(run, options.runtime, adapter=options.adapter), template, options)
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,8 @@ def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> l
     if options.runtime == "bf16":
         raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
     requests = [asked(prompt, options) for prompt in prompts]
-    wide = open_model(run, "bf16")
-    narrow = open_model(run, options.runtime)
+    wide = open_model(run, "bf16", adapter=options.adapter)
+    narrow = open_model(run, options.runtime, adapter=options.adapter)
     answers = [[answer(generator, request, lambda _: None) for generator in (narrow, wide)] for request in requests]
     return [_comparison(fp8, bf16, wide) for fp8, bf16 in answers]
 

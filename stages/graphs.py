@@ -12,7 +12,8 @@ from ..files import replacing, sha256_file, write_document
 from ..options import Clipping, ExportOptions, Precision, Terms
 from ..quantize.stored import ATTENTION_SCALES, checkpoint_of
 from ..record import FP8_STAGES, command
-from ..run import GRAPH, Run, no_graph
+from ..run import GRAPH, Run, graph_names, no_graph
+from .adapters import adapters_of, check_attention
 from .queries import measure_queries
 from .steps import Notes, stage
 
@@ -52,6 +53,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..quantize.stored import stored_scales
 
     scales = load_scales(run)
+    check_attention(adapters_of(run), asked)
     written = _written(run, "quantize")
     inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {
         "scales.json": written["scales.json"]
@@ -84,7 +86,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             of_attention, two_terms = promised_attention(run), promised_terms(run, scales)
             return {path: lint(path, promised, weight_scales, of_attention, two_terms) for path in graphs}
 
-        findings = linted([run.onnx, run.onnx_fp32]) if carried else {}
+        findings = linted(graphs_of(run)) if carried else {}
         if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
             form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
         if form != asked.weight_scale:
@@ -94,6 +96,11 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         log.outputs += findings
         for path, found in findings.items():
             say(path, found, notes)
+
+
+def graphs_of(run: Run) -> list[Path]:
+    """The FP8 graphs of `run`: both of the model, and both of it with each adapter beside it."""
+    return [run.model / name for adapter in (None, *adapters_of(run)) for name in graph_names(adapter)]
 
 
 def why_no_graph(run: Run) -> str | None:

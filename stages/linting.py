@@ -16,6 +16,7 @@ from ..calibrate.given import exists
 from ..errors import GateError, InputError
 from ..files import disk_errors, read_document
 from ..run import Run
+from .graphs import graphs_of
 from .opening import open_run
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def lint_run(path: Path) -> LintedRun:
         )
     run = open_run(path)
     run.refuse_without_graph()
-    parts = [lint_graph(graph, run) for graph in (run.onnx, run.onnx_fp32)]
+    parts = [lint_graph(graph, run) for graph in graphs_of(run)]
     engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
     parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
     if run.triton.is_dir():

@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..files import write_document
 from ..options import SensitivityOptions
 from ..run import Run
+from .adapters import note_base_alone
 from .corpora import load_tokens
 from .measuring import beyond
 from .resuming import Saved
@@ -56,6 +57,7 @@ def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensiti
     from ..validate.sensitivity.document import load_sensitivity
 
     run.refuse_stale("measure", "quantize")
+    note_base_alone(run, "what each tensor costs is of", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
     run.require(run.calibration, "corpus")
     run.require(run.scales, "quantize")

@@ -4,6 +4,7 @@ ranks, and on other text.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,12 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
     opening = opening_of(run)
     if opening.prefix:
         chosen["prefix"] = opening.prefix
+    if source.adapters:
+        chosen["adapters"] = {adapter.name: adapter.fingerprint for adapter in source.adapters}
+        notes.note(
+            f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
+            f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
+        )
     if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
         world.gathered({})  # the others have nothing to do
         return
@@ -116,7 +123,9 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
         {"name": read["data"], "sources": read.get("sources"), "prefix": opening.prefix},
         options,
         stream,
-        inputs | {"moments": str(wanted), "all_experts": str(options.all_experts)},
+        inputs
+        | {"moments": str(wanted), "all_experts": str(options.all_experts)}
+        | {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters},
     )
     if world.size > 1:
         notes.note(world.described())
@@ -202,7 +211,21 @@ def share(task: Task, windows: Tokens, world: "World", moments: "SecondMoments |
 
 
 def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
-    """The float model on `what`: decoder layer by decoder layer, its hidden states in `folder`; in memory without."""
+    """The float model on `what`, alone and then with each adapter beside it on, all added: decoder layer by decoder
+    layer, its hidden states in `folder`; in memory without. Second moments are of the base alone, whose weights they
+    round.
+    """
+    found = _run_one(source, what, notes, folder)
+    for variant in source.variants[1:]:
+        assert variant.on, "what is beside the base is an adapter"
+        inside = folder / f"adapter-{variant.on.name}" if folder else None
+        if inside:
+            inside.mkdir(exist_ok=True)
+        found = found.with_variant(variant.on, _run_one(variant, replace(what, moments=None), notes, inside))
+    return found
+
+
+def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
     import torch
 
     from ..calibrate.measure.in_memory import measure

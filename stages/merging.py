@@ -19,8 +19,9 @@ from ..files import sha256_file
 from ..options import Bos
 from ..reporter import Reporter
 from ..run import Run
+from .adapters import adapters_of
 from .corpora import Opening, digest, load_tokens, opening_of, save_tokens
-from .sources import opened
+from .sources import opened_as
 from .steps import Notes, stage
 from .texts import Tokens
 
@@ -60,6 +61,12 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
     measured or is damaged, and for those that cannot be added.
     """
     runs = _distinct([Run(Path(path)) for path in paths], Path(out))
+    for run in runs:
+        if names := adapters_of(run):
+            raise InputError(
+                f"{run.root}: was measured with the adapter {names[0]} beside the model, and such runs are not added; "
+                "calibrate with all of the text, and each --adapter, in one run"
+            )
     measured = {run: load_statistics(run) for run in runs}
     runs.sort(key=lambda run: (measured[run].record.corpus.fingerprint, min(measured[run].batches_measured, default=0)))
     total = measured[runs[0]]
@@ -109,7 +116,7 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
             f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with "
             "--model"
         )
-    source = opened(model or str(there), report=report)
+    source = opened_as(model or str(there), found[0], report)
     if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
         raise InputError(
             f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint "
@@ -155,7 +162,7 @@ def write(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: flo
         "path": str(source.path.resolve()),
         "revision": source.revision or "",
         "fingerprint": source.fingerprint,
-    }
+    } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
     inputs = {"tokens": digest(merged.windows), "evaluation": digest(merged.evaluation)}
     options: dict[str, object] = {
         "data": corpus.name,

@@ -8,6 +8,7 @@ from ..errors import InputError
 from ..options import ServeOptions, model_name
 from ..run import Run
 from ..serve.chat import ChatTemplate
+from .adapters import check_adapter
 from .generating import open_model, open_template, runtime_here
 from .steps import needs
 
@@ -31,6 +32,11 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
     from ..serve.web.server import Server
     from ..serve.web.serving import Serving
 
+    name = name_of(run, options)
+    for adapter in options.adapter:
+        check_adapter(run, adapter)
+        if adapter in (name, f"{name}-bf16"):
+            raise InputError(f"--adapter {adapter}: the model itself is served as {adapter}; give it another --name")
     if options.bf16 and options.runtime == "bf16":
         raise InputError("--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out")
     serving = Serving(
@@ -55,12 +61,19 @@ def _template(run: Run) -> ChatTemplate | InputError:
         return error
 
 
+def name_of(run: Run, options: ServeOptions) -> str:
+    """What clients call the model."""
+    return options.name or model_name(run.record().model.get("name", run.root.resolve().name))
+
+
 def _models(run: Run, options: ServeOptions) -> "Iterator[Model]":
     from ..serve.web.serving import Model
 
-    name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
-    runtime = runtime_here(options.runtime)
+    name, runtime = name_of(run, options), runtime_here(options.runtime)
     precision = "bf16" if runtime == "bf16" else "fp8"
     yield Model(name, precision, runtime, open_model(run, options.runtime, options.max_batch))
+    for adapter in options.adapter:
+        opened = open_model(run, options.runtime, options.max_batch, adapter)
+        yield Model(adapter, precision, runtime, opened)
     if options.bf16:
         yield Model(f"{name}-bf16", "bf16", "bf16", open_model(run, "bf16", options.max_batch))

@@ -1,13 +1,15 @@
 """The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..options import ScaleOptions
+from ..options import AdapterMode, ScaleOptions
+from ..quantize.stored import ADAPTERS
 from ..reporter import SILENT, Reporter
 from ..run import Run
+from .adapters import adapters_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,12 +105,30 @@ def opened(
     trust_remote_code: bool = False,
     report: Reporter = SILENT,
     fingerprinted: bool = True,
+    adapters: Sequence[Path] = (),
+    mode: AdapterMode = "merge",
 ) -> "Source":
-    """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for."""
+    """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for, and `adapters`."""
     from ..calibrate.model.source import open_source
     from ..quantize.given import recognize
 
-    return open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
+    source = open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
+    if not adapters:
+        return source
+    from ..calibrate.model.beside import remarks, with_adapters
+
+    source = with_adapters(source, adapters, mode)
+    for remark in remarks(source):
+        report.note(remark)
+    return source
+
+
+def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> "Source":
+    """The checkpoint `model`, with the adapter that a run's record has as merged into it."""
+    merged = identity.get("adapter")
+    if merged is not None and not Path(merged).is_dir():
+        raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")
+    return opened(model, report=report, adapters=[Path(merged)] if merged is not None else [])
 
 
 def source_of(run: Run) -> "Source":
@@ -122,13 +142,17 @@ def source_of(run: Run) -> "Source":
             f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate "
             "again"
         )
-    source = opened(model["path"])
+    source = opened_as(model["path"], model)
     if source.fingerprint != model["fingerprint"]:
         raise InputError(
             f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore "
             "it, or calibrate again into another directory"
         )
-    return source
+    if not (names := adapters_of(run)):
+        return source
+    from ..calibrate.model.beside import with_adapters
+
+    return with_adapters(source, [run.model / ADAPTERS / name for name in names], "beside")
 
 
 def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
@@ -144,12 +168,12 @@ def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
 
 def check_same(source: "Source", world: "World") -> None:
     """Raise InputError, on rank 0, when a machine holds another model. One rank of each has read its weights."""
-    for member, theirs in zip(world.members, world.gathered({"fingerprint": source.fingerprint})):
+    for member, theirs in zip(world.members, world.gathered({"fingerprint": source.identity})):
         found = theirs["fingerprint"]
-        if world.rank == 0 and found not in ("", source.fingerprint):
+        if world.rank == 0 and found not in ("", source.identity):
             raise InputError(
                 f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not "
-                f"{source.fingerprint[:12]}); give all machines the same files"
+                f"{source.identity[:12]}); give all machines the same files"
             )
 
 

@@ -15,6 +15,7 @@ from ..errors import GateError, InputError
 from ..files import write_document
 from ..options import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions
 from ..run import Run
+from .adapters import note_base_alone
 from .candidates import Prepared, batches_of, parted, prepare
 from .choosing import quantize, recorded
 from .corpora import load_tokens
@@ -46,6 +47,7 @@ def tune(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     from ..validate.tuning.document import load_tuning
 
     run.refuse_stale("measure", "quantize")
+    note_base_alone(run, "the budget is held by", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
     for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure"), (run.scales, "quantize")):
         run.require(path, made_by)

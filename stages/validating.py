@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import BackendError, GateError, InputError, UnfinishedError
 from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
 from ..run import Run
+from .adapters import adapters_of
 from .corpora import load_tokens
 from .graphs import files_of, fp8_files
 from .other_text import evaluation
@@ -16,6 +17,7 @@ from .steps import Notes, arithmetic, device, stage
 
 if TYPE_CHECKING:
     from ..validate.accuracy import Accuracy
+    from ..validate.adapted import Found
     from ..validate.compare import Outcome
     from ..validate.perplexity import Evaluation
 
@@ -48,13 +50,17 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
         key = {"inputs": inputs, "options": chosen, **arithmetic()}
         with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
-            log.outputs += save_accuracy(run, _explained(run, tokens, found), found.nll, found.kl)
+            adapters, failed = _with_adapters(run, tokens, options, folder, notes)
+            found.failed.update(failed)
+            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
+            log.outputs += save_accuracy(run, explained, found.nll, found.kl)
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found)
     accuracy = load_accuracy(run)
-    check_numbers(accuracy)
-    check_increase(accuracy, options.max_ppl_increase)
+    for what, each in accuracy.each():
+        check_numbers(each, what)
+        check_increase(each, options.max_ppl_increase, what)
     return accuracy
 
 
@@ -106,6 +112,17 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     return found
 
 
+def _with_adapters(
+    run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
+) -> "tuple[Found, dict[str, str]]":
+    """The same with each adapter beside the run's model on, and why a runtime failed; nothing where there is none."""
+    if not adapters_of(run):
+        return {}, {}
+    from ..validate.adapted import compare_adapted
+
+    return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), device(), folder, notes)
+
+
 def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
     """What was found, by how often tokens occur in the calibration text, and with the place where numbers stop."""
     from ..validate.blame import blamed
@@ -154,14 +171,17 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
         )
 
 
-def check_numbers(accuracy: "Accuracy") -> None:
+def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
     """Raise InputError for a float model whose perplexity is no finite number, which its files are to blame for, and
-    GateError for another runtime of which that is so.
+    GateError for another runtime of which that is so; `what` stands behind a runtime's name.
     """
     for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
         if isfinite(runtime.perplexity):
             continue
-        bad, where = f"{name}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}", runtime.not_finite
+        bad, where = (
+            f"{name}{what}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}",
+            runtime.not_finite,
+        )
         if where:
             bad += f", first at position {where.position} of window {where.window} (from 0)"
             bad += f", by the output of {where.module}" if where.module else ""
@@ -175,7 +195,7 @@ def check_numbers(accuracy: "Accuracy") -> None:
         raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
 
 
-def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
+def check_increase(accuracy: "Accuracy", limit: float | None, what: str = "") -> None:
     """Raise GateError when the perplexity of a runtime that ran all windows is more than `limit` (a fraction) above
     BF16's, or is no number.
 
@@ -193,7 +213,7 @@ def check_increase(accuracy: "Accuracy", limit: float | None) -> None:
         runtime = accuracy.runtimes[name]
         if increase is not None and not increase <= limit:
             raise GateError(
-                f"{name}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
+                f"{name}{what}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
                 f"--max-ppl-increase {limit:.2%}; `fp8q tune RUN --max-ppl-increase {limit:.2%}` finds the cheapest "
                 "mix that meets it"
             )

@@ -144,6 +144,28 @@ def opening_demo(made_once: MadeOnce, demo_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def made_adapter() -> Callable[..., Path]:
+    """`made_adapter(base, folder, r=4)`: an adapter of `base` as PEFT saves it, with a `LoraConfig` of these fields and
+    a B of random numbers, `size` large and begun with `seed`.
+    """
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def make(base: Path, folder: Path, size: float = 0.02, seed: int = 0, **fields: Any) -> Path:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **fields))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, size)
+        adapted.save_pretrained(str(folder))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def demo_texts() -> Texts:
     """The demo's calibration and evaluation texts."""
     return Texts(DEMO / "calibration.txt", DEMO / "evaluation.txt")
@@ -312,12 +334,14 @@ def keeping_graphs(made_once: MadeOnce) -> KeepingGraphs:
     def keeping() -> Iterator[None]:
         from fp8q.export.graph import trace
         from fp8q.export.graph.carry import layout
+        from fp8q.quantize.stored import ADAPTERS
 
         traced = tracing()  # also where another `with` is within this one
 
         def export_graphs(directory: Path, plan: "GraphPlan", report: "Reporter") -> list[Path]:
             planned = [sorted(value) if isinstance(value, frozenset) else value for value in vars(plan).values()]
-            key = sha256(repr([layout(directory), planned]).encode()).hexdigest()
+            follows = {name: read for name, read in layout(directory).items() if plan.adapter or ADAPTERS not in name}
+            key = sha256(repr([follows, planned]).encode()).hexdigest()
             kept = made_once(
                 f"graphs-{key}",
                 lambda folder: [shutil.copy(path, folder) for path in traced(directory, plan, report)],

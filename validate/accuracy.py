@@ -100,6 +100,14 @@ class Accuracy(Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     protocol: Protocol
     runtimes: dict[str, RuntimeAccuracy]
+    adapters: dict[str, dict[str, RuntimeAccuracy]] | None = Field(
+        default=None, description="by adapter: the runtimes with it beside the model, against BF16 with it"
+    )
+
+    def each(self) -> "list[tuple[str, Accuracy]]":
+        """This, and the same with each adapter on, with what to call it behind a runtime's name."""
+        beside = (self.adapters or {}).items()
+        return [("", self)] + [(f" with {name}", self.model_copy(update={"runtimes": found})) for name, found in beside]
 
 
 #: What the runtime `original` was called before: what was written then is read.

@@ -300,10 +300,15 @@ def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
     return Table("Sizes", rows, columns, "No checkpoint yet: run `fp8q calibrate MODEL --data TEXT --out RUN`.")
 
 
+def engine_name(row: EngineRow) -> str:
+    """An engine's target, and what it is of where that is not the FP8 model alone."""
+    return f"{row.target} {f'with {row.adapter}' if row.adapter else PRECISIONS[row.precision]}".strip()
+
+
 def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
     """Every engine, with what was promised and what was found in it."""
     columns = (
-        Column[EngineRow]("target", lambda row: f"{row.target} {PRECISIONS[row.precision]}".strip(), numeric=False),
+        Column[EngineRow]("target", engine_name, numeric=False),
         Column[EngineRow]("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),
         Column[EngineRow]("promised products", lambda row: row.promised_products, count),
         Column[EngineRow]("in FP8", lambda row: row.fp8_products, count),

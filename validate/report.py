@@ -89,7 +89,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
     found, statistics = report_verdict(run), load_statistics(run)
     return {
         "next": step_table(next_steps(found, standing(run))),
-        "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
+        "accuracy": columns.accuracy_table([*tables.accuracy_rows(run), *tables.adapter_rows(run)]),
         "frequency": frequency.frequency_table(frequency.frequency_rows(run)),
         "beside": beside.run_table(beside.run_rows([run, *others]) if others else []),
         "loss": replace(columns.loss_table(losses(run)[:WORST]), missing=NOT_LOCATED),

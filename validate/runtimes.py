@@ -15,7 +15,7 @@ from ..files import reading
 from ..quantize.linear import Mode
 from ..quantize.reference import Reference, load_reference
 from ..quantize.stored import checkpoint_of
-from ..run import GRAPH_FP32, Run
+from ..run import Run, graph_names
 from ..serve.sessions import SessionError, open_session
 from .compare import FLOAT32, Forward, Opener
 
@@ -36,10 +36,10 @@ def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
     return load_model(source, FLOATS[name] or stored_dtype(source), device)
 
 
-def open_reference(run: Run, mode: Mode, device: str) -> Reference:
-    """The FP8 reference, its wide parts in BF16."""
+def open_reference(run: Run, mode: Mode, device: str, adapter: str | None = None) -> Reference:
+    """The FP8 reference, its wide parts in BF16, with that adapter on."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
-        return load_reference(run.model, mode, torch.bfloat16, device)
+        return load_reference(run.model, mode, torch.bfloat16, device, adapter)
 
 
 def logits_of(loaded: Reference) -> Forward:
@@ -51,23 +51,23 @@ def logits_of(loaded: Reference) -> Forward:
     )
 
 
-def reference(run: Run, device: str) -> Forward:
-    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache."""
-    return logits_of(open_reference(run, "fast", device))
+def reference(run: Run, device: str, adapter: str | None = None) -> Forward:
+    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache and that adapter on."""
+    return logits_of(open_reference(run, "fast", device, adapter))
 
 
-def session(run: Run, runtime: str) -> Forward:
+def session(run: Run, runtime: str, adapter: str | None = None) -> Forward:
     """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a
     prompt of its own.
 
     Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
     refuses the graph.
     """
-    graph, name = graph_of(run, runtime), runtime.partition("-")[0]
+    graph, name = graph_of(run, runtime, adapter), runtime.partition("-")[0]
     if name == "onnxruntime":
         sound_graph(graph)
     try:
-        opened = open_session(graph.parent, name)
+        opened = open_session(graph.parent, name, graph.name)
     except SessionError as error:
         raise BackendError(str(error)) from error
 
@@ -82,13 +82,15 @@ def session(run: Run, runtime: str) -> Forward:
     return forward
 
 
-def graph_of(run: Run, runtime: str) -> Path:
-    """The graph that a runtime of that name runs."""
-    return checkpoint_of(run, runtime.partition("-")[2] or "fp8") / GRAPH_FP32
+def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
+    """The graph that a runtime of that name runs, with that adapter on."""
+    return checkpoint_of(run, runtime.partition("-")[2] or "fp8") / graph_names(adapter)[1]
 
 
-def openers(names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str) -> dict[str, Opener]:
-    """What loads each of the named runtimes; the files of none are missing then.
+def openers(
+    names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None
+) -> dict[str, Opener]:
+    """What loads each of the named runtimes, with the adapter of that name on; the files of none are missing then.
 
     A source in another type than BF16 brings its own, `original`, beside `bf16`, which it is cast to, where none of
     those named is of that type.
@@ -102,11 +104,11 @@ def openers(names: tuple[str, ...], run: Run, source: Callable[[], Source], devi
             if name == "bf16" and own not in [FLOATS[each] for each in names if each in FLOATS]:
                 made[ORIGINAL] = partial(float_model, opened, own, device)
         elif name == "reference":
-            made[name] = partial(reference, run, device)
+            made[name] = partial(reference, run, device, adapter)
         else:
             if name.startswith("onnxruntime"):
-                sound_graph(graph_of(run, name))
-            made[name] = partial(session, run, name)
+                sound_graph(graph_of(run, name, adapter))
+            made[name] = partial(session, run, name, adapter)
     return made
 
 

@@ -97,10 +97,13 @@ class EngineRow:
     build_seconds: float
     precision: Precision = "fp8"
     ran: str | None = None
+    adapter: str | None = None
 
     @property
     def file(self) -> str:
         """The engine's file, in the run."""
+        if self.adapter:
+            return f"engines/adapters/{self.adapter}/{self.target}.plan"
         return f"engines/{'' if self.precision == 'fp8' else f'{self.precision}/'}{self.target}.plan"
 
 
@@ -225,12 +228,16 @@ def _fp8(
 
 def engine_rows(run: Run) -> list[EngineRow]:
     """Every engine that was built, FP8 first, by target; what could not be read from one is None."""
-    return [row for precision in get_args(Precision) for row in _engine_rows(run, precision)]
+    kinds: list[tuple[Precision, str | None]] = [(precision, None) for precision in get_args(Precision)]
+    with_adapter = engine_stage("fp8", "{}").partition("{}")[0]
+    kinds += [("fp8", name.removeprefix(with_adapter)) for name in run.record().stages if name.startswith(with_adapter)]
+    return [row for precision, adapter in kinds for row in _engine_rows(run, precision, adapter)]
 
 
-def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
-    found = load_engines(run, precision) if engine_stage(precision) in run.record().stages else []
-    if found and outdated(run, precision):
+def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[EngineRow]:
+    built = engine_stage(precision, adapter) in run.record().stages
+    found = load_engines(run, precision, adapter) if built else []
+    if found and outdated(run, precision, adapter):
         return [
             EngineRow(
                 info.runtime,
@@ -243,6 +250,7 @@ def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
                 "outdated",
                 info.build_seconds,
                 precision,
+                adapter=adapter,
             )
             for info in found
         ]
@@ -258,17 +266,19 @@ def _engine_rows(run: Run, precision: Precision) -> list[EngineRow]:
             evidence=info.evidence,
             build_seconds=info.build_seconds,
             precision=precision,
+            adapter=adapter,
             ran=None if info.ran is None else ", ".join(f"{number} {types}" for types, number in info.ran.items()),
         )
         for info in found
     ]
 
 
-def outdated(run: Run, precision: Precision) -> bool:
-    """Whether the engines of a precision were built from other files than the run has now, or from files that are
-    themselves of others.
+def outdated(run: Run, precision: Precision, adapter: str | None = None) -> bool:
+    """Whether the engines of a precision, or with an adapter, were built from other files than the run has now, or from
+    files that are themselves of others.
     """
-    stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"]), engine_stage(precision)]
+    stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"])]
+    stages.append(engine_stage(precision, adapter))
     return any(run.is_stale(stage) for stage in stages if stage in run.record().stages)
 
 
@@ -286,6 +296,17 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
         numbers = found.model_dump(include=NUMBERS)
         rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
     return sorted(rows, key=lambda row: row.runtime != "bf16")
+
+
+def adapter_rows(run: Run) -> list[AccuracyRow]:
+    """The same with each adapter on, against BF16 with it; no interval, since the losses of tokens are not kept."""
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    return [
+        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS))
+        for what, beside in load_accuracy(run).each()[1:]
+        for name, found in beside.runtimes.items()
+    ]
 
 
 def size_rows(run: Run) -> list[SizeRow]:
@@ -353,6 +374,7 @@ def fact_rows(run: Run) -> list[FactRow]:
     facts = {
         "model": f"{model.name}{f', revision {model.revision}' if model.revision else ''} ({model.architecture})",
         "model's SHA-256": model.fingerprint,
+        **_adapters(run.record().model.get("adapter"), model.adapters),
         "calibration text": corpus.name
         if len(texts) < 2
         else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
@@ -367,6 +389,13 @@ def fact_rows(run: Run) -> list[FactRow]:
         ),
     }
     return [FactRow(what, value) for what, value in facts.items()]
+
+
+def _adapters(merged: str | None, beside: Mapping[str, str] | None) -> dict[str, str]:
+    """Which adapters are in the weights, or beside them; nothing where there are none."""
+    if merged is not None:
+        return {"adapter": f"{Path(merged).name}, merged into the weights"}
+    return {"adapters": f"{', '.join(beside)}, beside the model"} if beside else {}
 
 
 def _chosen(methods: Collection[str]) -> str:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from ...errors import InputError
 from ...files import Strict, read_document, reading, replacing, write_document
 from ...run import Run
 from .histogram import Histogram
+
+if TYPE_CHECKING:
+    from ..model.adapter import Adapter
 
 #: How the name of a weight's statistics ends.
 WEIGHT = ".weight.amax_channels"
@@ -36,6 +39,9 @@ class ModelIdentity(Strict):
     architecture: str
     fingerprint: str = Field(description="SHA-256 over config.json and the weights")
     tokenizer: str | None = Field(default=None, description="SHA-256 over the tokenizer's vocabulary files")
+    adapters: dict[str, str] | None = Field(
+        default=None, description="adapters that were on, one after the other, after the model alone: name -> SHA-256"
+    )
 
 
 class TextSource(Strict):
@@ -216,10 +222,21 @@ class Statistics:
             self.weights,
         )
 
+    def with_variant(self, adapter: "Adapter", other: "Statistics") -> "Statistics":
+        """The same batches measured again with `adapter` on, added: what stands for both."""
+        adapters = {**(self.record.model.adapters or {}), adapter.name: adapter.fingerprint}
+        record = replace_record(
+            self.record,
+            model=self.record.model.model_copy(update={"adapters": adapters}),
+            tokens=self.record.tokens + other.record.tokens,
+        )
+        tensors = {name: tensor.merge(other.tensors[name]) for name, tensor in self.tensors.items()}
+        return Statistics(record, tensors, self.weights)
+
     def _must_agree(self, other: "Statistics") -> Iterator[tuple[str, object, object]]:
         """What must be the same in both to be added: its name, and its two values."""
         for part, fields in (
-            ("model", ("architecture", "fingerprint", "tokenizer")),
+            ("model", ("architecture", "fingerprint", "tokenizer", "adapters")),
             ("corpus", ("seq_len", "batch_size", "prefix")),
         ):
             for name in fields:

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from ...errors import InputError
 from ...reporter import Reporter
+from ..model.addition import lay_beside
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.experts import routed_products
 from ..model.materialize import Materializer
@@ -115,6 +116,8 @@ class Chain:
         """
         with quiet():
             self.model = skeleton(deepcopy(source.config), dtype)
+        if source.on:
+            lay_beside(self.model, source.on, dtype, device)
         self.source, self.device = source, device
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device, dtype, rounded)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from .adapter import Adapter
+
 #: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
 #: Names of directories that say nothing of the model in them.
@@ -57,6 +59,11 @@ class Source:
     coding: Coding | None = field(default=None, compare=False)
     # what to take the tensors for, where some hold all experts of a layer
     parts: Mapping[str, Part] = field(default_factory=dict, compare=False)
+    # the adapter whose sum with the base the weights are
+    merged: "Adapter | None" = field(default=None, compare=False)
+    # those that are served beside it, and the one that is on
+    adapters: "tuple[Adapter, ...]" = field(default=(), compare=False)
+    on: "Adapter | None" = field(default=None, compare=False)
 
     @property
     def title(self) -> str:
@@ -84,6 +91,25 @@ class Source:
     def stored(self, name: str) -> str:
         """The name under which the files hold the tensor that the model calls `name`."""
         return self.renamed.get(name, name)
+
+    @property
+    def variants(self) -> "tuple[Source, ...]":
+        """The base alone, and with each of the adapters beside it on."""
+        return (self, *(replace(self, on=adapter) for adapter in self.adapters))
+
+    @property
+    def identity(self) -> str:
+        """The fingerprint, and those of the adapters beside it, as one; empty where the weights were not read."""
+        if not self.adapters or not self.fingerprint:
+            return self.fingerprint
+        beside = {f"adapter {adapter.name}": adapter.fingerprint for adapter in self.adapters}
+        return _combined({"base": self.fingerprint, **beside})
+
+    def merged_with(self, adapter: "Adapter", coding: Coding) -> "Source":
+        """The model whose weights are those of this one with `adapter`, as `coding` has them."""
+        both = {"base": self.fingerprint, "adapter": adapter.fingerprint}
+        fingerprint = _combined(both) if self.fingerprint else ""
+        return replace(self, merged=adapter, coding=coding, fingerprint=fingerprint)
 
     def weights(self) -> Weights:
         """The tensors, as numbers."""
@@ -193,7 +219,7 @@ def no_model(source: Source, error: BaseException) -> InputError:
 
 
 def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "PreTrainedModel":
-    """The model in `dtype` on `device`, evaluating, its cache off.
+    """The model in `dtype` on `device`, evaluating, its cache off; with the adapter that is on.
 
     Raises InputError when files and model do not fit, BackendError when the device's memory does not hold it.
     """
@@ -213,6 +239,10 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
             "CUDA_VISIBLE_DEVICES= and use the CPU"
         ) from None
     model.config.use_cache = False
+    if source.on:
+        from .addition import lay_beside
+
+        lay_beside(model, source.on, dtype, device)
     return model
 
 

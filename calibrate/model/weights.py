@@ -61,8 +61,8 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
     first = _first(directory, name, named)
     if exists(directory / ADAPTER):
         raise InputError(
-            f"{name}: holds an adapter ({ADAPTER}) beside its weights; merge them with PEFT's merge_and_unload and "
-            "save the result with save_pretrained, or take the adapter's files out"
+            f"{name}: holds an adapter ({ADAPTER}) beside its weights; move the adapter's files to a directory "
+            "of their own, and give that with --adapter"
         )
     if not first.name.endswith(INDEX_END):
         read_headers((first,))
@@ -102,10 +102,7 @@ def _first(directory: Path, name: str, named: str | None) -> Path:
 def _instead(directory: Path) -> str:
     """What a checkpoint without safetensors holds instead, and what to do."""
     if exists(directory / ADAPTER):
-        return (
-            "is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result and "
-            "its tokenizer with save_pretrained"
-        )
+        return "is an adapter without its base model; give the base model as MODEL, and this directory with --adapter"
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
     if pickled:
         code = (

@@ -26,7 +26,7 @@ from ...findings import places
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.stored import checkpoint_of
 from ...reporter import Reporter
-from ...run import GRAPH, Run
+from ...run import Run, graph_names
 from .. import names
 from ..lint.check import lint, promised_attention, sound_graph
 from ..lint.loading import load_graph
@@ -92,7 +92,8 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
-    graph, directory = checkpoint_of(run, options.precision) / GRAPH, engines_of(run, options.precision)
+    graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
+    directory = engines_of(run, options.precision, options.adapter)
     if options.precision == "fp8":
         check_graph(graph, promised, promised_attention(run))
     else:

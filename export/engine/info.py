@@ -9,6 +9,7 @@ from pydantic import Field
 from ...errors import GateError, InputError
 from ...files import Strict, read_document
 from ...options import Precision, WeightScale
+from ...quantize.stored import ADAPTERS
 from ...record import command
 from ...run import Run
 from . import targets
@@ -43,26 +44,33 @@ class EngineInfo(Strict):
     build_seconds: float
 
 
-def engines_of(run: Run, precision: Precision) -> Path:
-    """The folder of the engines of a precision: `engines/` for fp8."""
+def engines_of(run: Run, precision: Precision, adapter: str | None = None) -> Path:
+    """The folder of the engines of a precision, `engines/` for fp8, or of those with an adapter beside the model."""
+    if adapter:
+        return run.engines / ADAPTERS / adapter
     return run.engines if precision == "fp8" else run.engines / precision
 
 
-def engine_stage(precision: Precision) -> str:
-    """The stage that builds the engines of a precision."""
+def engine_stage(precision: Precision, adapter: str | None = None) -> str:
+    """The stage that builds the engines of a precision, or of those with an adapter: as its command says it."""
+    if adapter:
+        return f"build-engine --adapter {adapter}"
     return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
 
 
-def load_engines(run: Run, precision: Precision = "fp8") -> list[EngineInfo]:
-    """What is known of the engines of a precision that `fp8q build-engine` wrote, in the order of their targets.
+def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = None) -> list[EngineInfo]:
+    """What is known of the engines of a precision, or with an adapter, that `fp8q build-engine` wrote, in the order of
+    their targets.
 
     Raises InputError when there are none, or one is not as it was written.
     """
-    name = engine_stage(precision)
+    name = engine_stage(precision, adapter)
     stage = run.record().stages.get(name)
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
-        raise InputError(f"{engines_of(run, precision)}: holds no engine; run `{command(name, run.root)}` first")
+        raise InputError(
+            f"{engines_of(run, precision, adapter)}: holds no engine; run `{command(name, run.root)}` first"
+        )
     return sorted(
         (read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0)
     )

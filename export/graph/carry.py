@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ...errors import InputError
 from ...headers import header_bytes
+from ...quantize.stored import ADAPTERS
 from ...run import Run
 
 
 def carry_graphs(run: Run, checkpoint: Path) -> None:
-    """Copy both graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it: not
+    """Copy the graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it: not
     where what they were made of no longer reads.
     """
     try:
@@ -23,12 +24,15 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
     except (InputError, FileNotFoundError):
         return
     if same:
-        for graph in (run.onnx, run.onnx_fp32):
+        for graph in run.model.glob("model*.onnx"):
             shutil.copyfile(graph, checkpoint / graph.name)
 
 
 def layout(checkpoint: Path) -> dict[str, bytes]:
-    """What graphs follow from: config.json and the shards' headers, by file name."""
-    return {"config.json": (checkpoint / "config.json").read_bytes()} | {
-        shard.name: header_bytes(shard) for shard in sorted(checkpoint.glob("*.safetensors"))
+    """What graphs follow from: config.json and the shards' headers, by file name, and the same of adapters."""
+    adapters = checkpoint / ADAPTERS
+    configs = [checkpoint / "config.json", *sorted(adapters.glob("*/*.json"))]
+    shards = [*sorted(checkpoint.glob("*.safetensors")), *sorted(adapters.glob("*/*.safetensors"))]
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in configs} | {
+        str(shard.relative_to(checkpoint)): header_bytes(shard) for shard in shards
     }

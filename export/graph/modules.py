@@ -38,7 +38,7 @@ class GraphPlan:
     `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all
     else computes in.
     `two_terms`: the modules whose input is two codes a value; `attention`: how many codes a query or a probability is,
-    0 where attention takes none.
+    0 where attention takes none. `adapter`: the name of the one beside the products.
     """
 
     groups: Mapping[str, list[str]]
@@ -47,6 +47,7 @@ class GraphPlan:
     code: torch.dtype = CODE
     two_terms: frozenset[str] = frozenset()
     attention: int = 0
+    adapter: str | None = None
 
 
 class QuantizedInput(nn.Module):

@@ -20,6 +20,7 @@ from onnx_ir.passes.common import (
 )
 
 from ...headers import read_header
+from .adapters import initializer_name
 from .naming import values_of
 
 if TYPE_CHECKING:
@@ -53,10 +54,15 @@ class Stored:
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Every tensor in the safetensors files of `directory` that has a type of ONNX's, from their headers alone."""
+    files = [path.name for path in sorted(directory.glob("*.safetensors"))]
+    return {name: tensor for file in files for name, tensor in stored_in(directory, file).items()}
+
+
+def stored_in(directory: Path, file: str) -> dict[str, Stored]:
+    """The same of one `file` in `directory` or below."""
     return {
-        name: Stored(path.name, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
-        for path in sorted(directory.glob("*.safetensors"))
-        for name, at in read_header(path).items()
+        name: Stored(file, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
+        for name, at in read_header(directory / file).items()
         if at.dtype in ELEMENT_TYPES
     }
 
@@ -96,8 +102,9 @@ def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
     """Make every initializer external data in the safetensors of the model's directory.
 
     1. `M.input.scale`, `A.fp8q_k.scale` and `A.fp8q_attention.q.scale` are stored as `M.input_scale`, `A.k_scale` and
-       `A.attention.q_scale`. 2. A tied tensor lies under its other name. 3. A buffer that no file holds (rotary
-       frequencies) is kept in the graph. 4. A scale stored [N, 1] or [1] is declared [N] or []: the bytes are the same.
+       `A.attention.q_scale`. 2. A tied tensor lies under its other name, and an adapter's under PEFT's. 3. A buffer
+       that no file holds (rotary frequencies) is kept in the graph. 4. A scale stored [N, 1] or [1] is declared [N] or
+       []: the bytes are the same.
     """
     for name, value in [*model.graph.initializers.items()]:
         plain = name.removeprefix("model.")
@@ -109,7 +116,7 @@ def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
                 .replace(".fp8q_k.scale", ".k_scale")
                 .replace(".fp8q_v.scale", ".v_scale")
             )
-            key = re.sub(r"\.fp8q_attention\.([qkvp])\.scale$", r".attention.\1_scale", key)
+            key = initializer_name(re.sub(r"\.fp8q_attention\.([qkvp])\.scale$", r".attention.\1_scale", key))
             value.const_value, value.name = tensors.external(key, value.shape), key
 
 

@@ -27,8 +27,9 @@ from ...files import replacing
 from ...quantize.linear import CODE
 from ...quantize.scales import Scales
 from ...reporter import Reporter
-from ...run import GRAPH, GRAPH_FP32, Run
+from ...run import Run, graph_names
 from . import naming, operators, passes
+from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
 from .cache import cache_shapes
 from .heads import split_by_heads
 from .layers import NotAlikeError, kinds_of, layer_prefix, skip
@@ -53,9 +54,11 @@ def export_model(
     run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, attention: int = 0
 ) -> list[Path]:
     """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32, `attention` as `GraphPlan`
-    has it; returns their paths.
+    has it, and both with each adapter beside it; returns their paths.
     """
-    return export_graphs(run.model, graph_plan(record, scales, dtype, attention), report)
+    plan = graph_plan(record, scales, dtype, attention)
+    plans = [plan, *(replace(plan, adapter=name) for name in record.model.adapters or ())]
+    return [path for each in plans for path in export_graphs(run.model, each, report)]
 
 
 def graph_plan(record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: int = 0) -> GraphPlan:
@@ -76,9 +79,11 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
 
     Raises UntraceableError where torch's exporter cannot trace the architecture.
     """
-    plans = {directory / GRAPH: plan, directory / GRAPH_FP32: replace(plan, dtype=torch.float32)}
+    names = graph_names(plan.adapter)
+    plans = {directory / names[0]: plan, directory / names[1]: replace(plan, dtype=torch.float32)}
     layers: int = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
-    with report.track("Exporting to ONNX", len(plans) * 2 * layers, "layers") as advance:
+    what = f"Exporting {plan.adapter} to ONNX" if plan.adapter else "Exporting to ONNX"
+    with report.track(what, len(plans) * 2 * layers, "layers") as advance:
         for path, planned in plans.items():
             tell = at_most(2 * layers, advance)  # a layer counts when the model has run it, and when it is in the graph
             with replacing(path) as partial:
@@ -122,8 +127,8 @@ def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambd
     """The same, with layers made from others of their kind. Raises NotAlikeError where there is nothing to save, or the
     layers are not what they seemed.
     """
-    model, tensors = _opened(directory, plan)
-    graph = prepare(model, plan)
+    graph, tensors = _opened(directory, plan)
+    model = graph.model
     prefix = layer_prefix(model)
     kinds = kinds_of(model, prefix, tensors.types(), tensors.computed) if prefix else []
     if prefix is None or not any(kind.skipped for kind in kinds):
@@ -141,9 +146,8 @@ def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambd
 
 def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
     """The same, with every layer traced. Raises UntraceableError where torch's exporter cannot trace it."""
-    model, tensors = _opened(directory, plan)
-    graph = prepare(model, plan)
-    if prefix := layer_prefix(model):
+    graph, tensors = _opened(directory, plan)
+    if prefix := layer_prefix(graph.model):
         _count(graph, prefix, ran)
     return _finished(_exported(graph, plan), graph, tensors)
 
@@ -154,14 +158,20 @@ def _count(graph: Graph, prefix: str, ran: Callable[[int], None]) -> None:
         graph.model.get_submodule(f"{prefix}{index}").register_forward_hook(lambda *_: ran(1))
 
 
-def _opened(directory: Path, plan: GraphPlan) -> tuple[PreTrainedModel, passes.Tensors]:
-    """The empty model of a checkpoint, and where its tensors are."""
+def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
+    """The empty model of a checkpoint, ready to be traced, and where its tensors are."""
     config = AutoConfig.from_pretrained(directory)
     model, buffers = empty_model(config, plan.dtype)
     stored = passes.stored_tensors(directory)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     aliases = tied_names(model) | renamed_in(config, shapes)
-    return model, passes.Tensors(directory, stored, aliases, buffers)
+    graph = prepare(model, plan)
+    if plan.adapter:
+        adapter = stored_adapter(directory, plan.adapter)
+        lay_in_graph(model, adapter, plan.dtype)
+        stored |= passes.stored_in(directory, file_of(plan.adapter))
+        aliases |= stored_names(adapter)
+    return graph, passes.Tensors(directory, stored, aliases, buffers)
 
 
 def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:

@@ -71,8 +71,8 @@ def test_words_that_have_other_files_loaded(damaged: Path, changed: Callable[...
 def test_an_adapter_beside_the_weights(damaged: Path) -> None:
     (damaged / "adapter_config.json").write_text("{}", encoding="utf-8")
     assert refusal(damaged) == (
-        f"{damaged}: holds an adapter (adapter_config.json) beside its weights; merge them with PEFT's "
-        "merge_and_unload and save the result with save_pretrained, or take the adapter's files out"
+        f"{damaged}: holds an adapter (adapter_config.json) beside its weights; move the adapter's files to "
+        "a directory of their own, and give that with --adapter"
     )
 
 

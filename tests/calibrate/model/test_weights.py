@@ -126,8 +126,7 @@ def test_an_adapter_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "adapter_model.safetensors").touch()
     assert refusal(tmp_path) == (
-        "MODEL: is an adapter without its base model; merge them with PEFT's merge_and_unload, and save the result "
-        "and its tokenizer with save_pretrained"
+        "MODEL: is an adapter without its base model; give the base model as MODEL, and this directory with --adapter"
     )
 
 

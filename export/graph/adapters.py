@@ -1,0 +1,72 @@
+"""An adapter in the graph: two products in the compute type behind each product that it is of, `M.adapter.…` by name.
+
+Its tensors stay in PEFT's own file, in a folder below the graph's, as external data: a graph an adapter, over one copy
+of the base's weights.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...calibrate.model.adapter import ENDS, PREFIX, TENSORS, Adapter, Part, open_adapter
+from ...calibrate.model.addition import beside
+from ...quantize.stored import ADAPTERS
+
+#: What the module is called that a product's adapter is in the traced model.
+CHILD = "adapter"
+
+
+class Added(nn.Module):
+    """What `part` of an adapter adds behind a product of `width` inputs and `out` outputs, in `dtype`."""
+
+    def __init__(self, part: Part, width: int, out: int, dtype: torch.dtype):
+        super().__init__()
+        self.scale = part.scale
+        self.register_buffer("a", torch.empty((part.rank, width), dtype=dtype, device="meta"))
+        self.register_buffer("b", torch.empty((out, part.rank), dtype=dtype, device="meta"))
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The product `y` [..., out] of `x` [..., in] with it."""
+        return beside(y, x, self.a, self.b, self.scale)
+
+
+def stored_adapter(directory: Path, name: str) -> Adapter:
+    """The adapter of that name beside the checkpoint in `directory`."""
+    return open_adapter(directory / ADAPTERS / name)
+
+
+def file_of(name: str) -> str:
+    """Where an adapter's tensors lie, from the graph's directory."""
+    return f"{ADAPTERS}/{name}/{TENSORS}"
+
+
+def lay_in_graph(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Put `adapter` behind the products of `model`, which is prepared for the graph; changed in place."""
+    for module, part in adapter.parts.items():
+        product = model.get_submodule(module)
+        out, width = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
+        product.add_module(CHILD, Added(part, width, out, dtype))
+        product.forward = partial(_adapted, product)  # of plain parts, so that layers can be told to be alike
+
+
+def _adapted(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = product.get_submodule(CHILD)(x, type(product).forward(product, x))
+    return added
+
+
+def initializer_name(name: str) -> str:
+    """What the initializer of a tensor of the traced model is called: `M.adapter.a` is PEFT's `M.lora_A.weight`."""
+    for part, end in zip("ab", ENDS, strict=True):
+        if name.endswith(own := f".{CHILD}.{part}"):
+            return name.removesuffix(own) + end
+    return name
+
+
+def stored_names(adapter: Adapter) -> dict[str, str]:
+    """What initializers are called -> what PEFT's file calls them."""
+    return {name.removeprefix(PREFIX): name for name in adapter.headers}
