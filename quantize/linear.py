@@ -50,13 +50,12 @@ def code_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The numbers that the codes of `encode` stand for, float32 of x's shape, made in FP32 without the codes: adding
     and taking away 1.5 · 2^23 steps of the grid leaves whole steps, rounded to nearest even as FP32 adds.
 
-    On a CPU a third of the time of `encode(x, scale).float()`, whose way back from codes is no vector instruction. A
-    zero has no sign.
+    On a CPU two fifths of the time of `encode(x, scale).float()`, whose way back from codes is no vector instruction.
     """
     quotient = (x.float() / scale).clamp_(-E4M3.max, E4M3.max)
     binade = (quotient.view(torch.int32) & _EXPONENT).clamp_min_(_SMALLEST_NORMAL).view(torch.float32)
     steps = binade.mul_(1.5 * 2.0 ** (23 - E4M3.mantissa_bits))
-    return (quotient + steps).sub_(steps)
+    return (quotient + steps).sub_(steps).copysign_(quotient)  # zeros have the sign that their codes have
 
 
 def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

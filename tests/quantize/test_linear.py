@@ -67,6 +67,8 @@ def test_the_values_of_codes_are_what_the_reference_decodes(x: npt.NDArray[np.fl
         expected = E4M3.decode(E4M3.encode(x / np.float32(scale)))
     found = code_values(torch.from_numpy(x), torch.tensor(scale))
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
+    numbers = ~np.isnan(expected)
+    assert (np.signbit(expected) == torch.signbit(found).numpy())[numbers].all()
 
 
 def test_the_values_of_codes_are_right_at_and_beside_every_midpoint() -> None:
