@@ -75,7 +75,7 @@ def check_stored(source: "Source", model: "PreTrainedModel") -> None:
         if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
             raise InputError(
                 f"{source.name}: {source.architecture} stores no {name}.weight, which transformers makes of other "
-                "tensors when it loads them; load it once and save_pretrained it"
+                "tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"
             )
 
 

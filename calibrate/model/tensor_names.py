@@ -29,12 +29,14 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
     """The model's own name -> the stored name, of the tensors of `loaded` that `stored`, which it was loaded from, has
     under another name.
 
-    A tied tensor that is stored once, under a name that the model has too, is not among them.
+    A tied tensor that is stored once, under a name that the model has too, is not among them; nor is a part of a
+    stored tensor that transformers cuts up.
     """
     names = {tensor.untyped_storage()._cdata: name for name, tensor in stored.items()}
     own = loaded.state_dict(keep_vars=True)
     found = {name: names.get(tensor.untyped_storage()._cdata, name) for name, tensor in own.items()}
-    return {name: under for name, under in found.items() if under not in own}
+    whole = {name: under for name, under in found.items() if under in stored and stored[under].shape == own[name].shape}
+    return {name: under for name, under in whole.items() if under not in own}
 
 
 def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, HrmTextConfig
 
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.weights import Weights
+from fp8q.errors import InputError
 from fp8q.stages.sources import products_of
 
 
@@ -20,7 +21,7 @@ from fp8q.stages.sources import products_of
 def saved(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
     """`saved(config)`: a random checkpoint as save_pretrained writes it."""
 
-    def save(config: GPT2Config | GPTNeoXConfig) -> Path:
+    def save(config: GPT2Config | GPTNeoXConfig | HrmTextConfig) -> Path:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
         shutil.copyfile(demo_checkpoint / "tokenizer.json", tmp_path / "model" / "tokenizer.json")
@@ -69,3 +70,16 @@ def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(
     assert source.stored("transformer.h.1.mlp.c_fc.weight") == "h.1.mlp.c_fc.weight"
     assert_found(source)
     assert len(products_of(source).names) == 2 * 4 + 1
+
+
+def test_what_transformers_cuts_out_of_a_stored_tensor_is_refused_by_name(saved: Callable[..., Path]) -> None:
+    """HRM stores gate and up as one, queries, keys, values and their gate as one."""
+    path = saved(
+        HrmTextConfig(vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    )
+    with pytest.raises(InputError) as refused:
+        products_of(open_source(str(path)))
+    assert str(refused.value) == (
+        f"{path}: HrmTextForCausalLM stores no model.L_module.layers.0.self_attn.q_proj.weight, which transformers "
+        "makes of other tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"
+    )
