@@ -13,6 +13,8 @@ LARGEST_MARGIN = 16
 #: Calibration windows and their length, where the model and the text hold as much.
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
+#: Tokens after which the amax of an expert's last product has settled (`quantize.experts`).
+DEFAULT_EXPERT_TOKENS = 512
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -146,6 +148,17 @@ class ScaleOptions(Options):
             negative="--no-inherit",
         ),
     ] = False
+
+    min_expert_tokens: Annotated[
+        int,
+        option(
+            SCALES,
+            "An expert of a mixture that saw fewer tokens takes the largest amax of its layer's other experts for what "
+            "goes into its last product.",
+            "N",
+        ),
+        between(0, None),
+    ] = DEFAULT_EXPERT_TOKENS
 
     def __post_init__(self) -> None:
         """Refuse to name some modules where all are meant, and to choose what is inherited."""

@@ -7,6 +7,7 @@ the largest is taken, as vLLM does for products that it makes one of.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..calibrate.measure.coverage import coverage
 from ..calibrate.measure.histogram import Histogram
 from ..calibrate.measure.statistics import Statistics
 from ..calibrate.model.source import Source
@@ -53,6 +54,7 @@ def inherited_activations(
     """Scales of the inputs of `modules`, as they were given; and those whose inputs, as measured, have none."""
     given, first = given_to_inherit(source), group_of(statistics.record.groups)
     found = {module: given.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
+    experts = {name for layer in coverage(statistics) for name in layer.products}
     largest: dict[str, float] = {}
     for module, scale in found.items():
         group = first.get(module, module)
@@ -63,6 +65,8 @@ def inherited_activations(
         group = first.get(module, module)
         tensor = statistics.tensors.get(f"{group}.input")
         reason = unfit(tensor.histogram if tensor else None)
+        if module in experts and tensor is not None and not tensor.histogram.samples:
+            reason = None  # no token came by: what was given is all that is known of it
         if reason is not None or tensor is None:
             skipped[module] = reason or Skipped(reason="never observed", samples=0)
         else:
@@ -108,7 +112,8 @@ def remarks(
     for members in groups.values() if options.inherit else ():
         found = {name: given.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights}
         if len(set(found.values())) > 1:
-            yield f"--inherit: {', '.join(found)} read one tensor under different scales; the largest is taken"
+            named = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            yield f"--inherit: {named} read one tensor under different scales; the largest is taken"
             return
 
 

@@ -5,6 +5,7 @@ by one function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; he
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..options import Clipping, KvCache
 from ..run import Run
 from .clip import CLIPPERS, LARGEST_POWER, clip_mse, powers_alone, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
+from .experts import Starved
 from .formats import E4M3, TWO_TERMS, Grid
 
 #: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
@@ -174,7 +176,8 @@ def tensor_scale(
 def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tuple[str, float, float]) -> TensorScale:
     """What a scale, `chosen` as method, clip and scale, does to the values of `histogram`."""
     method, clip, scale = chosen
-    best = float(scale_of(clip_mse(histogram, format, clipping), format))
+    # of nothing, nothing is lost at any scale
+    best = float(scale_of(clip_mse(histogram, format, clipping), format)) if histogram.amax else scale
     achieved, possible = (sqnr_db(histogram, format, each) for each in (scale, best))
     return TensorScale(
         method=method,
@@ -226,9 +229,11 @@ def activation_scales(
     clipping: Clipping,
     format: Grid = E4M3,
     two_terms: Collection[str] = (),
+    starved: Mapping[str, Starved] = MappingProxyType({}),
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """Scales of the inputs of `modules`, of which `two_terms` (whole groups) take two codes a value and the others one
-    of `format`; and those that have none. Members of a group repeat theirs.
+    of `format`; and those that have none. Members of a group repeat theirs. `starved`: experts that saw too little,
+    and take another amax than their own.
     """
     scales: dict[str, TensorScale] = {}
     skipped: dict[str, Skipped] = {}
@@ -238,7 +243,7 @@ def activation_scales(
         name = f"{first.get(module, module)}.input"
         if name not in chosen:
             grid = TWO_TERMS if module in two_terms else format
-            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, grid)
+            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision
@@ -247,9 +252,15 @@ def activation_scales(
     return scales, skipped
 
 
-def _scale_or_reason(tensor: TensorStatistics | None, clipping: Clipping, format: Grid) -> TensorScale | Skipped:
+def _scale_or_reason(
+    tensor: TensorStatistics | None, clipping: Clipping, format: Grid, starved: Starved | None
+) -> TensorScale | Skipped:
     histogram = tensor.histogram if tensor else None
     reason = unfit(histogram)
+    if histogram is not None and starved and starved.larger and not histogram.nans + histogram.infinities:
+        plain = Clipping(margin=clipping.margin, scale_grid=clipping.scale_grid)
+        _, clip, scale = _clip_and_scale(starved.larger, plain, format, None)
+        return described(histogram, format, clipping, (starved.method, clip, scale))
     if reason is not None or tensor is None:
         return reason or Skipped(reason="never observed", samples=0)
     return tensor_scale(tensor.histogram, clipping, format, tensor.amax_batches)

@@ -6,11 +6,11 @@ The model goes through memory one decoder layer at a time, as `calibrate.measure
 and the quantized one, in FP32, their hidden states in two files each, 4 · tokens · width bytes, of which a layer reads
 one and writes the other: a killed run goes on at the layer it was in. The groups of a layer are rounded in the order
 they are called in, each after a pass of all batches up to its input through both. Where the two have not the same
-tokens (experts) there is no M: H is of the quantized model, and w* = w. What is outside the layers is rounded to
-nearest.
+tokens (experts) there is no M, nor for what all experts of a layer read, which would have a column for each of their
+rows: H is of the quantized model, and w* = w. What is outside the layers is rounded to nearest.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from ..calibrate.measure.moments import add_product
 from ..calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
 from ..calibrate.model.decoder import Call, NoChainError
+from ..calibrate.model.experts import seen_at
 from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
 from ..errors import InputError
@@ -100,15 +101,18 @@ class Sequence(Chain):
         folder: Path,
         device: str = "cpu",
         seen: ProductInput = product_input,
+        unknown: Collection[str] = frozenset(),
     ):
         """Round the modules of `scales.activations`, with scales by `method`, on `batches` (index -> token ids int64
         [windows, seq_len]); hidden states and `Rounded` lie in `folder`, which is there. What a killed call left there
-        is gone on from, so it must have been of the same arguments.
+        is gone on from, so it must have been of the same arguments. `unknown`: modules of whose input too little was
+        seen, which are rounded to nearest.
 
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
         super().__init__(source, device, torch.float32)
         self.activations, self.method, self.batches, self.seen = scales.activations, method, batches, seen
+        self.unknown = unknown
         files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
         size = sum(ids.size for ids in batches.values()) * self.answer.width * self.answer.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
@@ -175,7 +179,8 @@ class Sequence(Chain):
             self.model, layer, inside, entering[0].read(batch, self.device), partial(through, entering[0], batch)
         )
         for first, members in self.groups.items():
-            chosen = [name for name in members if name in self.activations and name in inside]
+            known = [name for name in members if name in self.activations and name not in self.unknown]
+            chosen = [name for name in known if name in inside]
             if chosen:
                 at = Place(first, chosen[0], added.get(first) if members == [first] else None)
                 rows = {name: rows_of(self.products[name]) for name in chosen}
@@ -227,8 +232,9 @@ class Sequence(Chain):
         """What a place gets and has lost, over every other batch and over those between, and whether the two models
         give it the same tokens: where they do not, only the moments of both halves together mean anything.
         """
-        width, same = next(iter(rows.values())).shape[1], True
-        halves = Sums(width, out := sum(map(len, rows.values()))), Sums(width, out)
+        width = next(iter(rows.values())).shape[1]
+        same = seen_at(self.model, at.first) is self.products[at.first]  # M of all experts of a layer is not held
+        halves = Sums(width, out := sum(map(len, rows.values())) if same else 0), Sums(width, out)
         for number, (batch, ids) in enumerate(self.batches.items()):
             exact = self._seen(at, entering[0], batch, through)
             with self._quantized(weights):
@@ -268,7 +274,7 @@ class Sequence(Chain):
 
         with ExitStack() as stack, suppress(Reached):
             for name in {at.first, at.base or at.first}:
-                hook = self.model.get_submodule(name).register_forward_pre_hook(see(name))
+                hook = seen_at(self.model, name).register_forward_pre_hook(see(name))
                 stack.callback(hook.remove)
             through(states, batch)
         return (seen[at.first], seen[at.base or ""]) if at.first in seen else None

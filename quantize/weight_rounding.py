@@ -33,7 +33,7 @@ knows (`docs/weights.md`), so there is nothing to choose on held-out text.
 An input that was never anything but zero is correlated with no other, and is rounded to nearest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -154,16 +154,22 @@ class Compensations:
     Those of the last two groups are kept: in a checkpoint's order o_proj comes between k_proj and q_proj.
     """
 
-    def __init__(self, folder: Path, first: Mapping[str, str], lost: Mapping[str, float]):
+    def __init__(
+        self,
+        folder: Path,
+        first: Mapping[str, str],
+        lost: Mapping[str, float],
+        unknown: Collection[str] = frozenset(),
+    ):
         """Of the moments in `folder`; `first`: module -> the first of its group; `lost`: module -> the share of its
-        input's energy that rounding takes.
+        input's energy that rounding takes; `unknown`: modules of whose input too little was seen.
         """
-        self.folder, self.first, self.lost = folder, first, lost
+        self.folder, self.first, self.lost, self.unknown = folder, first, lost, unknown
         self._of_group = lru_cache(maxsize=2)(self._load)
 
-    def of(self, module: str) -> Compensation:
-        """That for the weight of `module`. Raises InputError when the moments overflowed."""
-        return self._of_group(self.first.get(module, module), self.lost[module])
+    def of(self, module: str) -> Compensation | None:
+        """That for the weight of `module`, None where it is unknown. Raises InputError when the moments overflowed."""
+        return None if module in self.unknown else self._of_group(self.first.get(module, module), self.lost[module])
 
     def _load(self, group: str, lost: float) -> Compensation:
         return compensation_of(group, load_moments(self.folder, group), lost)

@@ -25,7 +25,9 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.carry import carry_graphs
+    from ..quantize import experts
     from ..quantize.checkpoint import quantize_checkpoint
+    from ..quantize.experts import starved
     from ..quantize.inherit import remarks
     from ..quantize.policy import parted, taken_along
 
@@ -38,6 +40,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         "weight_rounding": options.weight_rounding,
         "activation_terms": options.activation_terms,
         "two_terms": list(options.two_terms),
+        "min_expert_tokens": options.min_expert_tokens,
         **inherit,
     }
     if options.weight_rounding == "sequential":
@@ -63,7 +66,11 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
                 f"--two-terms: {beside[0]}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} read the same "
                 "tensor as a module that it names, and take two terms with it"
             )
-        groups = statistics.record.groups
+        groups, few = statistics.record.groups, starved(statistics, options.min_expert_tokens)
+        compensated = options.weight_rounding != "nearest"
+        if not options.inherit:
+            for line in experts.remarks(statistics, few, options.min_expert_tokens, compensated):
+                notes.note(line)
         for remark in (parted(groups.values(), scales), *remarks(source, groups, scales, options)):
             if remark:
                 notes.note(remark)
@@ -89,25 +96,27 @@ def _rounding(
     run: Run, source: "Source", scales: "Scales", options: ScaleOptions, key: Mapping[str, object], notes: Notes
 ) -> "Iterator[Rounding]":
     """How weights are rounded; `sequential` is done here, on the run's windows, in a folder that depends on `key`."""
-    from ..calibrate.measure.statistics import load_record
+    from ..calibrate.measure.statistics import load_statistics
     from ..quantize.clip import lost_share
+    from ..quantize.experts import starved
     from ..quantize.inherit import kept_weights
     from ..quantize.scales import group_of
     from ..quantize.sequential import Sequence
     from ..quantize.weight_rounding import Compensations
     from ..quantize.weights import Rounding
 
-    record, method, kept = load_record(run), options.weight_method, kept_weights(source, options)
+    statistics, method, kept = load_statistics(run), options.weight_method, kept_weights(source, options)
+    record, few = statistics.record, starved(statistics, options.min_expert_tokens)
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with run.work("quantize", {**key, **arithmetic()}) as folder:
-            made = Sequence(source, scales, method, batches, folder, device()).run(notes)
+            made = Sequence(source, scales, method, batches, folder, device(), unknown=few.keys()).run(notes)
             yield Rounding(method, made=made, kept=kept)
     else:
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
-        compensations = Compensations(run.moments, group_of(record.groups), lost) if gptq else None
+        compensations = Compensations(run.moments, group_of(record.groups), lost, few.keys()) if gptq else None
         yield Rounding(method, compensations, kept=kept)
 
 
@@ -139,6 +148,7 @@ def recorded(run: Run) -> ScaleOptions:
 
 def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
+    from ..quantize.experts import starved
     from ..quantize.inherit import inherited_activations, inherited_cache
     from ..quantize.policy import match_terms, select, whole_groups
     from ..quantize.scales import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
@@ -150,6 +160,9 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
         return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
     named = match_terms(options.two_terms, products, chosen)
     two_terms = chosen if options.activation_terms == 2 else whole_groups(named, statistics.record.groups.values())
-    activations, unfit = activation_scales(statistics, chosen, options.clip, two_terms=frozenset(two_terms))
+    few = starved(statistics, options.min_expert_tokens)
+    activations, unfit = activation_scales(
+        statistics, chosen, options.clip, two_terms=frozenset(two_terms), starved=few
+    )
     cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
