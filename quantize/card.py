@@ -2,10 +2,10 @@
 
 import re
 
-from .form import Form
+from .form import Form, transformers_version
 from .inherit import became
 from .scales import INHERITED, Scales
-from .stored import CACHE_FILE
+from .stored import CACHE_FILE, EXPERT_FILE
 
 CARD = """\
 ---
@@ -66,6 +66,13 @@ LOADABLE = """\
     model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 
 {hosted}"""
+
+#: In place of `LOADABLE` where there are experts.
+MIXTURE = """\
+**transformers cannot load its experts**: it holds all experts of a layer in one tensor, and {version} makes none of FP8
+ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. vLLM documents the layout:
+`vllm serve path/to/this/directory`; it gives what experts read a scale for each token. The static scales that fp8q
+runs them with are in `{file}`."""
 
 UNLOADABLE = """\
 **transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which
@@ -130,4 +137,6 @@ def _loading(architecture: str, cache_parts: str, form: Form) -> str:
     """How to load the checkpoint, or that it cannot be."""
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)
+    if form.experts:
+        return MIXTURE.format(version=transformers_version(), file=EXPERT_FILE)
     return LOADABLE.format(hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts])

@@ -8,7 +8,9 @@ everything that is not quantized is copied in BF16, under the name it bore.
 
 What Hugging Face has no form for (`quantize.form`) is written all the same, for fp8q and ONNX: a Conv1D has `weight`
 [in, out] and `weight_scale` [1, out], and the scales of a cache that compressed-tensors has no words or no place for
-lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over.
+lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over; the static
+scales of what experts read in `EXPERT_FILE`, for vLLM takes the weights' scales by channel for experts with the scale
+of each token alone. Experts bear the names that they bore.
 """
 
 import json
@@ -16,7 +18,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -33,10 +34,12 @@ from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8
 from .given import given_of
 from .scales import Scales, Skipped, WeightScales
-from .stored import CACHE_FILE, OWN_CONFIG
+from .stored import CACHE_FILE, EXPERT_FILE, OWN_CONFIG, patterns_of
 from .weights import QuantizedWeight, Rounding
 
 SHARD_BYTES = 512 << 20
+#: The products of experts, in compressed-tensors' words.
+EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 
 def quantize_checkpoint(
@@ -97,23 +100,26 @@ def _write_tensors(
     """
     summaries: dict[str, WeightScales] = {}
     skipped: dict[str, Skipped] = {}
+    beside: dict[str, torch.Tensor] = {}
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             if module := modules.get(name):
-                decision = _quantized_tensors(
-                    module, partial(weights.tensor, name), form.axis(module), scales, rounding
-                )
+                decision = _quantized_tensors(module, partial(weights.tensor, name), form, scales, rounding)
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
                 else:
                     summaries[module], tensors = decision
+                    if module in form.experts:
+                        beside |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
                     for key, tensor in tensors.items():
                         writer.add(key, tensor)
             else:
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
+    if beside:
+        save_file(beside, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
     return summaries, skipped
 
 
@@ -130,8 +136,9 @@ def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Sc
 
 
 def _quantized_tensors(
-    module: str, weight: Callable[[], torch.Tensor], axis: Literal[0, 1], scales: Scales, rounding: Rounding
+    module: str, weight: Callable[[], torch.Tensor], form: Form, scales: Scales, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
+    axis, name = form.axis(module), form.in_files(module)
     # compensation and `sequential` move codes, and only linear layers have a form of codes by others
     quantized: QuantizedWeight | Skipped | None = rounding.kept.of(module) if rounding.kept and axis == 0 else None
     if quantized is None:
@@ -141,9 +148,9 @@ def _quantized_tensors(
         return quantized
     method = f"{quantized.summary.method}{rounding.kept.blocks(module) if rounding.kept else ''}"
     return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
-        f"{module}.weight": quantized.codes.movedim(0, axis),
-        f"{module}.weight_scale": quantized.scale[:, None].movedim(0, axis),
-        f"{module}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
+        f"{name}.weight": quantized.codes.movedim(0, axis),
+        f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
+        f"{name}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
     }
 
 
@@ -190,16 +197,22 @@ class ShardWriter:
         self.pending = {}
 
 
-def quantization_config(ignore: Sequence[str], fp8_cache: bool) -> dict[str, object]:
-    """The `quantization_config` of config.json, made by compressed-tensors' own schema."""
+def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = False) -> dict[str, object]:
+    """The `quantization_config` of config.json, made by compressed-tensors' own schema; `experts`: whether there are
+    any, which loaders give a scale for each token, since they have no static one where weights have one a channel.
+    """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
     def args(strategy: str) -> QuantizationArgs:
         return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False)
 
     scheme = QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=args("tensor"))
+    groups = {"group_0": scheme}
+    if experts:
+        tokens = QuantizationArgs(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
+        groups["group_1"] = QuantizationScheme(targets=[EXPERTS], weights=args("channel"), input_activations=tokens)
     config = QuantizationConfig(
-        config_groups={"group_0": scheme},
+        config_groups=groups,
         format="float-quantized",
         quantization_status="compressed",
         ignore=list(ignore),
@@ -222,13 +235,18 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
 
 
 def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
-    more: dict[str, object] = {OWN_CONFIG: {"two_terms": scales.two_terms}} if scales.two_terms else {}
+    own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
+    if patterns := patterns_of(form.stored):
+        own["stored"] = patterns
+    more: dict[str, object] = {OWN_CONFIG: own} if own else {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(
         source,
         directory,
-        quantization_config(sorted(scales.skipped), form.cache) if form.loadable else UNLOADABLE,
+        quantization_config(sorted(map(form.in_files, scales.skipped)), form.cache, bool(form.experts))
+        if form.loadable
+        else UNLOADABLE,
         **more,
     )
     for path in companions(source.path):

@@ -9,11 +9,12 @@ in others it would find keys that it does not expect. For a cache of which only 
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
+from ..calibrate.model.experts import experts_of
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
 from .scales import Scales
@@ -45,13 +46,21 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 @dataclass(frozen=True)
 class Form:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
-    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model.
+    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model; `stored`:
+    the names in the files of modules beside and among experts, which are those that vLLM reads; `experts`: the products
+    of experts.
     """
 
     modules: Mapping[str, nn.Module]
     loadable: bool
     cache: bool
     no_graph: str | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
+    experts: frozenset[str] = frozenset()
+
+    def in_files(self, module: str) -> str:
+        """What the files call a module."""
+        return self.stored.get(module, module)
 
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
@@ -63,6 +72,12 @@ class Form:
             return (
                 f"{architecture} keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q "
                 "and ONNX run `model/`, transformers and vLLM cannot load it"
+            )
+        if self.experts:
+            return (
+                f"transformers {transformers_version()} has no FP8 form for the experts of {architecture}: it loads "
+                "`model/` with experts of random numbers, and a report of keys that are missing. fp8q reads it, and "
+                "vLLM documents this layout, with a scale for each token of what experts read"
             )
         if cache_parts == "kv" and not self.cache:
             return (
@@ -88,4 +103,25 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
-    return Form(modules, loadable, cache=loadable and known and scales.cache_parts == "kv", no_graph=no_graph)
+    places = experts_of(model)
+    blocks = tuple(f"{place.rpartition('.')[0]}." for place in places)
+    stored = {
+        name: source.stored(f"{name}.weight").removesuffix(".weight")
+        for name in (*scales.activations, *scales.skipped)
+        if name.startswith(blocks)
+    }
+    return Form(
+        modules,
+        loadable,
+        cache=loadable and known and scales.cache_parts == "kv",
+        no_graph=no_graph,
+        stored=stored,
+        experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),
+    )
+
+
+def transformers_version() -> str:
+    """The version that is here, whose way with experts was looked at."""
+    import transformers
+
+    return str(transformers.__version__)

@@ -53,7 +53,10 @@ class StoredCodes:
     @property
     def modules(self) -> list[str]:
         """The products whose weights are codes."""
-        return [name.removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")]
+        own = {under: name for name, under in self._renamed.items()}
+        return [
+            own.get(name, name).removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")
+        ]
 
     @property
     def cache_scales(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What the checkpoint in a run holds, by tensor name; a serving host reads it too, so there is no torch here."""
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from ..run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
 CACHE_FILE = "kv_cache.safetensors"
+#: Static scales of what experts read: where their weights have a scale for each channel, vLLM's experts take the scale
+#: of each token, and would find these among the weights to be tensors that they do not know.
+EXPERT_FILE = "experts.safetensors"
 #: The scales of attention in codes, beside the index of the weights, which so has no key that transformers does not
 #: expect.
 ATTENTION_SCALES = "attention.safetensors"
 #: What config.json calls what fp8q knows of the checkpoint and no other loader: `two_terms`, the modules whose input is
-#: two codes a value, which loaders that do not know it take for one.
+#: two codes a value, which loaders that do not know it take for one; `stored`, how the files name products that the
+#: model calls otherwise, `{}` for each number.
 OWN_CONFIG = "fp8q"
 
 
@@ -45,9 +50,43 @@ def stored_tensors(directory: Path) -> Mapping[str, str]:
     index = read_document(path, Index).weight_map
     if outside := next((file for file in index.values() if Path(file).name != file), None):
         raise InputError(f"{path}: names {outside}, which is not a file beside it; copy the whole of model/ again")
-    if (directory / CACHE_FILE).is_file():
-        index |= dict.fromkeys(read_header(directory / CACHE_FILE), CACHE_FILE)
+    for beside in (CACHE_FILE, EXPERT_FILE):
+        if (directory / beside).is_file():
+            index |= dict.fromkeys(read_header(directory / beside), beside)
     return index
+
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def patterns_of(stored: Mapping[str, str]) -> dict[str, str]:
+    """The pattern of modules' names -> that of their names in files, of modules that are `stored` under another."""
+    found = {NUMBER.sub("{}", module): NUMBER.sub("{}", under) for module, under in stored.items() if module != under}
+    assert all(in_files(module, found) == under for module, under in stored.items()), "numbers go in the same order"
+    return found
+
+
+def in_files(module: str, patterns: Mapping[str, str]) -> str:
+    """What the files call `module`."""
+    under = patterns.get(NUMBER.sub("{}", module))
+    return under.format(*NUMBER.findall(module)) if under else module
+
+
+def stored_patterns(directory: Path) -> dict[str, str]:
+    """The patterns that config.json of the checkpoint in `directory` has. Raises InputError where it does not read."""
+    return read_document(directory / "config.json", Configured).fp8q.stored
+
+
+class Own(BaseModel):
+    """What is read of what fp8q wrote into config.json."""
+
+    stored: dict[str, str] = {}
+
+
+class Configured(BaseModel):
+    """What is read of config.json."""
+
+    fp8q: Own = Own()
 
 
 def stored_scales(directory: Path, modules: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:
@@ -60,16 +99,19 @@ def stored_scales(directory: Path, modules: Collection[str]) -> dict[str, npt.ND
 
 
 def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:
-    """The scales called `names` in the checkpoint in `directory`, flat.
+    """The scales called `names`, by the model's names of modules, in the checkpoint in `directory`, flat.
 
     Raises InputError where the index does not read or has no such scale, OSError or SafetensorError where a file is
     missing or damaged.
     """
-    where = stored_tensors(directory)
-    if absent := next((name for name in names if name not in where), None):
+    where, patterns = stored_tensors(directory), stored_patterns(directory)
+    under = {
+        name: f"{in_files(module, patterns)}.{part}" for name in names for module, _, part in [name.rpartition(".")]
+    }
+    if absent := next((name for name in under.values() if name not in where), None):
         raise InputError(f"{directory}: has no {absent}, which scales.json promises; copy the whole of model/ again")
-    shards = {file: _open(directory / file) for file in {where[name] for name in names}}
-    return {name: shards[where[name]].get_tensor(name).reshape(-1) for name in names}
+    shards = {file: _open(directory / file) for file in {where[name] for name in under.values()}}
+    return {name: shards[where[stored]].get_tensor(stored).reshape(-1) for name, stored in under.items()}
 
 
 def _open(path: Path) -> Any:

@@ -38,11 +38,20 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
 
 
 def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`.
-
-    Tensors that the model does not know (scales) are passed over.
+    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`; what lies beside a weight under its name
+    (its scales, which the model does not know) is renamed with it.
     """
     stored = headers(shapes)
     with quiet():
         loaded, _ = load_tensors(empty(deepcopy(config), HEADER_TYPE), config, stored, HEADER_TYPE, "meta")
-    return renamed_tensors(loaded, stored)
+    found = renamed_tensors(loaded, stored)
+    owners = {
+        under.removesuffix(".weight"): own.removesuffix(".weight")
+        for own, under in found.items()
+        if own.endswith(".weight") and under.endswith(".weight")
+    }
+    for name in shapes:
+        owner, _, part = name.rpartition(".")
+        if owner in owners:
+            found[f"{owners[owner]}.{part}"] = name
+    return found
