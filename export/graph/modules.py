@@ -17,11 +17,13 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ...calibrate.model.experts import experts_of
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.formats import TWO_TERMS
 from ...quantize.linear import CODE, replace_linears
 from . import operators
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
+from .experts import GraphExperts, groups_by_expert
 
 ATTENTION = "fp8q"
 
@@ -290,13 +292,16 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     AttentionInterface.register(ATTENTION, attention)
     model.set_attn_implementation(ATTENTION)
     layers: dict[str, nn.Module] = {}
-    for members in plan.groups.values():
+    places = experts_of(model)
+    for members in groups_by_expert(places, plan.groups):
         quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
             layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
     replace_linears(model, layers)
+    for name, experts in places.items():
+        model.set_submodule(name, GraphExperts(experts))
     for name in attention_modules(model).values():
         module = model.get_submodule(name)
         if plan.attention:

@@ -61,8 +61,6 @@ def unsupported(model: "PreTrainedModel") -> str | None:
 
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
-    if experts_of(model):
-        return "is a mixture of experts"
     if getattr(text, "attn_logit_softcapping", None):
         return "caps its attention logits"
     code = inspect.getsource(sys.modules[type(model).__module__])
