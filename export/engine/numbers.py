@@ -259,13 +259,17 @@ def _scales(numbers: Numbers, promise: Promise) -> Iterator[float]:
 
 def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | None:
     """The statement that quantized a product's input: the kernel that holds its QuantizeLinear, or a product that
-    answers in FP8. Kernels that only move codes are passed by.
+    answers in FP8. Kernels that only move codes are passed by, and so are those that take the rows of an expert from
+    codes that were made once for all: they hold its QuantizeLinear by name.
     """
+    held = False
     for _ in range(MOVES):
         maker = program.makers.get(program.root(name)[0])
-        if maker is None or maker.nodes or quantizer in maker.layers:
+        if maker is None or maker.nodes:
             return maker
         codes = [source for source in maker.inputs if program.type(source) == "fp8"]
+        if (held := held or quantizer in maker.layers) and not codes:
+            return maker
         if len(codes) != 1:
             return None
         (name,) = codes
