@@ -29,6 +29,7 @@ from ..validate.columns import (
     stage_table,
     wide_cache_table,
 )
+from ..validate.experts import expert_table
 from ..validate.tables import accuracy_rows, engine_rows, module_rows, size_rows, stage_rows
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
         "modules": found.modules,
         "bf16_cache": found.bf16_cache,
         "findings": found.findings,
+        "experts": found.experts or None,
         "delayed": found.delayed,
         "against": found.against,
     }
@@ -149,6 +151,7 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
         module_table(found.modules),
         kept_table(found.modules),
         wide_cache_table(found.bf16_cache),
+        expert_table(found.experts, found.all_experts),
     ]
     tables += [delayed_table(found.delayed)] if found.delayed is not None else []
     tables += [against_table(found.against)] if found.against is not None else []

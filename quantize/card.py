@@ -69,10 +69,10 @@ LOADABLE = """\
 
 #: In place of `LOADABLE` where there are experts.
 MIXTURE = """\
-**transformers cannot load its experts**: it holds all experts of a layer in one tensor, and {version} makes none of FP8
-ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. vLLM documents the layout:
-`vllm serve path/to/this/directory`; it gives what experts read a scale for each token. The static scales that fp8q
-runs them with are in `{file}`."""
+**transformers cannot load its experts**: it holds all experts of a layer in one tensor, and version {version}
+makes none of FP8 ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. vLLM
+documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token. The static
+scales that fp8q runs them with are in `{file}`."""
 
 UNLOADABLE = """\
 **transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which

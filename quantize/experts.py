@@ -14,6 +14,9 @@ from ..calibrate.measure.coverage import Coverage, coverage
 from ..calibrate.measure.histogram import Histogram
 from ..calibrate.measure.statistics import Statistics
 
+#: How the method of a scale begins that is not of the expert's own amax.
+BORROWED = "amax of other experts"
+
 
 @dataclass(frozen=True)
 class Starved:
@@ -27,7 +30,7 @@ class Starved:
     @property
     def method(self) -> str:
         """How its scale was chosen."""
-        return f"amax of other experts ({self.tokens:,} tokens)"
+        return f"{BORROWED} ({self.tokens:,} tokens)"
 
 
 def starved(statistics: Statistics, least: int) -> dict[str, Starved]:

@@ -74,7 +74,8 @@ def in_files(module: str, patterns: Mapping[str, str]) -> str:
 
 def stored_patterns(directory: Path) -> dict[str, str]:
     """The patterns that config.json of the checkpoint in `directory` has. Raises InputError where it does not read."""
-    return read_document(directory / "config.json", Configured).fp8q.stored
+    path = directory / "config.json"
+    return read_document(path, Configured).fp8q.stored if path.is_file() else {}
 
 
 class Own(BaseModel):
@@ -105,9 +106,10 @@ def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDAr
     missing or damaged.
     """
     where, patterns = stored_tensors(directory), stored_patterns(directory)
-    under = {
-        name: f"{in_files(module, patterns)}.{part}" for name in names for module, _, part in [name.rpartition(".")]
-    }
+    under = dict[str, str]()
+    for name in names:
+        module, _, part = name.rpartition(".")
+        under[name] = f"{in_files(module, patterns)}.{part}"
     if absent := next((name for name in under.values() if name not in where), None):
         raise InputError(f"{directory}: has no {absent}, which scales.json promises; copy the whole of model/ again")
     shards = {file: _open(directory / file) for file in {where[name] for name in under.values()}}

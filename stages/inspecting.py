@@ -15,6 +15,7 @@ from .steps import CALIBRATE_MODULES, Notes, needs
 
 if TYPE_CHECKING:
     from ..validate.certificate import Certificate
+    from ..validate.experts import ExpertRow
     from ..validate.findings import AgainstRow, DelayedRow, Finding
     from ..validate.tables import ModuleRow
 
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inspection:
     """What `fp8q inspect` found: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
-    out, whether the text was enough, and what was asked for beside it.
+    out, whether the text was enough, what each expert of a mixture saw of it, and what was asked for beside it.
     """
 
     modules: "list[ModuleRow]"
     bf16_cache: "list[ModuleRow]"
     findings: "list[Finding]"
     certificate: "Certificate"
+    experts: "list[ExpertRow]"
+    all_experts: bool
     delayed: "list[DelayedRow] | None" = None
     against: "list[AgainstRow] | None" = None
 
@@ -36,6 +39,7 @@ class Inspection:
 def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Notes) -> Inspection:
     """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
     from ..validate.certificate import certificate
+    from ..validate.experts import expert_rows
     from ..validate.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
     from ..validate.tables import module_rows, wide_cache_rows
 
@@ -54,6 +58,8 @@ def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Note
         wide_cache_rows(statistics, prospective),
         findings(statistics, scales, prospective),
         certificate(statistics, scales),
+        expert_rows(statistics, scales),
+        bool(statistics.record.all_experts),
         under_history,
         other,
     )

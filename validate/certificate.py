@@ -29,6 +29,7 @@ import numpy.typing as npt
 from ..calibrate.measure.statistics import Corpus, Statistics
 from ..calibrate.text.mixture import interleave
 from ..quantize.delayed import measured
+from ..quantize.experts import BORROWED
 from ..quantize.scales import GRIDS, Scales, TensorScale
 from .columns import Column, Table, count, magnitude, share
 from .findings import chosen_scales
@@ -156,7 +157,9 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
         if name in statistics.tensors
     }
     batches, windows = len(statistics.batches_measured), statistics.record.corpus.windows
-    by_amax = {name: scale for name, scale in chosen.items() if scale.method not in OF_THE_HISTOGRAM}
+    # an expert that saw too little has another's amax
+    own = {name: scale for name, scale in chosen.items() if not scale.method.startswith(BORROWED)}
+    by_amax = {name: scale for name, scale in own.items() if scale.method not in OF_THE_HISTOGRAM}
     if why := _untold(chosen, by_amax, batches):
         return Certificate("unknown", f"Cannot be told: {why}.", windows, batches)
     found = _records(statistics, by_amax)

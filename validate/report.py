@@ -28,6 +28,7 @@ from .accuracy import Protocol, load_accuracy, load_divergences, load_tokens
 from .certificate import Certificate
 from .columns import Table
 from .continuations import Continuations, load_continuations
+from .experts import expert_rows, expert_table
 from .notebook import execute
 from .tables import AccuracyRow, EngineRow, ModuleRow
 from .verdict import Standing, Verdict, next_steps, step_table, verdict
@@ -80,12 +81,12 @@ def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
     """The tables of the report: `next`, `accuracy`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`,
-    `engines`, `modules`, `kept`, `certificate`, `facts`, `stages`, `notes`.
+    `engines`, `modules`, `kept`, `experts`, `certificate`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = tables.module_rows(run), tables.stage_rows(run)
-    found = report_verdict(run)
+    found, statistics = report_verdict(run), load_statistics(run)
     return {
         "next": step_table(next_steps(found, standing(run))),
         "accuracy": columns.accuracy_table(tables.accuracy_rows(run)),
@@ -96,6 +97,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "engines": columns.engine_table(tables.engine_rows(run)),
         "modules": columns.module_table(modules),
         "kept": columns.kept_table(modules),
+        "experts": expert_table(expert_rows(statistics, load_scales(run)), bool(statistics.record.all_experts)),
         "certificate": certificates.record_table(certificate(run)),
         "facts": columns.fact_table(tables.fact_rows(run)),
         "stages": columns.stage_table(stages),
@@ -156,7 +158,8 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     contents = report_tables(run, others)
     statistics, modules = load_statistics(run), contents["modules"].rows
-    drawn = {row.tensor: row.scale for row in modules if row.tensor in statistics.tensors}
+    seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
+    drawn = {row.tensor: row.scale for row in modules if row.tensor in seen}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
     return template.render(
         model=statistics.record.model,

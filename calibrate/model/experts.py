@@ -132,6 +132,15 @@ def seen_at(model: nn.Module, product: str) -> nn.Module:
     return place.input if isinstance(place, Experts) and name in FUSED["gate_up_proj"] else model.get_submodule(product)
 
 
+def sharers(model: nn.Module, products: Iterable[str]) -> dict[nn.Module, list[str]]:
+    """The modules of `model` that see what some of `products` are given copies of -> these."""
+    found: dict[nn.Module, list[str]] = {}
+    for name in products:
+        if (place := seen_at(model, name)) is not model.get_submodule(name):
+            found.setdefault(place, []).append(name)
+    return found
+
+
 def unfold(model: PreTrainedModel) -> None:
     """Put experts of one module each in place of those of `model` that transformers holds fused, as far as they have
     the form above; they lie where the fused ones do, and have no values.

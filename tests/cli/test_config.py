@@ -197,6 +197,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "# activation-terms: as the run has it",
         "# two-terms: as the run has it",
         "# inherit: as the run has it",
+        "# min-expert-tokens: as the run has it",
     ]
     assert not (tmp_path / "run").exists()
 

@@ -204,15 +204,21 @@ def test_the_same_moments_give_the_same_bytes() -> None:
     assert torch.equal(first, second)
 
 
+def test_a_module_of_which_too_little_was_seen_has_no_compensation(tmp_path: Path) -> None:
+    assert Compensations(tmp_path, {"down": "down"}, {"down": 0.0}, {"down"}).of("down") is None
+
+
 def test_members_of_a_group_share_their_moments(tmp_path: Path) -> None:
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(9))
     moments = SecondMoments(tmp_path)
     moments.add("layer.q", x)
     moments.close()
     factors = Compensations(tmp_path, {"layer.k": "layer.q", "layer.q": "layer.q"}, {"layer.k": 0.5, "layer.q": 0.5})
-    assert factors.of("layer.k") is factors.of("layer.q")
+    shared = factors.of("layer.k")
+    assert shared is not None
+    assert shared is factors.of("layer.q")
     np.testing.assert_array_equal(
-        factors.of("layer.k").factor.numpy(), compensation(load_moments(tmp_path, "layer.q"), 0.5).factor.numpy()
+        shared.factor.numpy(), compensation(load_moments(tmp_path, "layer.q"), 0.5).factor.numpy()
     )
 
 

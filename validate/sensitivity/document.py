@@ -25,7 +25,7 @@ class Loss(Strict):
     module: str
     kind: Kind
     kl_nats: float = Field(description="mean KL(float || with this alone quantized) per token, in FP32 arithmetic")
-    sqnr_db: float | None
+    sqnr_db: float | None = None
     measured: bool
     kl_after: KlAfter
     shared_by: list[str] = Field(default=[], description="of an activation: the products that read it, where several")

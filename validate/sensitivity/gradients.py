@@ -22,24 +22,29 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.model.experts import sharers
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .sites import Quantizer
 
 
 @dataclass
 class Seen:
-    """The tensors of one forward pass: inputs and outputs of products, and what is written to the cache."""
+    """The tensors of one forward pass: inputs and outputs of products, what is written to the cache, and what all
+    experts of a layer read, of which each is given copies, by the products that read it.
+    """
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, site: Site) -> torch.Tensor | None:
         """The tensor whose change is the site's; None where the pass did not come by."""
         if site.kind == "weight":
             return self.outputs.get(site.module)
         if site.kind == "activation":
-            return next((self.inputs[member] for member in site.members if member in self.inputs), None)
+            given = [self.shared, self.inputs]
+            return next((tensors[member] for tensors in given for member in site.members if member in tensors), None)
         return self.cache.get(site.module)
 
 
@@ -172,11 +177,19 @@ def seeing(quantizer: Watched) -> Iterator[tuple[Seen, DynamicCache]]:
 
         return see
 
+    def sharing(names: Sequence[str]) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+            seen.shared |= dict.fromkeys(names, y)
+
+        return hook
+
     cache = DynamicCache()
     cache.layers = [ObservedLayer(writing(name)) for _, name in sorted(quantizer.attention.items())]
     embedding = quantizer.model.get_input_embeddings()
     with ExitStack() as stack:
         for name, module in quantizer.products.items():
             stack.callback(module.register_forward_hook(note(name)).remove)
+        for place, names in sharers(quantizer.model, quantizer.products).items():
+            stack.callback(place.register_forward_hook(sharing(names)).remove)
         stack.callback(embedding.register_forward_hook(lambda module, given, y: y.requires_grad_()).remove)
         yield seen, cache

@@ -3,12 +3,14 @@
 As `sensitivity.gradients` has it, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is what a group's products make of all that is
 chosen for it: with x̂ for their input and ŵ for each weight, e = ŵ x̂ - w x at each output, and the sum over them goes
 into the square. So what the weights of `gptq` make up for of the activation's error is seen, and that q, k and v read
-the same codes; the sum of what weights and activation cost alone would see neither.
+the same codes; the sum of what weights and activation cost alone would see neither. Experts have tokens of their own,
+and the sum is over each one's.
 """
 
 import torch
 from torch import nn
 
+from ...calibrate.model.experts import sharers
 from ...calibrate.model.products import output_axis
 from ..sensitivity.gradients import along, drawn_loss, half_square, seeing
 from ..sensitivity.site import Predicted
@@ -33,6 +35,7 @@ def predict(candidates: Candidates, ids: torch.Tensor, draw: torch.Generator) ->
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
         found = torch.autograd.grad(loss, tensors, allow_unused=True)
+    experts = {name for names in sharers(candidates.model, candidates.products).values() for name in names}
     gradients = dict(zip([*seen.outputs, *caches], found, strict=True))
     result: Predicted = {}
     with torch.no_grad():
@@ -42,14 +45,13 @@ def predict(candidates: Candidates, ids: torch.Tensor, draw: torch.Generator) ->
                 if not any(kind[0] == rounding for kind in candidates.codes):
                     continue
                 for form in TERMS:
-                    tokens = sum(
-                        along(g, _output_error(candidates, member, rounding, form, seen.inputs[member]))
-                        for member, g in reached.items()
-                    )
-                    assert isinstance(tokens, torch.Tensor)
-                    result.setdefault(name, {})[variant(rounding, form)] = 0.5 * float(
-                        tokens.square().sum(dtype=torch.float64)
-                    )
+                    apart: dict[str, torch.Tensor] = {}
+                    for member, g in reached.items():
+                        tokens = along(g, _output_error(candidates, member, rounding, form, seen.inputs[member]))
+                        owner = member.rpartition(".")[0] if member in experts else ""
+                        apart[owner] = apart[owner] + tokens if owner in apart else tokens
+                    squares = sum(float(tokens.square().sum(dtype=torch.float64)) for tokens in apart.values())
+                    result.setdefault(name, {})[variant(rounding, form)] = 0.5 * squares
         for name, tensor in caches.items():
             if (g := gradients[name]) is not None:
                 result[name] = {CODES: half_square(g, candidates.cache_error(name, tensor))}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
+from ...calibrate.model.experts import seen_at
 from ...quantize.clip import lost_share
 from ...quantize.rounded import Rounded
 from ...quantize.sequential import rows_of
@@ -33,7 +34,7 @@ def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path
 
     with ExitStack() as stack, report.track("Gathering second moments", len(batches), "batches") as advance:
         for name, members in candidates.groups.items():
-            module = candidates.products[members[0]]
+            module = seen_at(candidates.model, members[0])
             stack.callback(module.register_forward_pre_hook(adding(name)).remove)
         for ids in batches:
             with torch.inference_mode():

@@ -22,6 +22,7 @@ from fp8q.calibrate.measure.statistics import (
     Statistics,
     StatisticsRecord,
     TensorStatistics,
+    load_statistics,
     save_arrays,
 )
 from fp8q.calibrate.ranks.heartbeat import Failure, RankError
@@ -32,6 +33,9 @@ from fp8q.files import write_document
 from fp8q.options import CalibrateOptions
 from fp8q.run import Run
 from fp8q.stages.measuring import check_batches
+
+from ...mixtures import random_mixture, starve
+from ..model.damage import rewrite
 
 #: 21 batches, the last of one window: two ranks share them 11 to 10. The number of threads is that of these tests.
 OPTIONS = CalibrateOptions(samples=41, seq_len=128, batch_size=2, batches=(0, 21))
@@ -110,6 +114,23 @@ def test_two_ranks_of_torchrun_write_the_bytes_of_one_process_and_one_of_them_sp
     assert measured.notes == [f"measuring on 2 ranks of {HOST} (CPU), 1 thread each (OMP_NUM_THREADS)"]
     assert measured.machine == {"device": "CPU", "threads": 1, "ranks": 2, "hosts": [HOST]}
     assert {path.name for path in run.root.iterdir()} == {path.name for path in alone.root.iterdir()}
+
+
+@pytest.mark.slow
+def test_two_ranks_of_which_each_misses_an_expert_write_the_bytes_of_one_process(
+    demo_texts: Any, tmp_path: Path
+) -> None:
+    path = random_mixture(tmp_path / "mixture", "qwen3_moe")
+    rewrite(path, starve)
+    options = CalibrateOptions(samples=8, seq_len=16, batch_size=2, batches=(0, 4))
+    one = api.calibrate(str(path), str(demo_texts.calibration), tmp_path / "one", str(demo_texts.evaluation), options)
+    sizes = ["--samples", "8", "--seq-len", "16", "--batch-size", "2", "--batches", "0:4"]
+    texts = ["--data", str(demo_texts.calibration), "--eval-data", str(demo_texts.evaluation)]
+    ranks = start(2, "-m", "fp8q", "calibrate", str(path), *texts, *sizes, "--out", str(tmp_path / "two"))
+    ended = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    assert written(Run(tmp_path / "two")) == written(one)
+    assert load_statistics(one).tensors["model.layers.0.mlp.experts.2.down_proj.input"].histogram.samples == 0
 
 
 def killed(dead: int, run: Run, arguments: list[str]) -> None:
