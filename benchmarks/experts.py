@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 from result import arguments, described, publish
 from safetensors import safe_open
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -117,7 +117,9 @@ class Batched:
         left = self.node("DequantizeLinear", quantized, "one", output_dtype=TensorProto.FLOAT)
         right = self.node("DequantizeLinear", f"{name}.codes", "one", output_dtype=TensorProto.FLOAT)
         sums = self.node("MatMul", left, self.node("Transpose", right, perm=[0, 2, 1]))
-        return self.node("Cast", self.node("Mul", sums, self.tensor(f"{name}.factors", inputs * channels)), to=self.compute)
+        return self.node(
+            "Cast", self.node("Mul", sums, self.tensor(f"{name}.factors", inputs * channels)), to=self.compute
+        )
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """A node; returns what it makes."""
@@ -189,7 +191,8 @@ def feeds(runtime: onnxruntime.InferenceSession) -> dict[str, dict[str, np.ndarr
 
 def ran(graphs: dict[str, Path]) -> tuple[dict[str, dict[str, float]], float]:
     """Form -> phase -> median milliseconds of ONNX Runtime, the forms in turn; and the median over positions
-    of the largest difference of logits."""
+    of the largest difference of logits.
+    """
     runtimes = {form: session(path) for form, path in graphs.items()}
     given = feeds(next(iter(runtimes.values())))
     times: dict[str, dict[str, list[float]]] = {form: {phase: [] for phase in given} for form in runtimes}

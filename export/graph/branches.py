@@ -58,9 +58,7 @@ def branch_experts(model: ir.Model, place: Place) -> None:
             index = numbers.get(number) or numbers.setdefault(number, _number(model, pattern, number))
             total = _branch(model, pattern, number, index, total, last, place)
         last.outputs[0].replace_all_uses_with(total)
-        model.graph.remove(
-            [node for each in patterns for node in (each.begins, *each.nodes, each.ends)], safe=True
-        )
+        model.graph.remove([node for each in patterns for node in (each.begins, *each.nodes, each.ends)], safe=True)
 
 
 def _is(node: ir.Node | None, operator: tuple[str, str]) -> bool:
@@ -132,7 +130,9 @@ def _copies(
     """The nodes of a pattern as those of expert `number`; what they read and make is added to `known`, old -> new."""
     copies = []
     for node in pattern.nodes:
-        inputs = [None if value is None else _read(model, pattern, number, value, known, place) for value in node.inputs]
+        inputs = [
+            None if value is None else _read(model, pattern, number, value, known, place) for value in node.inputs
+        ]
         outputs = [like(value, pattern.renamed(value.name, number)) for value in node.outputs]
         known |= dict(zip(node.outputs, outputs, strict=True))
         attributes, name = [*node.attributes.values()], pattern.renamed(node.name, number)

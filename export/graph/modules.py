@@ -26,6 +26,9 @@ from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
 from .experts import GraphExperts, groups_by_expert
 
 ATTENTION = "fp8q"
+#: With branches of experts in more layers TensorRT-RTX 1.7 finds no kernel for ONNX's Attention any more, whatever its
+#: size (12 were built, 16 not); of plain products it makes the same kernel all the same.
+MIXED_LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if (own := getattr(module, "fp8q_attention", None)) is not None:
         output = own(query, key, value, allowed, scale)
-    elif not has_fused_kernel(*query.shape[1::2]):
+    elif getattr(module, "fp8q_plain", False) or not has_fused_kernel(*query.shape[1::2]):
         output = plain_attention(query, key, value, allowed, scale)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(
@@ -306,6 +309,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         module = model.get_submodule(name)
         if plan.attention:
             module.fp8q_attention = QuantizedAttention(plan)
+        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS
         module.fp8q_k, module.fp8q_v = (
             QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
         )

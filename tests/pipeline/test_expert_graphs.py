@@ -51,7 +51,9 @@ def run(
         text.write_text(demo_texts.calibration.read_text(encoding="utf-8")[:16_000], encoding="utf-8")
         skip = ("*.0.mlp.experts.2.down_proj",) if name == "qwen2_moe" else ()
         with keeping_graphs():
-            api.calibrate(str(model), str(text), folder / "run", None, CalibrateOptions(samples=16, seq_len=64, skip=skip))
+            api.calibrate(
+                str(model), str(text), folder / "run", None, CalibrateOptions(samples=16, seq_len=64, skip=skip)
+            )
 
     return Run(made_once(f"expert-graph-{name}", make) / "run")
 
@@ -104,10 +106,7 @@ def test_prompts_and_decode_steps_say_on_onnx_runtime_what_the_reference_says(
     decoded = decode(two_implementations.OnnxWithCodes(run.model), rows, PROMPTS, capacity=24)
     assert [len(logits) for logits in decoded.logits] == [length + STEPS for length in PROMPTS]
     differences = np.concatenate(
-        [
-            np.abs(logits - each).max(-1)
-            for logits, each in zip(decoded.logits, alone, strict=True)
-        ]
+        [np.abs(logits - each).max(-1) for logits, each in zip(decoded.logits, alone, strict=True)]
     )
     assert np.median(differences) < LIMIT / 10
     assert differences[0] < LIMIT
@@ -115,7 +114,9 @@ def test_prompts_and_decode_steps_say_on_onnx_runtime_what_the_reference_says(
 
 
 def test_tensorrt_rtx_builds_it_with_every_promised_product_in_fp8(run: Run) -> None:
-    api.build_engine(run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_batch=4, max_seq_len=64))
+    api.build_engine(
+        run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_batch=4, max_seq_len=64)
+    )
     (engine,) = load_engines(run)
     number = len(load_scales(run).weights)
     assert (engine.promised_products, engine.fp8_products, engine.wide_products, engine.evidence) == (

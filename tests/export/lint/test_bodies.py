@@ -1,4 +1,4 @@
-"""The branches of an If count as a part of the graph: their products are found, and values in them are made in order."""
+"""The branches of an If count as a part of the graph: products in them are found, values in them are made in order."""
 
 from pathlib import Path
 
@@ -24,7 +24,11 @@ def with_choice(then: str, otherwise: str, reads: str = "x") -> ModelProto:
 
 def test_the_nodes_of_branches_stand_before_their_if() -> None:
     model = with_choice("a", "b")
-    assert [each.name for each in nodes_of(model.graph)] == ["b_Identity", "a_Identity", "choice"]  # attributes are sorted
+    assert [each.name for each in nodes_of(model.graph)] == [
+        "b_Identity",
+        "a_Identity",
+        "choice",
+    ]  # attributes are sorted
 
 
 @pytest.mark.parametrize(("names", "expected"), [(("a", "b"), True), (("a", "a"), False), (("a", "y"), False)])
