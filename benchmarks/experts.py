@@ -46,15 +46,20 @@ LIMIT = 1e-5
 NARROW = (128, 64)
 
 
+def chosen(experts: int) -> int:
+    """How many of them a token goes to."""
+    return 8 if experts > 8 else 2
+
+
 def mixture(folder: Path, experts: int, layers: int = 1, width: int = WIDTH, inner: int = INNER) -> Path:
     """A random checkpoint, with the demo's tokenizer."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=2048, hidden_size=width, moe_intermediate_size=inner, num_experts=experts, num_hidden_layers=layers,
-        num_experts_per_tok=8 if experts > 8 else 2, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-        max_position_embeddings=512, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
+    fields: dict[str, Any] = {
+        "vocab_size": 2048, "hidden_size": width, "moe_intermediate_size": inner, "num_experts": experts,
+        "num_hidden_layers": layers, "num_experts_per_tok": chosen(experts), "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.05)
     torch.nn.Module.to(model, torch.bfloat16).save_pretrained(folder, save_original_format=True)
@@ -220,12 +225,11 @@ def measure(experts: int, folder: Path) -> dict[str, Any]:
     exported = {"branches": (run.onnx, run.onnx_fp32)}
     exported["batched"] = (batched(run, run.onnx, experts), batched(run, run.onnx_fp32, experts))
     times, difference = ran({form: fp32 for form, (_, fp32) in exported.items()})
-    chosen = 8 if experts > 8 else 2
     return {
-        "chosen": chosen,
+        "chosen": chosen(experts),
         "median_difference": difference,
         "expert_megabytes": round(3 * WIDTH * INNER * experts / 1e6, 1),
-        "read_of_them": {"branches": chosen / experts, "batched": 1.0},
+        "read_of_them": {"branches": chosen(experts) / experts, "batched": 1.0},
         "forms": {form: built(bf16) | times[form] for form, (bf16, _) in exported.items()},
     }
 
@@ -253,7 +257,8 @@ def main() -> int:
     depths = {}
     for shape in given.deep:
         with tempfile.TemporaryDirectory() as folder:
-            depths[shape] = deep(*map(int, shape.split("x")), Path(folder))
+            layers, each = map(int, shape.split("x"))
+            depths[shape] = deep(layers, each, Path(folder))
     passed = all(each["median_difference"] < LIMIT for each in results.values())
     return publish(head, {"results": results, "deep": depths, "passed": passed}, given.save)
 

@@ -30,6 +30,7 @@ RELATIVE = 1e-6
 MOVES = 4
 OPERANDS = 2
 _FP32 = 4
+_VALUES = ("fp32", "bf16", "fp16")
 #: A node that a kernel's own program multiplies by a number, the profile, and the number.
 Literal = tuple[str, str | None, np.float32]
 
@@ -268,7 +269,8 @@ def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | Non
         if maker is None or maker.nodes:
             return maker
         codes = [source for source in maker.inputs if program.type(source) == "fp8"]
-        if (held := held or quantizer in maker.layers) and not codes:
+        widths = {program.width(source) for source in maker.inputs if program.type(source) in _VALUES}
+        if (held := held or quantizer in maker.layers) and (not codes or program.width(codes[0]) in widths):
             return maker
         if len(codes) != 1:
             return None

@@ -35,6 +35,7 @@ class GraphExpert(nn.Module):
         """Of an expert whose linear layers are the graph's already."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = expert.gate_proj, expert.up_proj, expert.down_proj
+        self.in_two_terms = any(has_two_terms(linear) for linear in (self.gate_proj, self.up_proj, self.down_proj))
         self.act_fn = deepcopy(expert.act_fn)  # where modules are shared, torch's exporter names all of them otherwise
 
     def forward(
@@ -52,7 +53,10 @@ class GraphExpert(nn.Module):
         """
         total, share = operators.expert_begins(total, shares, chosen, members)
         x = torch.where(share[:, None] != 0, hidden, 0)
+        if self.in_two_terms:  # which then lie along an axis whose size is known, as it has to be in a branch
+            x = x[None]
         y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        y = y[0] if self.in_two_terms else y
         both: torch.Tensor = operators.expert_ends(total + (y * share[:, None]).to(total.dtype))
         return both
 
@@ -87,6 +91,11 @@ def kinds_of(experts: Sequence[Expert]) -> list[list[int]]:
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):
         linears = [expert.get_submodule(name) for names in FUSED.values() for name in names]
-        told = tuple((type(linear), getattr(linear, "halves", None) is not None) for linear in linears)
+        told = tuple((type(linear), has_two_terms(linear)) for linear in linears)
         kinds.setdefault(told, []).append(number)
     return [*kinds.values()]
+
+
+def has_two_terms(linear: nn.Module) -> bool:
+    """Whether a layer of the graph multiplies two codes a value."""
+    return getattr(linear, "halves", None) is not None

@@ -5,7 +5,7 @@ Its graph is in test_expert_graphs.py.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ from fp8q.validate.sensitivity.site import AS_IT_IS
 from fp8q.validate.sensitivity.sites import Quantizer, sites_of
 
 from ..calibrate.model.damage import rewrite
-from ..conftest import Result, Texts
+from ..conftest import KeepingGraphs, Result, Texts
 from ..mixtures import MIXTURES, random_mixture, starve
 
 #: Four batches: fewer, and nothing is said of whether the text was enough.
@@ -50,6 +50,13 @@ def text(tmp_path_factory: pytest.TempPathFactory, demo_texts: Texts) -> tuple[P
     for name, path in (("calibration.txt", demo_texts.calibration), ("evaluation.txt", demo_texts.evaluation)):
         (folder / name).write_text(path.read_text(encoding="utf-8")[:8_000], encoding="utf-8")
     return folder / "calibration.txt", folder / "evaluation.txt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept(keeping_graphs: KeepingGraphs) -> Iterator[None]:
+    """Trace each graph once."""
+    with keeping_graphs():
+        yield
 
 
 @pytest.fixture(scope="module")
