@@ -28,6 +28,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from ..files import replacing
 from ..options import WeightScale
 from . import names
+from .lint.bodies import nodes_of
 from .lint.indexed import Indexed, Operand, Product
 from .lint.loading import load_graph
 from .lint.rules_products import activation_of
@@ -83,14 +84,15 @@ def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
     fits, change = {"dq": (_is_mul, _to_dq), "mul": (_is_dq, _to_mul)}[form]
     scaled = [_scaled(graph, each) for each in _alone(graph, [each for each in graph.products if fits(graph, each)])]
     gone = {node.output[0] for each in scaled for node in each.behind}
-    kept = [(node.output[0], node) for node in graph.nodes if node.output[0] not in gone]
+    kept = [[(node.output[0], node) for node in part.node if node.output[0] not in gone] for part in graph.graphs]
     made = {each.product.node.output[0]: change(each) for each in scaled}
     types = {value: kind for each in scaled for value, kind in _answer(graph, each, form)}
-    nodes = [each for value, node in kept for each in made.get(value, [node])]
-    del model.graph.node[:]  # what was read of it is stale from here on
-    model.graph.node.extend(nodes)
-    for value in model.graph.value_info:
-        value.type.tensor_type.elem_type = types.get(value.name, value.type.tensor_type.elem_type)
+    for part, of_it in zip(graph.graphs, kept, strict=True):  # a branch before the node that has it
+        nodes = [each for value, node in of_it for each in made.get(value, [node])]
+        del part.node[:]  # what was read of it is stale from here on
+        part.node.extend(nodes)
+        for value in part.value_info:
+            value.type.tensor_type.elem_type = types.get(value.name, value.type.tensor_type.elem_type)
     _keep_unit(model.graph)
 
 
@@ -194,7 +196,7 @@ def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tupl
 
 def _keep_unit(graph: GraphProto) -> None:
     """Have the one scale of the form `mul` in the file where it is read, and only there."""
-    read = any(UNIT in node.input for node in graph.node)
+    read = any(UNIT in node.input for node in nodes_of(graph))
     held = [tensor for tensor in graph.initializer if tensor.name == UNIT]
     if read and not held:
         graph.initializer.append(numpy_helper.from_array(np.array(1, np.float32), UNIT))

@@ -30,6 +30,7 @@ RELATIVE = 1e-6
 MOVES = 4
 OPERANDS = 2
 _FP32 = 4
+_VALUES = ("fp32", "bf16", "fp16")
 #: A node that a kernel's own program multiplies by a number, the profile, and the number.
 Literal = tuple[str, str | None, np.float32]
 
@@ -259,13 +260,18 @@ def _scales(numbers: Numbers, promise: Promise) -> Iterator[float]:
 
 def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | None:
     """The statement that quantized a product's input: the kernel that holds its QuantizeLinear, or a product that
-    answers in FP8. Kernels that only move codes are passed by.
+    answers in FP8. Kernels that only move codes are passed by, and so are those that take the rows of an expert from
+    codes that were made once for all: they hold its QuantizeLinear by name.
     """
+    held = False
     for _ in range(MOVES):
         maker = program.makers.get(program.root(name)[0])
-        if maker is None or maker.nodes or quantizer in maker.layers:
+        if maker is None or maker.nodes:
             return maker
         codes = [source for source in maker.inputs if program.type(source) == "fp8"]
+        widths = {program.width(source) for source in maker.inputs if program.type(source) in _VALUES}
+        if (held := held or quantizer in maker.layers) and (not codes or program.width(codes[0]) in widths):
+            return maker
         if len(codes) != 1:
             return None
         (name,) = codes

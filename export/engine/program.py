@@ -15,6 +15,9 @@ kernel that is finished at run time:
       layers="[ONNX Layer: q.matmul]" }
     }
 
+The branches of an If lie between jumps (`cjmp`, `jmp`, `label`) in the same program, and what is in them reads as all
+else does.
+
 A constant's `offset` is its number in one pool that all programs share. The pool lies at the end of the plan's last
 segment (the header has its place and size at byte 96), and a table near the beginning of the file has the place of
 each number in it. So what a statement multiplies by is read from where the program takes it, and not looked for.
@@ -65,7 +68,11 @@ _BOUND = re.compile(rb"^  (?:in|out)puts=\{([^\n]*)\}$", re.MULTILINE)
 _LAYERS = re.compile(rb' layers="([^"\n]*)"')
 LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _QUOTED = re.compile(rb'"([^"\n]*)"')
-_NODE = re.compile(r"(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?")
+# What lies in the branch of an If is labelled with the If's own label before it, as a product's name, or with the
+# branch and the If behind it, as a layer.
+_NODE = re.compile(
+    r"(?:\$\$myelin\$\$.+\^)?(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?(?: \| .+ \((?:then|else)_branch\) \| .+)?"
+)
 
 
 @dataclass(frozen=True)

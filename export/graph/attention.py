@@ -41,8 +41,9 @@ def attention(
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
     by slot.
 
-    Where TensorRT has no fused kernel, of capped logits, whose `softcap` it does not parse, of scores with a bias, and
-    of values of another size than the keys, as plain products and a softmax, which is in FP32.
+    Where TensorRT has no fused kernel or finds none (`modules.MIXED_LAYERS`), of capped logits, whose `softcap` it does
+    not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
+    which is in FP32.
     """
     queries, keys, filled, bias = _mask[-1]
     allowed = (keys <= queries) & filled
@@ -56,6 +57,7 @@ def attention(
         softcap is not None
         or bias is not None
         or key.shape[-1] != value.shape[-1]
+        or getattr(module, "fp8q_plain", False)
         or not has_fused_kernel(*query.shape[1::2])
     ):
         output = plain_attention(query, key, value, allowed, scale, softcap, bias)

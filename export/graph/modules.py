@@ -17,17 +17,22 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...calibrate.model.classes import nested
+from ...calibrate.model.experts import experts_of
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.formats import TWO_TERMS
 from ...quantize.linear import CODE, replace_linears
 from . import operators
 from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
+from .experts import GraphExperts, groups_by_expert
 from .own import alibi_slopes, bias
 from .own import replace as replace_attention
 from .rotary import fix_frequencies
 
 ATTENTION = "fp8q"
+#: With branches of experts in more layers TensorRT-RTX 1.7 finds no kernel for ONNX's Attention any more, whatever its
+#: size (12 were built, 16 not); of plain products it makes the same kernel all the same.
+MIXED_LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -247,17 +252,21 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     fix_frequencies(model)
     replace_attention(model, ATTENTION)
     layers: dict[str, nn.Module] = {}
-    for members in plan.groups.values():
+    places = experts_of(model)
+    for members in groups_by_expert(places, plan.groups):
         quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
             layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
     replace_linears(model, layers)
+    for name, experts in places.items():
+        model.set_submodule(name, GraphExperts(experts))
     for name in attention_modules(model).values():
         module = model.get_submodule(name)
         if plan.attention:
             module.fp8q_attention = QuantizedAttention(plan)
+        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS
         module.fp8q_k, module.fp8q_v = (
             QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
         )

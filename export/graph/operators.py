@@ -1,20 +1,26 @@
 """Quantization as torch operators, so that an exported graph says QuantizeLinear and DequantizeLinear and nothing else;
-and one that stands for a layer which is not traced.
+and those that stand for what is not traced: a layer, and a layer's experts.
 
 Each has a kernel (the reference's arithmetic) and a shape function; `translations` gives their ONNX form for torch's
 exporter. Scales are FP32 and the output type is stated: with scales in a narrower type TensorRT multiplies by a rounded
 reciprocal (docs/decisions).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import onnx
 import torch
 
 from ...quantize.linear import CODE, encode, encode_int8
 
+if TYPE_CHECKING:
+    from onnxscript.values import Op
+
 #: Domain and name of the node in the place of a layer that is not traced; its attribute `index` says which.
 SKIPPED = ("fp8q", "Layer")
+#: Those around an expert that is traced; the attribute `members` of the first says for which it stands.
+EXPERT_BEGINS, EXPERT_ENDS = ("fp8q", "ExpertBegins"), ("fp8q", "ExpertEnds")
 
 
 @torch.library.custom_op("fp8q::quantize", mutates_args=())
@@ -64,28 +70,65 @@ def _(hidden: torch.Tensor, index: int) -> torch.Tensor:
     return torch.empty_like(hidden)
 
 
-def skipped_schema() -> onnx.defs.OpSchema:
-    """The operator `SKIPPED` as ONNX wants it described."""
-    domain, name = SKIPPED
-    kind = onnx.defs.OpSchema.FormalParameter
-    return onnx.defs.OpSchema(
+@torch.library.custom_op("fp8q::expert_begins", mutates_args=())
+def expert_begins(
+    total: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, members: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mark where an expert begins that stands for `members`: `total` [tokens, width] as it is, and the column [tokens]
+    of `shares` [tokens, experts] that is its own; `chosen` bool [experts].
+    """
+    return total.clone(), shares[:, members[0]].clone()
+
+
+@expert_begins.register_fake
+def _(
+    total: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, members: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(total), shares.new_empty(shares.shape[:1])
+
+
+@torch.library.custom_op("fp8q::expert_ends", mutates_args=())
+def expert_ends(total: torch.Tensor) -> torch.Tensor:
+    """Mark where it ends: `total`, to which it has added, as it is."""
+    return total.clone()
+
+
+@expert_ends.register_fake
+def _(total: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
+
+
+def mark(
+    operator: tuple[str, str], inputs: Sequence[str], outputs: Sequence[str], **attributes: onnx.defs.OpSchema.AttrType
+) -> "Op":
+    """An operator of ours as onnxscript wants it described, with the types of what it takes and returns: letters for
+    any float type.
+    """
+    from onnxscript.values import Op, Opset
+
+    domain, name = operator
+    schema = onnx.defs.OpSchema
+    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+    described = schema(
         name,
         domain,
         1,
-        inputs=[kind("hidden", "T")],
-        outputs=[kind("passed", "T")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[onnx.defs.OpSchema.Attribute("index", onnx.defs.OpSchema.AttrType.INT)],
+        inputs=[schema.FormalParameter(f"input_{at}", kind) for at, kind in enumerate(inputs)],
+        outputs=[schema.FormalParameter(f"output_{at}", kind) for at, kind in enumerate(outputs)],
+        type_constraints=[(kind, floats, "") for kind in dict.fromkeys(inputs) if len(kind) == 1],
+        attributes=[schema.Attribute(key, kind) for key, kind in attributes.items()],
     )
+    return Op(Opset(domain, 1), name, described)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """The ONNX form of the operators, for `torch.onnx.export(custom_translation_table=…)`."""
     from onnxscript import opset23 as op
-    from onnxscript.values import Op, Opset
 
-    domain, name = SKIPPED
-    skipped = Op(Opset(domain, 1), name, skipped_schema())
+    number = onnx.defs.OpSchema.AttrType
+    skipped = mark(SKIPPED, "T", "T", index=number.INT)
+    begins = mark(EXPERT_BEGINS, ("T", "S", "tensor(bool)"), "TS", members=number.INTS)
+    ends = mark(EXPERT_ENDS, "T", "T")
 
     # traced by onnxscript, whose values have no public type
     def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]
@@ -100,9 +143,17 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     def onnx_layer(hidden, index):  # type: ignore[no-untyped-def]
         return skipped(hidden, index=index)
 
+    def onnx_expert_begins(total, shares, chosen, members):  # type: ignore[no-untyped-def]
+        return begins(total, shares, chosen, members=members)
+
+    def onnx_expert_ends(total):  # type: ignore[no-untyped-def]
+        return ends(total)
+
     return {
         torch.ops.fp8q.quantize.default: onnx_quantize,
         torch.ops.fp8q.dequantize.default: onnx_dequantize,
         torch.ops.fp8q.halves.default: onnx_halves,
         torch.ops.fp8q.layer.default: onnx_layer,
+        torch.ops.fp8q.expert_begins.default: onnx_expert_begins,
+        torch.ops.fp8q.expert_ends.default: onnx_expert_ends,
     }

@@ -153,7 +153,8 @@ def _widen(model: ir.Model, value: ir.Value, stored: ir.DataType, before: ir.Nod
 
 def order_initializers(model: ir.Model) -> None:
     """Let the initializers stand in the order in which the nodes read them."""
-    read = dict.fromkeys(value for node in model.graph for value in node.inputs if value is not None)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
     ordered = [value for value in read if value.is_initializer()]
     model.graph.initializers.clear()
     for value in ordered:

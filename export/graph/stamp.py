@@ -178,7 +178,7 @@ def _replace(model: ir.Model, marker: ir.Node, pattern: Pattern, index: int, pla
             marker.inputs[0] if (at, number) in pattern.entering else read(value)
             for number, value in enumerate(node.inputs)
         ]
-        outputs = [_like(value, block.renamed(value.name, index)) for value in node.outputs]
+        outputs = [like(value, block.renamed(value.name, index)) for value in node.outputs]
         name, attributes = block.renamed(node.name, index), [*node.attributes.values()]
         copy = ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, name=name)
         model.graph.insert_before(marker, copy)
@@ -189,14 +189,14 @@ def _replace(model: ir.Model, marker: ir.Node, pattern: Pattern, index: int, pla
     model.graph.remove(marker, safe=True)
 
 
-def _like(value: ir.Value, name: str | None) -> ir.Value:
+def like(value: ir.Value, name: str | None) -> ir.Value:
     """A value of the same type and shape, with another name."""
     return ir.Value(name=name, shape=None if value.shape is None else ir.Shape([*value.shape]), type=value.type)
 
 
 def _own(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
     """A layer's own input of the graph or tensor, called `name`, as `value` is another layer's."""
-    own = _like(value, name)
+    own = like(value, name)
     if value.is_graph_input():
         model.graph.inputs.append(own)
     else:

@@ -46,6 +46,9 @@ KEYWORDS = {
     "output_router_logits",
     "return_dict",
 }
+#: Experts in all layers, each a branch of the graph: with more, building takes many minutes, as it grows faster than
+#: their number, and a decode step waits more often for the device than it saves reading (docs/decisions/0026).
+MOST_BRANCHES = 256
 #: Model types whose graph is right, and at which TensorRT-RTX 1.7.1's builder ends in a segmentation fault.
 CRASHING = {"diffllama"}
 
@@ -54,19 +57,22 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
     where one can be.
 
-    1. Experts, which their tokens choose. 2. Attention that does not go through transformers' interface, where the
-       graph's takes its place, and that has no other way to it (`own`). 3. Positions that are counted from the cache,
-       whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which the
-       builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention that
-       does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
+    1. More experts than are worth a branch each. 2. Attention that does not go through transformers' interface, where
+       the graph's takes its place, and that has no other way to it (`own`). 3. Positions that are counted from the
+       cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which
+       the builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention
+       that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None
 
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
-    if experts_of(model):
-        return "is a mixture of experts"
+    if (number := sum(len(experts.experts) for experts in experts_of(model).values())) > MOST_BRANCHES:
+        return (
+            f"has {number:,} experts in its layers, each a branch of the graph, and engines of more than "
+            f"{MOST_BRANCHES} are not worth building"
+        )
     code = inspect.getsource(sys.modules[type(model.get_decoder()).__module__])
     own = replaceable(model)
     if "ALL_ATTENTION_FUNCTIONS" not in code and not own:

@@ -30,6 +30,7 @@ from ...reporter import Reporter
 from ...run import Run, graph_names
 from . import naming, operators, passes
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
+from .branches import branch_experts
 from .cache import cache_shapes
 from .heads import split_by_heads
 from .layers import NotAlikeError, kinds_of, layer_prefix, skip
@@ -139,9 +140,7 @@ def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambd
     graph.attention = traced
     exported = _finished(_exported(graph, plan), graph, tensors)
     stamp(exported, prefix, kinds, tensors.like)
-    RemoveUnusedOpsetsPass()(exported)
-    passes.order_initializers(exported)
-    return exported
+    return _branched(exported, tensors)
 
 
 def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
@@ -149,7 +148,15 @@ def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda 
     graph, tensors = _opened(directory, plan)
     if prefix := layer_prefix(graph.model):
         _count(graph, prefix, ran)
-    return _finished(_exported(graph, plan), graph, tensors)
+    return _branched(_finished(_exported(graph, plan), graph, tensors), tensors)
+
+
+def _branched(model: ir.Model, tensors: passes.Tensors) -> ir.Model:
+    """`model`, in which nothing stands for what was not traced any more."""
+    branch_experts(model, tensors.like)
+    RemoveUnusedOpsetsPass()(model)
+    passes.order_initializers(model)
+    return model
 
 
 def _count(graph: Graph, prefix: str, ran: Callable[[int], None]) -> None:
@@ -214,7 +221,6 @@ def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Mode
     split_by_heads(model)
     passes.widen_initializers(model)
     naming.name_the_rest(model, named)
-    passes.order_initializers(model)
     passes.strip(model)
     return model
 

@@ -15,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 
 import onnx
-from onnx import NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
 
 from .. import names
+from .bodies import graphs_of, nodes_of, one_value_a_name
 from .constants import Constants, Numbers
 from .external import Storage
 from .order import in_order
@@ -84,15 +85,20 @@ class Indexed:
     model: onnx.ModelProto
     directory: Path
 
+    @cached_property
+    def graphs(self) -> list[GraphProto]:
+        """The graph, and before it the branches that are looked at (`bodies`)."""
+        return [*graphs_of(self.model.graph)] if one_value_a_name(self.model.graph) else [self.model.graph]
+
     @property
     def nodes(self) -> Iterator[NodeProto]:
-        """The nodes, in the order of the file."""
-        return iter(self.model.graph.node)
+        """The nodes, in the order of the file, those of a branch before its If."""
+        return nodes_of(self.model.graph) if len(self.graphs) > 1 else iter(self.model.graph.node)
 
     @cached_property
     def ordered(self) -> list[NodeProto]:
         """The nodes, each behind those that make what it reads."""
-        return in_order(self.model.graph.node, self.producers)
+        return in_order([*self.nodes], self.producers)
 
     @cached_property
     def opset(self) -> int:
@@ -102,7 +108,7 @@ class Indexed:
     @cached_property
     def initializers(self) -> Mapping[str, TensorProto]:
         """Tensors in the file, or pointed at by it, by name; `Constant` nodes included."""
-        found = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        found = {tensor.name: tensor for graph in self.graphs for tensor in graph.initializer}
         for node in self.nodes:
             if node.op_type == "Constant" and node.output:
                 found[node.output[0]] = constant_of(node)

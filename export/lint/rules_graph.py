@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from onnx import IR_VERSION, AttributeProto, helper
+from onnx import IR_VERSION, GraphProto, helper
 from onnx import __version__ as onnx_version
 
 from ...findings import Broken
+from .bodies import branches, has_body, made_in
 from .indexed import Indexed
 from .rules import rule
 from .rules_codes import scales
@@ -125,12 +126,14 @@ def unnamed_dimension(graph: Indexed) -> Broken:
 
 @rule("F312", "body", "warning")
 def body(graph: Indexed) -> Broken:
-    """The products are in the graph itself: what lies in the body of an If, Loop or Scan is not looked at by these
-    rules.
+    """Products are in the graph itself or in the branches of an If, in which every value has a name of its own: what
+    lies in the body of a Loop or Scan is not looked at by these rules.
     """
+    looked_at = len(graph.graphs) > 1
     for node in graph.nodes:
-        if any(entry.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for entry in node.attribute):
-            yield node.name, f"{node.op_type} has a body, which is not checked; take its products out"
+        if has_body(node) and not (looked_at and branches(node)):
+            remedy = "give each value in it a name of its own" if branches(node) else "take its products out"
+            yield node.name, f"{node.op_type} has a body, which is not checked; {remedy}"
 
 
 @rule("F313", "value-made")
@@ -140,10 +143,18 @@ def value_made(graph: Indexed) -> Broken:
     """
     made = {
         *graph.inputs,
-        *(tensor.name for tensor in graph.model.graph.initializer),
         *(tensor.values.name for tensor in graph.model.graph.sparse_initializer),
     }
-    for node in graph.nodes:
+    yield from _made_before_read(graph, graph.model.graph, made)
+    for name in graph.outputs:
+        if name not in made:
+            yield "", f"nothing makes the output {name}; {WRITE_AGAIN}"
+
+
+def _made_before_read(graph: Indexed, part: GraphProto, made: set[str]) -> Broken:
+    """Of the graph or a branch, where so much was `made` before it: it is added to."""
+    made.update(tensor.name for tensor in part.initializer)
+    for node in part.node:
         for name in node.input:
             if name and name not in made:
                 yield (
@@ -153,10 +164,13 @@ def value_made(graph: Indexed) -> Broken:
                         f"{WRITE_AGAIN}"
                     ),
                 )
+        for branch in branches(node) if len(graph.graphs) > 1 else ():
+            yield from _made_before_read(graph, branch, made)
+            for value in branch.output:
+                if value.name not in made:
+                    yield node.name, f"nothing makes {value.name}, with which its branch ends; {WRITE_AGAIN}"
+            made.difference_update(made_in(branch))
         made.update(node.output)
-    for name in graph.outputs:
-        if name not in made:
-            yield "", f"nothing makes the output {name}; {WRITE_AGAIN}"
 
 
 @rule("F315", "made-once")

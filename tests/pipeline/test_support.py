@@ -41,6 +41,9 @@ DECODER = {
 }
 
 
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
 @pytest.mark.parametrize(
     ("config", "fields", "reason"),
     [
@@ -66,8 +69,16 @@ DECODER = {
             GROUPED,
             "has a differential attention (TensorRT-RTX 1.7.1's builder ends in a segmentation fault on it)",
         ),
+        (
+            "Qwen3MoeConfig",
+            GROUPED | MIXTURE | {"num_experts": 129},
+            (
+                "has 258 experts in its layers, each a branch of the graph, and engines of more than 256 are not worth "
+                "building"
+            ),
+        ),
     ],
-    ids=["mask", "bidirectional", "head sizes", "positions", "padding", "crash"],
+    ids=["mask", "bidirectional", "head sizes", "positions", "padding", "crash", "experts"],
 )
 def test_what_the_graph_cannot_do_is_told_before_any_work(
     config: str, fields: dict[str, Any], reason: str, random_checkpoint: Callable[..., Path], tmp_path: Path
@@ -108,6 +119,7 @@ def test_a_keyword_that_the_graphs_attention_does_not_know_is_named(monkeypatch:
         ("YoutuConfig", LATENT),
         ("GPTBigCodeConfig", {"n_inner": 192}),
         ("BertGenerationConfig", {"is_decoder": True, "pad_token_id": 0}),
+        ("Qwen3MoeConfig", GROUPED | MIXTURE | {"num_experts": 128}),
     ],
 )
 def test_what_it_can_do_is_not(

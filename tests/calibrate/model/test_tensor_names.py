@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, HrmTextConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
+from transformers.models.hrm_text.configuration_hrm_text import HrmTextConfig
 
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.weights import Weights

@@ -31,9 +31,10 @@ def unname(*operators: str) -> Callable[[ModelProto], None]:
 
 
 def branch(model: ModelProto) -> None:
+    """An If both of whose branches make `same`."""
     bodies = [
         helper.make_graph(
-            [helper.make_node("Identity", ["logits"], [name])], name, [], [onnx.ValueInfoProto(name=name)]
+            [helper.make_node("Identity", ["logits"], ["same"], name)], name, [], [onnx.ValueInfoProto(name="same")]
         )
         for name in ("one", "two")
     ]
@@ -247,7 +248,7 @@ CASES = [
         lambda model: value(model, "input_ids").ClearField("shape"),
         foreign=True,
     ),
-    Case("F312", ("branch: If has a body, which is not checked; take its products out",), branch),
+    Case("F312", ("branch: If has a body, which is not checked; give each value in it a name of its own",), branch),
     Case(
         "F313",
         (f"{DOWN}.input.quantize: reads nowhere, which nothing makes; {EXPORT}",),

@@ -1,0 +1,55 @@
+"""The tables of docs/experts.md: a branch an expert beside all experts as one product."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from markdown import load, table
+
+FORMS = {"branches": "a branch each", "batched": "one product"}
+
+
+def experts_as_branches() -> str:
+    """One layer, by the number of experts and the form."""
+    results: Mapping[str, Mapping[str, Any]] = load("experts")["results"]
+    heads = [
+        "experts", "form", "build", "plan", "kernels a step", "waits for the device", "products in FP8",
+        "weights read a step", "ONNX Runtime, a step", "a prompt of 128",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{experts}, {found['chosen']} a token",
+            name,
+            f"{of['build_seconds']:.1f} s",
+            f"{of['bytes'] / 1e6:.0f} MB",
+            str(of["kernels"]),
+            str(of["waits"]),
+            f"{of['fp8_products']} of {of['products']}",
+            f"{found['expert_megabytes'] * found['read_of_them'][form]:.1f} MB",
+            f"{of['decode_ms']:.1f} ms",
+            f"{of['prefill_ms']:.0f} ms",
+        ]
+        for experts, found in results.items()
+        for form, name in FORMS.items()
+        for of in (found["forms"][form],)
+    ]
+    return table(heads, rows)
+
+
+def branches_in_all() -> str:
+    """What building takes by the number of branches in all."""
+    results: Mapping[str, Mapping[str, Any]] = load("experts")["deep"]
+    rows = [
+        [
+            shape.replace("x", " layers of "),
+            str(found["branches"]),
+            f"{found['calibrate_and_export_seconds']:.0f} s",
+            f"{found['build_seconds']:.0f} s",
+            f"{found['bytes'] / 1e6:.0f} MB",
+            str(found["kernels"]),
+        ]
+        for shape, found in results.items()
+    ]
+    return table(["experts", "branches", "calibrate and export", "build", "plan", "kernels a step"], rows)
+
+
+TABLES = (experts_as_branches, branches_in_all)

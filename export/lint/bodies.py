@@ -1,0 +1,51 @@
+"""The branches of an `If` as a part of the graph around it: fp8q writes an expert as one, and its products count.
+
+Both branches may read whatever was made before them, and nothing reads into them, so their nodes are looked at as if
+they stood in front of the `If`, as long as no name in the file means two values. The bodies of loops are another
+matter: what is in them runs several times, on other values.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from onnx import AttributeProto, GraphProto, NodeProto
+
+_BODIES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+
+def branches(node: NodeProto) -> list[GraphProto]:
+    """The branches of an If; none of any other node."""
+    return [entry.g for entry in node.attribute if entry.type == AttributeProto.GRAPH] if node.op_type == "If" else []
+
+
+def has_body(node: NodeProto) -> bool:
+    """Whether a node has a body of whatever kind."""
+    return any(entry.type in _BODIES for entry in node.attribute)
+
+
+def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
+    """`graph` and all branches in it, those within others first."""
+    for node in graph.node:
+        for branch in branches(node):
+            yield from graphs_of(branch)
+    yield graph
+
+
+def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of `graph` and of all branches in it, a branch's before its If."""
+    for node in graph.node:
+        for branch in branches(node):
+            yield from nodes_of(branch)
+        yield node
+
+
+def made_in(graph: GraphProto) -> list[str]:
+    """The values and tensors of `graph` and of all branches in it; a name that several bear as often."""
+    stored = [tensor.name for part in graphs_of(graph) for tensor in part.initializer]
+    return [*stored, *(name for node in nodes_of(graph) for name in node.output if name)]
+
+
+def one_value_a_name(graph: GraphProto) -> bool:
+    """Whether no value or tensor in a branch bears the name of another."""
+    inside = {name for node in graph.node for branch in branches(node) for name in made_in(branch)}
+    return all(count == 1 for name, count in Counter(made_in(graph)).items() if name in inside) if inside else True
