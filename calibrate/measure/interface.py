@@ -1,12 +1,13 @@
 """transformers' interface of attention: what a model attends by, and another function in its place for a while."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..model.classes import code_of
 
 Attention = Callable[..., Any]
 
@@ -16,7 +17,7 @@ def attention_of(model: PreTrainedModel) -> Attention | None:
 
     The eager attention is not in it: each model's own is called where the interface has no other of that name.
     """
-    code, name = vars(sys.modules[type(model.get_decoder()).__module__]), model.config._attn_implementation
+    code, name = vars(code_of(model)), model.config._attn_implementation
     if "ALL_ATTENTION_FUNCTIONS" not in code:
         return None
     found: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))

@@ -9,6 +9,8 @@ silence: every attention that is not transformers' own eager one does, but flash
 with the eager one here, wherever it is measured, judged or served by torch.
 """
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +55,13 @@ def decoder(model: "nn.Module") -> str:
     found = model.get_decoder()  # type: ignore[operator]  # it is a PreTrainedModel, having such a configuration
     name = next((name for name, module in model.named_modules() if module is found), "")
     return f"{name}." if name else ""
+
+
+def code_of(model: "PreTrainedModel") -> ModuleType:
+    """The Python module that has the language model's classes. Of what is no part of another, `get_decoder` may give
+    any layer (ModernBERT's: its head).
+    """
+    return sys.modules[type(model.get_decoder() if nested(model.config) else model).__module__]
 
 
 def beside(model: "PreTrainedModel") -> dict[str, "nn.Module"]:

@@ -7,7 +7,6 @@ mask that arrives all the same was computed by the model, and would be lost.
 """
 
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from ...calibrate.given import one_line
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.model.classes import code_of
 from ...calibrate.model.experts import experts_of
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shapes
@@ -73,7 +73,7 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
             f"has {number:,} experts in its layers, each a branch of the graph, and engines of more than "
             f"{MOST_BRANCHES} are not worth building"
         )
-    code = inspect.getsource(sys.modules[type(model.get_decoder()).__module__])
+    code = inspect.getsource(code_of(model))
     own = replaceable(model)
     if "ALL_ATTENTION_FUNCTIONS" not in code and not own:
         return "has an attention that transformers does not let be replaced"

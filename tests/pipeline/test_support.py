@@ -118,6 +118,7 @@ def test_a_keyword_that_the_graphs_attention_does_not_know_is_named(monkeypatch:
         ("Gemma2Config", GEMMA),
         ("YoutuConfig", LATENT),
         ("GPTBigCodeConfig", {"n_inner": 192}),
+        ("ModernBertDecoderConfig", {"intermediate_size": 192, "global_attn_every_n_layers": 2}),
         ("BertGenerationConfig", {"is_decoder": True, "pad_token_id": 0}),
         ("Qwen3MoeConfig", GROUPED | MIXTURE | {"num_experts": 128}),
     ],
@@ -126,7 +127,7 @@ def test_what_it_can_do_is_not(
     config: str, fields: dict[str, Any], random_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The verified architectures, each with the window, the head size or the number of KV heads that marks it, and two
-    others.
+    others; of ModernBERT's decoder `get_decoder` gives the head.
     """
     products = products_of(open_source(str(random_checkpoint(tmp_path / "model", config, fields))))
     assert products.no_graph is None
