@@ -123,6 +123,11 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
         raise InputError(
             f"{name}: {named} is not a causal language model, and fp8q does no other; give a decoder-only one"
         )
+    if getattr(text, "index_topk", None):
+        raise InputError(
+            f"{name}: {named} attends to tokens that an indexer chooses (index_topk) by a cache of its own, "
+            "which fp8q does not do for now; give another model"
+        )
     if getattr(classes.get(type(config), None), "_is_stateful", False):
         raise InputError(
             f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not "

@@ -30,9 +30,6 @@ from .own import replace as replace_attention
 from .rotary import fix_frequencies
 
 ATTENTION = "fp8q"
-#: With branches of experts in more layers TensorRT-RTX 1.7 finds no kernel for ONNX's Attention any more, whatever its
-#: size (12 were built, 16 not); of plain products it makes the same kernel all the same.
-MIXED_LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         module = model.get_submodule(name)
         if plan.attention:
             module.fp8q_attention = QuantizedAttention(plan)
-        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS
+        vars(module)["fp8q_plain"] = bool(places)
         module.fp8q_k, module.fp8q_v = (
             QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
         )

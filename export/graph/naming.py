@@ -128,12 +128,18 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
         kinds = {
             "MatMul": names.matmul(scope),
             "Gemm": names.matmul(scope),
-            "Add": names.bias_add(scope),
+            "Add": names.bias_add(scope) if _adds_to_product(node) else None,
             "DequantizeLinear": names.weight_dequantize(scope),
             "Cast": None if stored else names.narrow(scope),
         }
         return kinds.get(node.op_type)
     return None
+
+
+def _adds_to_product(node: ir.Node) -> bool:
+    """Whether what an addition adds to comes from a product: a router adds to its scores after an activation."""
+    maker = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    return maker is not None and maker.op_type in ("MatMul", "Gemm", "Mul", "Add", "Cast")
 
 
 def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
