@@ -16,8 +16,8 @@ from ..silence import quiet
 from .load import load_tensors
 from .skeleton import empty
 
-#: Loading in the type of the stand-ins keeps their storages.
-HEADER_TYPE = torch.bfloat16
+#: Loading in the type of the stand-ins keeps their storages; what transformers keeps in FP32 (routers' biases) has it too.
+HEADER_TYPE = torch.float32
 
 
 def headers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

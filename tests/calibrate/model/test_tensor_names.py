@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PreTrainedConfig
+from transformers.models.exaone_moe.configuration_exaone_moe import ExaoneMoeConfig
 from transformers.models.hrm_text.configuration_hrm_text import HrmTextConfig
 
 from fp8q.calibrate.model.source import Source, load_model, open_source
@@ -22,7 +23,7 @@ from fp8q.stages.sources import products_of
 def saved(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
     """`saved(config)`: a random checkpoint as save_pretrained writes it."""
 
-    def save(config: GPT2Config | GPTNeoXConfig | HrmTextConfig) -> Path:
+    def save(config: PreTrainedConfig) -> Path:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
         shutil.copyfile(demo_checkpoint / "tokenizer.json", tmp_path / "model" / "tokenizer.json")
@@ -83,4 +84,17 @@ def test_what_transformers_cuts_out_of_a_stored_tensor_is_refused_by_name(saved:
     assert str(refused.value) == (
         f"{path}: HrmTextForCausalLM stores no model.L_module.layers.0.self_attn.q_proj.weight, which transformers "
         "makes of other tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"
+    )
+
+
+def test_a_bias_that_transformers_keeps_in_fp32_is_found_under_its_stored_name(saved: Callable[..., Path]) -> None:
+    """EXAONE's routers add a bias to their scores, in FP32 whatever the model is in; it is stored beside the router."""
+    config = ExaoneMoeConfig(
+        vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+        sliding_window=8, bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    source = open_source(str(saved(config)))
+    assert source.stored("model.layers.1.mlp.gate.e_score_correction_bias") == (
+        "model.layers.1.mlp.e_score_correction_bias"
     )
