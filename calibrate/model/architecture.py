@@ -128,7 +128,8 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
             f"{name}: {named} attends to tokens that an indexer chooses (index_topk) by a cache of its own, "
             "which fp8q does not do for now; give another model"
         )
-    if getattr(classes.get(type(config), None), "_is_stateful", False):
+    linear = "linear_attention" in (getattr(text, "layer_types", None) or ())  # MiniMax does not call it a state
+    if linear or getattr(classes.get(type(config), None), "_is_stateful", False):
         raise InputError(
             f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not "
             "do for now; give a transformer"

@@ -16,7 +16,8 @@ from ..silence import quiet
 from .load import load_tensors
 from .skeleton import empty
 
-#: Loading in the type of the stand-ins keeps their storages; what transformers keeps in FP32 (routers' biases) has it too.
+#: Loading in the type of the stand-ins keeps their storages; it is also that of what transformers keeps in FP32
+#: (routers' biases).
 HEADER_TYPE = torch.float32
 
 

@@ -77,6 +77,24 @@ def test_what_config_json_says_of_the_language_model_inside_is_looked_at(
     )
 
 
+def test_linear_attention_in_a_model_that_does_not_say_that_it_keeps_a_state(damaged: Path) -> None:
+    transformers.MiniMaxConfig(num_hidden_layers=2, architectures=["MiniMaxForCausalLM"]).save_pretrained(damaged)
+    assert refusal(damaged) == (
+        f"{damaged}: MiniMaxForCausalLM keeps a recurrent state (a state-space or linear-attention model), which fp8q "
+        "does not do for now; give a transformer"
+    )
+
+
+def test_an_attention_whose_tokens_an_indexer_chooses(damaged: Path) -> None:
+    transformers.DeepseekV32Config(num_hidden_layers=2, architectures=["DeepseekV32ForCausalLM"]).save_pretrained(
+        damaged
+    )
+    assert refusal(damaged) == (
+        f"{damaged}: DeepseekV32ForCausalLM attends to tokens that an indexer chooses (index_topk) by a cache of its "
+        "own, which fp8q does not do for now; give another model"
+    )
+
+
 def test_a_recurrent_model(damaged: Path) -> None:
     transformers.MambaConfig(architectures=["MambaForCausalLM"]).save_pretrained(damaged)
     assert refusal(damaged) == (
