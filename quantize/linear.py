@@ -31,6 +31,8 @@ from .formats import E4M3, TWO_TERMS
 
 Mode = Literal["exact", "fast", "current"]
 CODE = torch.float8_e4m3fn
+#: Rows and columns of weights that a GPU's product takes are multiples of this many codes.
+ALIGNMENT = 16
 #: The exponent's bits of an FP32 number, and those of E4M3's smallest normal one, 2^(1 - bias).
 _EXPONENT = 0x7F800000
 _SMALLEST_NORMAL = (127 + 1 - E4M3.bias) << 23
@@ -167,15 +169,25 @@ class FP8Linear(nn.Module):
         return y.to(x.dtype)
 
 
-def scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) -> torch.Tensor:
     """The product of codes `x` [tokens, in] and `weight` [out, in], both float8_e4m3fn, as float32 [tokens, out].
 
     `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the
-    same order everywhere.
+    same order everywhere. A GPU takes widths that are multiples of 16, so others are filled up with zeros, which change
+    no sum; the weight is then copied in each call. `fast`: all of the sum in the tensor core's adder (`adder`).
     """
     one = torch.ones((), device=x.device)
-    product: torch.Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return product
+    product: torch.Tensor = torch._scaled_mm(
+        _filled(x, 1), _filled(weight, ALIGNMENT).t(), scale_a=one, scale_b=one, out_dtype=torch.float32,
+        use_fast_accum=fast,
+    )  # fmt: skip
+    return product.narrow(1, 0, len(weight))
+
+
+def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
+    """`codes` [rows, in] with zeros behind them, up to a multiple of `rows`, and of 16 in width."""
+    missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
+    return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
 
 
 def replace_linears(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
