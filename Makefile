@@ -8,6 +8,7 @@
 # make hostile   meet such a server with CASES (5000) of what is no proper request, proper ones beside them; SEED=1
 # make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
+# make gpu       on an FP8 GPU: all that only one can answer, or one PART of it (docs/gpu.md)
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
@@ -111,6 +112,10 @@ endef
 benchmarks: install
 	@missed=; $(foreach part,$(PARTS),$(call measure,$(part))) \
 	$(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
+
+.PHONY: gpu
+gpu: install
+	$(BIN)/python benchmarks/gpu/run.py $(PART:%=--part %)
 
 clean:
 	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -9,7 +9,8 @@ product: another number, and not the engine's.
 
 `exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
 with an FP32 result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call
-`torch._scaled_mm` on the codes. With an `accumulator` the sum is made as it says instead (`adder`).
+`torch._scaled_mm` on the codes, which one kernel makes where Triton is installed (`kernels`). With an `accumulator` the
+sum is made as it says instead (`adder`).
 With two terms the input is s·(a + b/16), b the code of sixteen times what a leaves (`formats.TwoTerms`), and both go
 through one product, a above b:
 
@@ -20,6 +21,7 @@ scaling): it is no scale that could be serialized, and is here to measure what s
 """
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -31,6 +33,9 @@ from .formats import E4M3, TWO_TERMS
 
 Mode = Literal["exact", "fast", "current"]
 CODE = torch.float8_e4m3fn
+#: Rows and columns of weights that a GPU's product takes are multiples of this many codes.
+ALIGNMENT = 16
+TRITON = find_spec("triton") is not None
 #: The exponent's bits of an FP32 number, and those of E4M3's smallest normal one, 2^(1 - bias).
 _EXPONENT = 0x7F800000
 _SMALLEST_NORMAL = (127 + 1 - E4M3.bias) << 23
@@ -76,6 +81,15 @@ def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     """
     first = encode(x, scale)
     return first, encode((x.float() - first.float() * scale) * TWO_TERMS.divisor, scale)
+
+
+def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
+    """The codes of `encode` or of `encode_two`, float8_e4m3fn [terms, *x.shape]; by one kernel where Triton is."""
+    if x.is_cuda and TRITON:
+        from . import kernels
+
+        return kernels.encode_terms(x, scale, terms)
+    return torch.stack(encode_two(x, scale) if terms == 2 else (encode(x, scale),))
 
 
 def two_code_values(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +161,7 @@ class FP8Linear(nn.Module):
             found = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
             return (torch.stack(found) if self.terms == 2 else found[0][None]).to(self.codes.dtype)
         if self.codes.dtype == CODE:
-            return torch.stack(encode_two(x, scale) if self.terms == 2 else (encode(x, scale),))
+            return encode_terms(x, scale, self.terms)
         values = two_code_values(x, scale) if self.terms == 2 else (code_values(x, scale),)
         return torch.stack(values).to(self.codes.dtype)
 
@@ -167,15 +181,25 @@ class FP8Linear(nn.Module):
         return y.to(x.dtype)
 
 
-def scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) -> torch.Tensor:
     """The product of codes `x` [tokens, in] and `weight` [out, in], both float8_e4m3fn, as float32 [tokens, out].
 
     `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the
-    same order everywhere.
+    same order everywhere. A GPU takes widths that are multiples of 16, so others are filled up with zeros, which change
+    no sum; the weight is then copied in each call. `fast`: all of the sum in the tensor core's adder (`adder`).
     """
     one = torch.ones((), device=x.device)
-    product: torch.Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return product
+    product: torch.Tensor = torch._scaled_mm(
+        _filled(x, 1), _filled(weight, ALIGNMENT).t(), scale_a=one, scale_b=one, out_dtype=torch.float32,
+        use_fast_accum=fast,
+    )  # fmt: skip
+    return product.narrow(1, 0, len(weight))
+
+
+def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
+    """`codes` [rows, in] with zeros behind them, up to a multiple of `rows`, and of 16 in width."""
+    missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
+    return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
 
 
 def replace_linears(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

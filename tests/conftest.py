@@ -114,6 +114,10 @@ def has_gpu() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0 and devices.value > 0
 
 
+if not has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: its kernels then run on the CPU
+
+
 @dataclass(frozen=True)
 class Texts:
     """Two disjoint texts that the demo checkpoint was not trained on."""

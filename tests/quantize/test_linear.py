@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 from hypothesis.strategies import floats
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
@@ -91,6 +92,23 @@ def test_a_gpu_s_scaled_product_gives_the_sum_that_exact_mode_accumulates() -> N
     _, codes, _, input_scale = layer("exact")
     x = encode(torch.randn(16, 64, generator=torch.Generator().manual_seed(2)), input_scale)
     torch.testing.assert_close(scaled_product(x, codes).double(), x.double() @ codes.double().T, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize(("width", "out"), [(172, 24), (64, 7), (1, 1), (48, 32)])
+def test_a_scaled_product_of_any_width_is_the_sum_of_its_own_codes(width: int, out: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = ((torch.randn(rows, width, generator=generator) * 50).to(CODE) for rows in (5, out))
+    found = scaled_product(x, weight)
+    assert found.shape == (5, out)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-6, atol=1e-2)
+
+
+@pytest.mark.parametrize(("width", "out"), [(172, 24), (64, 7), (4096, 4096)])
+def test_a_scaled_product_of_any_width_is_one_that_cuda_takes(width: int, out: int) -> None:
+    """By torch's own rules for CUDA, which refuse 172; nothing is computed."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(rows, width, dtype=CODE, device="cuda") for rows in (5, out))
+        assert scaled_product(x, weight).shape == (5, out)
 
 
 def test_nan_in_the_input_comes_out_as_nan() -> None:

@@ -1,0 +1,124 @@
+"""Calibration on the GPU: what watching costs over the plain forward pass at Llama 3 8B's shape, and the fastest way to
+count exactly.
+
+Watched is what calibration watches: the inputs of qkv, o, gate/up and down, and keys and values, by its own `Observer`,
+whose counting is replaced by each contender. `nothing counted` is what remains of watching when counting is free.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+
+from fp8q.calibrate.measure import observe
+from fp8q.calibrate.measure.histogram import PATTERNS
+from fp8q.quantize.linear import TRITON
+
+from .llama import TINY, Decoder, Shape, wide
+from .timing import Part, Setting, seconds
+
+Counter = Callable[[torch.Tensor], torch.Tensor]
+#: Sequences and tokens of a batch; the overhead that is asked for.
+BATCH, LENGTH, LIMIT = 4, 2048, 1.10
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+
+
+def by_sorting(patterns: torch.Tensor) -> torch.Tensor:
+    """Counts by sorting the 16-bit keys: no two values meet."""
+    found, counts = torch.unique_consecutive(patterns.sort().values, return_counts=True)
+    return torch.zeros(PATTERNS, dtype=torch.int64, device=patterns.device).index_copy_(0, found.long(), counts)
+
+
+def counters(setting: Setting, part: Part) -> dict[str, Counter]:
+    """The contenders; kernels run on a GPU alone."""
+    found: dict[str, Counter] = {"bincount": observe.count, "sort": by_sorting}
+    if not TRITON or setting.dry:
+        part.skipped["kernels that count"] = "they run on a GPU alone" if TRITON else "Triton is not installed"
+        return found
+    from .counting import private, shared
+
+    return found | {"kernel, private tables": private, "kernel, shared memory": shared}
+
+
+def measure(setting: Setting, part: Part) -> None:
+    """Counting alone, then the overhead."""
+    ways = counters(setting, part)
+    counting(ways, setting, part)
+    overhead(ways, setting, part)
+
+
+def drawn(kind: str, values: int, device: str) -> torch.Tensor:
+    """BF16 magnitudes' patterns, int16 [values]: normal, with heavy tails, and mostly zero, where most contend."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(values, generator=generator)
+    if kind == "heavy tails":
+        x = x / torch.rand(values, generator=generator).clamp_min(1e-6)
+    if kind == "nine tenths zero":
+        x = x * (torch.rand(values, generator=generator) > 0.9)
+    return x.to(torch.bfloat16).abs().view(torch.int16).to(device)
+
+
+def counting(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
+    """Each way's time, and whether it counts what `bincount` does."""
+    for kind in ("normal", "heavy tails", "nine tenths zero"):
+        patterns = drawn(kind, setting.pick(1 << 25, 1 << 10), setting.device)
+        right = torch.bincount(patterns.cpu(), minlength=PATTERNS)
+        for way, count in ways.items():
+            found = part.tried(f"{way}, {kind}", partial(count, patterns))
+            if found is None:
+                continue
+            took = seconds([partial(count, patterns)], setting, graph=False)
+            part.row("counting alone", values=kind, way=way, gvalues_per_second=len(patterns) / took / 1e9)
+            differing = int((found.cpu() != right).sum())
+            part.target(f"{way}, {kind}: counts others than bincount's", differing, 0)
+
+
+@contextmanager
+def watched(decoder: Decoder, count: Counter) -> Iterator[None]:
+    """What calibration does while the decoder runs, counting as `count` does."""
+    shape, made = decoder.shape, []
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+
+    def see(*observers: observe.Observer, split: bool = False) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor | None = None) -> None:
+            seen = given[:1] if not split or out is None else out[..., queries:].split(keys, -1)
+            for observer, x in zip(observers, seen, strict=True):
+                observer.update(x, 0)
+
+        return hook
+
+    with ExitStack() as stack, mock.patch.object(observe, "count", count):
+        for layer in decoder.layers:
+            products = [module for name, module in layer.named_children() if name in PRODUCTS]
+            assert len(products) == len(PRODUCTS), "a layer has four products"
+            made += [product.register_forward_pre_hook(see(observe.Observer(1))) for product in products]
+            pair = observe.Observer(1), observe.Observer(1)
+            made.append(products[0].register_forward_hook(see(*pair, split=True)))
+        for handle in made:
+            stack.callback(handle.remove)
+        yield
+
+
+def overhead(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
+    """The forward pass with each way of counting over the plain one."""
+    decoder = Decoder(setting.pick(Shape(), TINY), wide, setting.device)
+    batch, length = setting.pick((BATCH, LENGTH), (2, 8))
+    decoder.make_room(batch, length, codes=False)
+    ids = torch.zeros(batch, length, dtype=torch.int64, device=setting.device)
+    at = torch.arange(length, device=setting.device)
+    work = [lambda: decoder(ids, at, None)]
+    found: dict[str, float] = {}
+    with torch.inference_mode():
+        plain = seconds(work, setting, graph=False)
+        nothing = torch.zeros(PATTERNS, dtype=torch.int64, device=setting.device)
+        for way, count in {**ways, "nothing counted": lambda patterns: nothing.clone()}.items():
+            with watched(decoder, count):
+                took = part.tried(f"overhead, {way}", lambda: seconds(work, setting, graph=False))
+            if took is not None:
+                found[way] = took / plain
+            part.row("overhead of watching", way=way, tokens=batch * length, plain_ms=plain * 1e3,
+                     times_plain=found.get(way))  # fmt: skip
+    best = min((name for name in found if name in ways), key=lambda name: found[name], default=None)
+    part.target(f"overhead of exact histograms, by {best}", found[best] if best else None, LIMIT)
