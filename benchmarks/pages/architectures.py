@@ -1,5 +1,7 @@
 """The tables of docs/architectures.md: by architecture, of those that work and of those that are refused."""
 
+import re
+
 from markdown import Figures, load, table
 
 from .engines import TARGETS
@@ -26,16 +28,40 @@ def architecture(name: str, result: Figures, terms: int) -> list[str]:
     return [name, str(terms), *perplexities, kl, *map(str, (both[0]["promised_products"], *products))]
 
 
+#: Kinds, as `small_configurations` has them, and how the table calls them.
+KINDS = {
+    "dense": "dense decoders of text",
+    "mixture": "mixtures of experts",
+    "variant": "others of these, and language models inside models that see",
+    "sees or hears": "models that see or hear, with transformers' own sizes: the configuration alone",
+    "recurrent": "with a recurrent state: the configuration alone",
+    "encoder": "encoders and halves of them: the configuration alone",
+    "other": "trained for something else, or parts of another model: the configuration alone",
+}
+
+
+def breadth() -> str:
+    """Kind -> how many go how far."""
+    rows = []
+    for kind, name in KINDS.items():
+        if count := load("unseen_architectures")["counts"].get(kind):
+            shares = [f"{count[what]} ({count[what] / count['tried']:.0%})" for what in ("whole_way", "checkpoint")]
+            tried = kind in ("dense", "mixture", "variant")
+            rows.append([name, str(count["tried"]), *(shares if tried else ("", "")), str(count["refused"])])
+    return table(["", "tried", "the whole way", "a checkpoint at least", "refused by name"], rows)
+
+
 def unseen_architectures() -> str:
     """Of those that work: how far implementations are apart, and FP8 products."""
     rows = []
     for name, found in load("unseen_architectures")["results"].items():
         if "one_term" not in found:
             continue
-        one, two = found["one_term"], found["two_terms"]
-        apart = (found["graph_difference"], one["first_position_difference"], two["kl_nats"])
-        products = (one["promised_products"], one["fp8_products"], min(two["fp8_products"], two["two_terms_found"]))
-        rows.append([name.removesuffix("Config"), *(f"{each:.0e}" for each in apart), *map(str, products)])
+        one, two = found["one_term"], found.get("two_terms")
+        apart = [found["graph_difference"], one["first_position_difference"]]
+        products = [str(one["promised_products"]), str(one["fp8_products"])]
+        cells = [f"{two['kl_nats']:.0e}", str(min(two["fp8_products"], two["two_terms_found"]))] if two else ["", ""]
+        rows.append([_name(name), *(f"{each:.0e}" for each in apart), cells[0], *products, cells[1]])
     head = ["", "graph to eager attention (limit 1e-4)", "ONNX Runtime to reference, one term (limit 1e-4)"]
     head += ["two terms: KL, nats (limit 2e-5)", "promised products", "FP8 in one term", "FP8 in two"]
     return table(head, rows)
@@ -46,15 +72,28 @@ def refused_architectures() -> str:
     reasons: dict[str, list[str]] = {}
     for name, found in load("unseen_architectures")["results"].items():
         if why := found.get("no_graph"):
-            reasons.setdefault(f"{why.partition(' ')[2]}: no graph", []).append(name.removesuffix("Config"))
+            reasons.setdefault(f"a checkpoint, no graph: {_short(why.partition(' ')[2])}", []).append(_name(name))
         if "refused" in found:
-            reason = found["refused"].partition(", which fp8q does not do")[0].partition(" ")[2]
-            reasons.setdefault(reason, []).append(name.removesuffix("Config"))
-    return table(["refused, because it", ""], ([reason, ", ".join(names)] for reason, names in reasons.items()))
+            reason = found["refused"].partition(", which fp8q does not do")[0].partition(", and fp8q does no other")[0]
+            reason = reason if reason.startswith("model/") else reason.partition(" ")[2]
+            reasons.setdefault(f"refused: {_short(reason)}", []).append(_name(name))
+        if "unmade" in found:
+            reasons.setdefault("transformers 5.14.1 makes no model of its configuration", []).append(_name(name))
+    return table(["what, and why", ""], ([reason, ", ".join(names)] for reason, names in sorted(reasons.items())))
+
+
+def _name(configuration: str) -> str:
+    return configuration.replace("Config", "")
+
+
+def _short(reason: str) -> str:
+    """A reason without the names of modules, so that those of a kind are in one row."""
+    return re.sub(r" \([^)]*\)| \(.*$| in model\.\S+|;.*", "", reason)
 
 
 TABLES = (
     architectures,
+    breadth,
     unseen_architectures,
     refused_architectures,
 )
