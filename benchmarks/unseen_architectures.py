@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from result import RESULTS, arguments, described, publish
 from small_configurations import every, kind_of, sizes
 from transformers import AutoConfig, PreTrainedModel
@@ -172,7 +173,10 @@ def misfits(run: Run) -> int | None:
 
 def opened(config: str, folder: Path) -> dict[str, Any]:
     """What fp8q says of the configuration alone: raises InputError when it is refused."""
-    made = getattr(transformers, config)()
+    try:
+        made = getattr(transformers, config)()
+    except StrictDataclassError as error:
+        raise UnmadeError(str(error).splitlines()[0]) from error
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     raw = made.to_dict() | {"architectures": [names[made.model_type]]}
     (folder / "model").mkdir()

@@ -88,7 +88,7 @@ def _name(configuration: str) -> str:
 
 def _short(reason: str) -> str:
     """A reason without the names of modules, so that those of a kind are in one row."""
-    return re.sub(r" \([^)]*\)| \(.*$| in model\.\S+|;.*", "", reason)
+    return re.sub(r" \([^)]*\)| \(.*$| in model\.\S+|;.*|, and of others.*|\. Use .*", "", reason)
 
 
 TABLES = (
