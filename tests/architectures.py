@@ -34,6 +34,7 @@ class Architecture:
     fields: dict[str, Any] = field(default_factory=dict)
     text: str = "python"
     terms: Terms = 1
+    kinds: int = 1  # of layers, in turn
 
     @property
     def trained(self) -> bool:
@@ -61,6 +62,7 @@ ARCHITECTURES = [
         "capped logits, windows in every other layer",
         "fp8",
         config="Gemma2Config",
+        kinds=2,
         # caps that are felt: by default they are far beyond what random weights give
         fields={
             "num_key_value_heads": 2,

@@ -66,7 +66,9 @@ def code_of(model: "PreTrainedModel") -> ModuleType:
 
 def beside(model: "PreTrainedModel") -> dict[str, "nn.Module"]:
     """The modules of `model` that text does not reach: of a vision tower, of what projects images; by name."""
-    inside, head = decoder(model), model.get_output_embeddings()
+    if not (inside := decoder(model)):
+        return {}
+    head = model.get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()

@@ -41,10 +41,9 @@ def attention(
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
     by slot.
 
-    Where TensorRT has no fused kernel, of capped logits, whose `softcap` it does not parse, of scores with a bias, of
-    values of another size than the keys, and in a mixture of experts (beside branches in 16 layers, or in parallel with
-    them in one, TensorRT-RTX 1.7 finds no kernel for the operator, and makes the same kernel of its parts), as plain
-    products and a softmax, which is in FP32.
+    Where TensorRT has no fused kernel or finds none (`modules.MIXED_LAYERS`), of capped logits, whose `softcap` it does
+    not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
+    which is in FP32.
     """
     queries, keys, filled, bias = _mask[-1]
     allowed = (keys <= queries) & filled

@@ -30,6 +30,10 @@ from .own import replace as replace_attention
 from .rotary import fix_frequencies
 
 ATTENTION = "fp8q"
+#: With branches of experts in more layers, or beside attention (`_beside`), TensorRT-RTX 1.7 finds no kernel for ONNX's
+#: Attention any more (12 were built, 16 not). Of plain products it makes the same kernel all the same, but the plan
+#: does not tell the number that their result is quantized by.
+MIXED_LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,12 @@ class QuantizedAttention(nn.Module):
         return output.reshape(batch, heads, seq, value.shape[-1])
 
 
+def _beside(model: PreTrainedModel, attention: str) -> bool:
+    """Whether a layer's experts read what its attention reads, as Cohere's do: it has one norm."""
+    layer = model.get_submodule(attention.rpartition(".")[0])
+    return sum("norm" in type(child).__name__.lower() for child in layer.children()) < 2
+
+
 def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in
     place).
@@ -263,7 +273,7 @@ def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         module = model.get_submodule(name)
         if plan.attention:
             module.fp8q_attention = QuantizedAttention(plan)
-        vars(module)["fp8q_plain"] = bool(places)
+        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _beside(model, name))
         module.fp8q_k, module.fp8q_v = (
             QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
         )

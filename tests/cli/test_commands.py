@@ -34,18 +34,6 @@ def test_a_model_that_is_not_there(fp8q: Fp8q, demo_texts: Any, tmp_path: Path) 
     assert not out.exists()
 
 
-def test_a_mixture_of_experts_is_refused_by_name(
-    fp8q: Fp8q, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
-) -> None:
-    line = fp8q(
-        "calibrate", shared_checkpoint("mixtral"), "--data", demo_texts.calibration, "--out", tmp_path / "run"
-    ).complaint()
-    assert (
-        "MixtralForCausalLM is a mixture of experts (model.layers.0.mlp.experts), which fp8q does not do for now; "
-        "give a dense model"
-    ) in line
-
-
 def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file

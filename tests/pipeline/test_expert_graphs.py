@@ -133,7 +133,7 @@ def test_tensorrt_rtx_builds_it_with_every_promised_product_in_fp8(run: Run) -> 
     check_views([view], 1.0)
     # of a shared expert that is quantized with the scale of the others, the compiler keeps no quantization of its own
     untold = [each.module for each in view.differences]
-    assert all(".shared_expert." in module for module in untold)
+    assert all(".shared_expert." in module for module in untold), untold
     assert (view.codes_found, view.factors_found) == (number, number)
 
 
