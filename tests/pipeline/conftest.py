@@ -72,8 +72,8 @@ def as_if_quantized_fixture() -> Callable[..., GraphPlan]:
     params=[case for case in ARCHITECTURES if not (case.trained or case.kinds > 1)], ids=lambda case: case.name
 )
 def deep(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, GraphPlan]:
-    """Each random architecture of one kind of layers with four of them, as if quantized: a checkpoint whose weights mean
-    nothing, and what of it is in FP8.
+    """Each random architecture of one kind of layers, with four of them, as if quantized: a checkpoint whose weights
+    mean nothing, and what of it is in FP8.
     """
     case: Architecture = request.param
     config = getattr(transformers, case.config)(**{**TINY, **case.fields, "num_hidden_layers": 4})
