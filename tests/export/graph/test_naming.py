@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fp8q.export.graph.modules import GraphPlan
-from fp8q.export.graph.naming import read_sizes_first
+from fp8q.export.graph.naming import SCOPES, name_nodes, read_sizes_first
 from fp8q.export.graph.trace import trace
 
 
@@ -103,3 +103,21 @@ def test_a_size_is_read_from_the_first_input_that_has_it() -> None:
     read_sizes_first(ir.Model(graph, ir_version=11))
     found = [(node.inputs[0].name, node.attributes.get_int("start", 0)) for node in graph if node.inputs[0] is not None]
     assert found == [("input_ids", 0), ("past_key_values.0.key", 2), ("past_key_values.2.key", 0)]
+
+
+def test_what_a_router_adds_to_its_scores_is_no_bias_of_its_product() -> None:
+    """DeepSeek's routers add to the sigmoid of their logits; a linear layer's bias is added to the product itself."""
+    scopes = {SCOPES: str(["", "model.layers.0.gate", "matmul"])}
+    given = [ir.Value(name=name) for name in ("x", "model.layers.0.gate.weight", "correction", "bias")]
+    product = ir.node("MatMul", given[:2], metadata_props=scopes)
+    scores = ir.node("Sigmoid", [product.outputs[0]], metadata_props=scopes)
+    corrected = ir.node("Add", [scores.outputs[0], given[2]], metadata_props=scopes)
+    biased = ir.node("Add", [product.outputs[0], given[3]], metadata_props=scopes)
+    graph = ir.Graph(
+        [given[0]], [corrected.outputs[0], biased.outputs[0]], nodes=[product, scores, corrected, biased],
+        initializers=given[1:], opset_imports={"": 23},
+    )  # fmt: skip
+    name_nodes(ir.Model(graph, ir_version=11))
+    assert product.name == "layers.0.gate.matmul"
+    assert biased.name == "layers.0.gate.bias_add"
+    assert corrected.name != biased.name
