@@ -94,8 +94,8 @@ class ValidateOptions(Options):
 
 @dataclass(frozen=True)
 class SensitivityOptions(Options):
-    """Options of `fp8q sensitivity`. `measure` None: as many as a quarter of a pass pays for, none with `stream`;
-    `stream` None: when memory does not hold the model.
+    """Options of `fp8q sensitivity`. `measure` None: as many as a pass over the first 1,024 tokens pays
+    for, and there, none with `stream`; `stream` None: when memory does not hold the model.
     """
 
     windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
@@ -105,7 +105,7 @@ class SensitivityOptions(Options):
             EVALUATION,
             "Measure so many of the worst by running the model, instead of predicting them.",
             "N",
-            "as many as a quarter of a pass pays for; none with --stream",
+            "as many as a pass over the first 1,024 tokens pays for, and there; none with --stream",
         ),
         between(0),
     ] = None
