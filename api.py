@@ -186,8 +186,8 @@ def _calibrate(
     with joined() as world:
         if world.rank:
             source = sources.opened(
-                model, options.revision, options.trust_remote_code, SILENT, world.place.local_rank == 0,
-                options.adapter, options.adapter_mode,
+                model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0,
+                adapters=options.adapter, mode=options.adapter_mode,
             )  # fmt: skip
             sources.check_same(source, world)
             measuring.take_part(found, source, world, notes)
@@ -228,7 +228,12 @@ def _measured(
         if later:
             ahead.check_later(found, later.engine, later.validate)
         source = sources.opened(
-            model, options.revision, options.trust_remote_code, notes, True, options.adapter, options.adapter_mode
+            model,
+            options.revision,
+            options.trust_remote_code,
+            notes,
+            adapters=options.adapter,
+            mode=options.adapter_mode,
         )
         sources.check_same(source, world)
         sources.check_model(found, before, source)
