@@ -1,8 +1,8 @@
 """Small configurations of every causal language model that transformers has, two layers of width 128 each.
 
 Whatever a configuration calls its width, layers and heads is set; the rest is as its class has it, but where a class
-needs more than that to be small. `KINDS` says what kind of model each is: of what fp8q is for, the dense decoders and
-the mixtures of experts, the shares are counted.
+needs more than that to be small. `kind_of` says what kind of model each is: of what fp8q is for, the dense decoders
+and the mixtures of experts, the shares are counted.
 """
 
 from typing import Any, Literal

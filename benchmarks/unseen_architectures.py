@@ -239,11 +239,8 @@ def outcome(config: str, way: Callable[[str, Path], dict[str, Any]] = whole_way)
     kind = kind_of(config) if config in every() else "variant"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = (
-                way(config, Path(folder))
-                if kind in (*TRIED, "variant") or config in CONFIGURATIONS
-                else opened(config, Path(folder))
-            )
+            made = kind in TRIED or config in CONFIGURATIONS
+            found = (way if made else opened)(config, Path(folder))
         except InputError as refused:
             found = {"refused": str(refused).replace(f"{folder}/model: ", "").replace(f"{folder}/", "")}
         except UnmadeError as error:
