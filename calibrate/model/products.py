@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..silence import muted, quiet
 from .classes import beside, decoder
 from .experts import experts_of
 
@@ -84,7 +85,8 @@ def takes_quantizers(module: nn.Module) -> bool:
     """Whether ModelOpt's registry knows the module's class."""
     if type(module) in KNOWN:
         return True
-    from modelopt.torch.quantization.nn import QuantModuleRegistry
+    with quiet(), muted():  # its import warns of newer libraries than its own, and of no GPU
+        from modelopt.torch.quantization.nn import QuantModuleRegistry
 
     return module in QuantModuleRegistry
 

@@ -3,6 +3,8 @@ that a linear layer does.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,18 @@ def test_modelopts_registry_is_asked_of_all_but_what_it_is_known_to_hold() -> No
     assert takes_quantizers(nn.Linear(4, 4))
     assert takes_quantizers(nn.Conv2d(4, 4, 1))
     assert not takes_quantizers(OddLinear(4, 4))
+
+
+def test_what_modelopts_import_warns_of_is_not_heard() -> None:
+    """Of a deprecated decorator, and of a transformers newer than it was tested with."""
+    program = """
+import warnings, torch
+from fp8q.calibrate.model.products import takes_quantizers
+warnings.simplefilter("error")
+print(takes_quantizers(torch.nn.Conv2d(4, 4, 1)))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_norms_and_embeddings_are_no_products_whatever_their_shape() -> None:
