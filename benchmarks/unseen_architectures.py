@@ -52,7 +52,7 @@ from fp8q.api import (
 from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.experts import experts_of
-from fp8q.calibrate.model.source import meta_model, open_source
+from fp8q.calibrate.model.source import load_model, meta_model, open_source
 from fp8q.export.graph.cache import cache_shapes
 from fp8q.export.graph.modules import GraphPlan, prepare
 from fp8q.quantize.reference import load_reference
@@ -108,7 +108,7 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
     that is longer than the text.
     """
     with torch.inference_mode():
-        model: PreTrainedModel = loader(path).from_pretrained(path, dtype=torch.float32)
+        model = load_model(open_source(str(path)), torch.float32)
         # Falcon's eager attention (transformers 5.14) adds ALiBi twice: in the mask, and itself
         own = "sdpa" if getattr(model.config, "alibi", False) else "eager"
         eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)

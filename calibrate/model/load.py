@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .expert_names import expert_names
 from .experts import experts_of, fused
+from .latent import cache_heads
 
 
 def load_tensors(
@@ -53,6 +54,7 @@ def load_tensors(
                 laid_in.get_submodule(owner)._parameters[own] = nn.Parameter(tensor.to(device, dtype))
         model.set_submodule(place, laid_in.eval())
     model.__class__ = type(skeleton)
+    cache_heads(model)
     return model, [
         *(
             f"{name} has shape {list(found)} where the model has {list(wanted)}"

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .classes import made
 from .experts import unfold
+from .latent import cache_heads
 
 #: Values of computed buffers that are let be, however small the weights.
 BUFFERS = 1 << 28
@@ -30,6 +31,7 @@ def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("meta"):
         model = made(config, dtype)
     unfold(model)
+    cache_heads(model)
     model.eval()
     return model
 

@@ -38,10 +38,12 @@ class QuantizedCache(nn.Module):
 
 
 def cache_shapes(text: PreTrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Heads and head size of the cache, of keys and of values, in every layer, by the configuration of the text model.
+    """Heads and head size of the cache, of keys and of values, in every layer, by the configuration of the text model:
+    by its first layer's where layers have configurations of their own.
 
-    Latent attention writes what its queries meet, for every head, and not what it was made of.
+    Latent attention writes what its queries meet, for every head, and not what it was made of (`latent`).
     """
+    text = (getattr(text, "per_layer_config", None) or [text])[0]
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if getattr(text, "kv_lora_rank", None):
         return (

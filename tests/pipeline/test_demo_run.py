@@ -198,7 +198,10 @@ def test_the_lint_of_a_whole_run_has_no_findings_and_looks_at_all_of_it(
 ) -> None:
     found = fp8q("lint", demo_run.root)
     assert (found.code, found.err) == (0, "")
-    graph = f"opset 23, 30 products, 28 on FP8 codes on both sides; held against {demo_run.scales}"
+    nodes = onnx.load(demo_run.onnx, load_external_data=False).graph.node
+    products = sum(node.op_type == "MatMul" for node in nodes)
+    assert products in {28 + 1, 28 + 2}  # the head, and the rotary angles where transformers makes a product of them
+    graph = f"opset 23, {products} products, 28 on FP8 codes on both sides; held against {demo_run.scales}"
     assert found.out.splitlines() == [
         f"{demo_run.onnx}: {graph}",
         "no findings",

@@ -1,0 +1,61 @@
+"""Latent attention that writes the keys and values of its heads to the cache, whatever transformers writes.
+
+DeepSeek-V2 (arXiv:2405.04434, section 2.1) makes the keys and values of all heads from one latent vector. transformers
+writes heads to the cache up to 5.14, and in 5.23 the latent and the rotated part of the keys, from which `expand_kv`
+makes the heads of all that is cached again at each step. What is measured, and what the graph has, are heads: then
+`kv_b_proj` multiplies this step's tokens alone, and one set of statistics is of either version.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def cache_heads(model: nn.Module) -> None:
+    """Let each attention of `model` (changed in place) that would write latents to its cache write keys and values."""
+    for module in model.modules():
+        if hasattr(type(module), "expand_kv"):
+            vars(module)["forward"] = MethodType(_forward, module)
+            vars(module)["expand_kv"] = _as_they_are
+
+
+class _Expanding:
+    """A cache to which an attention writes latents, and which keeps heads; of none, it keeps nothing."""
+
+    def __init__(self, attention: nn.Module, cache: Any):
+        self.attention = attention
+        self.cache = cache
+
+    def update(
+        self, latent: torch.Tensor, rotated: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take latents [batch, 1, seq, kv_lora_rank] and the rotated part of keys [batch, 1, seq, qk_rope_head_dim];
+        return the keys and values [batch, heads, length, size] of all that is kept.
+        """
+        keys, values = _expanded(self.attention, latent, rotated)
+        if self.cache is None:
+            return keys, values
+        kept: tuple[torch.Tensor, torch.Tensor] = self.cache.update(keys, values, *args, **kwargs)
+        return kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+def _forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, past_key_values=_Expanding(self, past_key_values), **kwargs)
+
+
+def _as_they_are(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of `expand_kv`, behind a cache that gives keys and values."""
+    return keys, values
+
+
+def _expanded(attention: Any, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `expand_kv` computes, without writing into parts of a tensor, which a graph would have as scatters."""
+    sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
+    heads = attention.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, sum(sizes))).transpose(1, 2)
+    keys, values = torch.split(heads, sizes, dim=-1)
+    return torch.cat([keys, rotated.expand(-1, keys.shape[1], -1, -1)], dim=-1), values
