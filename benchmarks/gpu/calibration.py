@@ -66,7 +66,8 @@ def counting(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
         patterns = drawn(kind, setting.pick(1 << 25, 1 << 10), setting.device)
         right = torch.bincount(patterns.cpu(), minlength=PATTERNS)
         for way, count in ways.items():
-            found = part.tried(f"{way}, {kind}", partial(count, patterns))
+            late = part.late(f"{way}, {kind}", setting)
+            found = None if late else part.tried(f"{way}, {kind}", partial(count, patterns))
             if found is None:
                 continue
             took = seconds([partial(count, patterns)], setting, graph=False)
@@ -114,6 +115,8 @@ def overhead(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
         plain = seconds(work, setting, graph=False)
         nothing = torch.zeros(PATTERNS, dtype=torch.int64, device=setting.device)
         for way, count in {**ways, "nothing counted": lambda patterns: nothing.clone()}.items():
+            if part.late(f"overhead, {way}", setting):
+                continue
             with watched(decoder, count):
                 took = part.tried(f"overhead, {way}", lambda: seconds(work, setting, graph=False))
             if took is not None:

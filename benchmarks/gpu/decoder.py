@@ -28,8 +28,7 @@ def measure(setting: Setting, part: Part) -> None:
     """Decode at batch 16 in every kind, then the rest as far as the time goes."""
     bytes_: dict[str, tuple[int, int]] = {}
     for kind, make in KINDS.items():
-        if setting.over:
-            part.skipped[kind] = "the part's time is over"
+        if part.late(kind, setting):
             continue
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -50,8 +49,7 @@ def one_kind(kind: str, decoder: Decoder, setting: Setting, part: Part) -> None:
     for batch in setting.pick(BATCHES, (2, 1)):
         for cache in CACHES:
             name = f"{kind}, batch {batch}, cache {cache}"
-            if setting.over:
-                part.skipped[name] = "the part's time is over"
+            if part.late(name, setting):
                 continue
             part.tried(name, partial(decode, kind, decoder, batch, cache, setting, part))
     part.tried(f"{kind}: prefill", lambda: prefill(kind, decoder, setting, part))

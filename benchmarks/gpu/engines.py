@@ -64,10 +64,8 @@ def demo(setting: Setting, directory: Path) -> Run:
 
 def within(setting: Setting, part: Part, name: str, work: Callable[[Setting, Part, str], None]) -> None:
     """Do `work` if there is time; a runtime that refuses is an answer."""
-    if setting.over:
-        part.skipped[name] = "the part's time is over"
-        return
-    part.tried(name, lambda: work(setting, part, name))
+    if not part.late(name, setting):
+        part.tried(name, lambda: work(setting, part, name))
 
 
 def fp8(run: Run, runtime: str, form: WeightScale, setting: Setting, part: Part, name: str) -> None:

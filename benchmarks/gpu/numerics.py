@@ -6,6 +6,7 @@ multiples of 16 too; perplexity of the demo; and Transformer Engine's scales for
 """
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,15 +32,14 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
 
 def measure(setting: Setting, part: Part) -> None:
-    """All of it."""
-    codes(setting, part)
-    bits(setting, part)
-    for length in setting.pick(LENGTHS, (96, 256)):
-        sums(length, setting, part)
-    for length in (*setting.pick(LENGTHS, (64,)), ODD):
-        layers(length, setting, part)
-    transformer_engine(setting, part)
-    perplexity(setting, part)
+    """All of it, what takes longest last."""
+    steps: dict[str, Callable[[Setting, Part], None]] = {"codes": codes, "bits kept": bits}
+    steps |= {f"sums, K = {length}": partial(sums, length) for length in setting.pick(LENGTHS, (96, 256))}
+    steps |= {f"layers, K = {length}": partial(layers, length) for length in (*setting.pick(LENGTHS, (64,)), ODD)}
+    steps |= {"Transformer Engine as oracle of `delayed`": transformer_engine, "perplexity": perplexity}
+    for name, step in steps.items():
+        if not part.late(name, setting):
+            step(setting, part)
 
 
 def codes(setting: Setting, part: Part) -> None:

@@ -37,8 +37,7 @@ def measure(setting: Setting, part: Part) -> None:
         found: dict[str, dict[int, float]] = {}
         torch.compiler.reset()  # a function keeps eight programs, and each width is one
         for tokens in setting.pick(TOKENS, (1, 16)):
-            if setting.over:
-                part.skipped[f"{name}, {tokens} tokens"] = "the part's time is over"
+            if part.late(f"{name}, {tokens} tokens", setting):
                 continue
             for way, took in ways(outputs, width, tokens, setting, part, name).items():
                 found.setdefault(way, {})[tokens] = took

@@ -77,6 +77,13 @@ class Part:
         bound = "at least" if least else "at most"
         self.targets.append({"target": what, "found": found, "asked": bound, "limit": limit, "met": met})
 
+    def late(self, name: str, setting: Setting) -> bool:
+        """Whether there is no time left for `name`, which is then named under `skipped`."""
+        late = setting.over
+        if late:
+            self.skipped[name] = "the part's time is over"
+        return late
+
     def tried(self, name: str, work: Callable[[], T]) -> T | None:
         """What `work` gives; where it fails, None, and why under `skipped`: one contender must not end the others."""
         try:

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from gpu import run as script
 from gpu.adder_bits import cuts, kept_bits
 from gpu.products import break_even
-from gpu.timing import Part, shown
+from gpu.timing import Part, Setting, shown
 
 from fp8q.calibrate.measure.histogram import PATTERNS
 from fp8q.quantize.adder import Adder, add_in, add_products
@@ -138,6 +140,14 @@ def test_kernels_that_count_compile_for_hopper_within_its_shared_memory() -> Non
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["_private 0", f"_shared {4 * PATTERNS}"]
     assert 4 * PATTERNS < 227 * 1024
+
+
+@pytest.mark.parametrize("name", ["numerics", "calibration", "decoder"])
+def test_a_part_whose_time_is_over_begins_nothing_and_names_what_it_left_out(name: str) -> None:
+    part = Part(strict=True)
+    import_module(f"gpu.{name}").measure(Setting(dry=True, begun=time.monotonic() - 1000), part)
+    assert part.tables == {}
+    assert [*part.skipped.values()].count("the part's time is over") >= 3
 
 
 def test_a_contender_that_fails_is_named_and_ends_nothing_but_in_a_dry_run() -> None:
