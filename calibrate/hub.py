@@ -32,9 +32,10 @@ def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Itera
     """Turn what fetching the `kind` ("model", "data set") `name` can raise into an InputError; `remedy` says what to do
     without a network.
     """
-    from httpx import HTTPError
     from huggingface_hub import errors
 
+    unreachable: tuple[type[BaseException], ...]
+    unreachable = (*network_errors(), errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
     try:
         yield
     except errors.GatedRepoError:
@@ -50,18 +51,21 @@ def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Itera
             f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, "
             "or `hf auth login` if it is private"
         ) from None
-    except (
-        errors.HfHubHTTPError,
-        errors.LocalEntryNotFoundError,
-        errors.OfflineModeIsEnabled,
-        HTTPError,
-        ConnectionError,
-        TimeoutError,
-    ):
+    except unreachable:
         raise InputError(
             f"{name}: there is no such file or directory, and the hub cannot be reached to look for a {kind} of that "
             f"name; {remedy}"
         ) from None
+
+
+def network_errors() -> tuple[type[BaseException], ...]:
+    """What a network that does not answer raises: of the hub's client that is its own library's, httpx up to version
+    1, httpx2 from 2 on.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    library = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return library, HfHubHTTPError, ConnectionError, TimeoutError
 
 
 @contextmanager

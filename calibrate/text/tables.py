@@ -15,7 +15,7 @@ from ...files import regular_file
 from ...reporter import Reporter
 from ...undo import scratch
 from ..given import AGAIN, foreign, one_line
-from ..hub import hub_errors, quiet_hub
+from ..hub import hub_errors, network_errors, quiet_hub
 from .excerpts import spread, told
 from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
 
@@ -137,13 +137,11 @@ def unreadable(spec: str, remedy: str) -> Iterator[None]:
     """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises
     is `hub_errors`' to say.
     """
-    from httpx import HTTPError
-    from huggingface_hub.errors import HfHubHTTPError
 
     def refusal(error: BaseException) -> InputError:
         return InputError(f"{spec}: does not read: {one_line(error)}; {remedy}")
 
-    with foreign(refusal, HTTPError, HfHubHTTPError, ConnectionError, TimeoutError):
+    with foreign(refusal, *network_errors()):
         yield
 
 
