@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
+from types import SimpleNamespace
 from typing import IO, Any, TextIO
+from unittest.mock import patch
 
 #: Seconds that a template may take in all, to begin with and for every row; real ones take some 0.5 ms a row.
 START, EACH = 20.0, 0.02
@@ -128,8 +130,8 @@ def serve(questions: TextIO, answers: TextIO) -> None:
         try:
             date = datetime.now() if asked["answering"] else DATE  # noqa: DTZ005  # the reader's own
             text = render(
-                asked["template"], messages=asked["messages"], add_generation_prompt=asked["answering"],
-                strftime_now=date.strftime, **asked["tokens"],
+                asked["template"], date, messages=asked["messages"], add_generation_prompt=asked["answering"],
+                **asked["tokens"],
             )  # fmt: skip
             if len(text) > CHARACTERS:
                 raise ValueError(f"it makes {len(text):,} characters of one row")
@@ -140,21 +142,23 @@ def serve(questions: TextIO, answers: TextIO) -> None:
 
 
 def _renderer() -> Callable[..., str]:
-    """A function of a template and what it is told: transformers' own, or the same of Jinja alone where that is not
-    here.
+    """A function of a template, the date and what it is told: transformers' own, or the same of Jinja alone where that
+    is not here.
     """
     try:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils as own
     except ImportError:
         return _plain
 
-    def rendered(source: str, messages: list[dict[str, Any]], **told: Any) -> str:
-        return str(render_jinja_template([messages], chat_template=source, **told)[0][0])
+    def rendered(source: str, date: datetime, messages: list[dict[str, Any]], **told: Any) -> str:
+        # it asks the clock itself, and newer versions let no function be handed in
+        with patch.object(own, "datetime", SimpleNamespace(now=lambda: date)):
+            return str(own.render_jinja_template([messages], chat_template=source, **told)[0][0])
 
     return rendered
 
 
-def _plain(source: str, **told: Any) -> str:
+def _plain(source: str, date: datetime, **told: Any) -> str:
     """`source` rendered in the sandbox, with what templates expect of transformers: break and continue, `tojson` that
     escapes nothing for HTML, `raise_exception`, and blocks that mark what the model said.
     """
@@ -182,7 +186,7 @@ def _plain(source: str, **told: Any) -> str:
     )
     machine.filters["tojson"] = as_json
     machine.globals["raise_exception"] = refuse
-    return str(machine.from_string(source).render(**told))
+    return str(machine.from_string(source).render(strftime_now=date.strftime, **told))
 
 
 if __name__ == "__main__":

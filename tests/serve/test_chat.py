@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8q.calibrate.text.template import _plain, _renderer
+from fp8q.calibrate.text.template import DATE, _plain, _renderer
 from fp8q.errors import InputError
 from fp8q.serve.chat import ChatTemplate
 
@@ -18,14 +18,15 @@ FEATURES = """{%- for message in messages %}
     {% generation %}said{% endgeneration %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ strftime_now("%Y") }}{% endif %}"""
-TOLD = {"bos_token": "<s>", "add_generation_prompt": True, "strftime_now": lambda form: "2024"}
+TOLD = {"bos_token": "<s>", "add_generation_prompt": True}
 
 
 def test_without_transformers_the_sandbox_renders_the_same() -> None:
     messages = [{"role": "system", "content": "x"}, *MESSAGES]
-    expected = _renderer()(FEATURES, messages=messages, **TOLD)
+    expected = _renderer()(FEATURES, DATE, messages=messages, **TOLD)
     assert expected.startswith('<s>"<é>"')
-    assert _plain(FEATURES, messages=messages, **TOLD) == expected
+    assert expected.endswith("2024")
+    assert _plain(FEATURES, DATE, messages=messages, **TOLD) == expected
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_without_transformers_the_sandbox_renders_the_same() -> None:
 def test_the_sandbox_refuses_what_transformers_refuses(source: str) -> None:
     for render in (_renderer(), _plain):
         with pytest.raises(Exception, match="no|unsafe|not safe|immutable"):
-            render(source, messages=list(MESSAGES))
+            render(source, DATE, messages=list(MESSAGES))
 
 
 def write(directory: Path, **config: Any) -> ChatTemplate:

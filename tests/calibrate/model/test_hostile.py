@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,10 @@ def tokenizer_json(path: Path, change: Callable[[dict[str, Any]], object]) -> No
 def test_a_tokenizer_that_panics_is_one_line(damaged: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer_json(damaged, lambda content: content["model"].update(continuing_subword_prefix="##########"))
     found = refusal(damaged, read=True)
-    assert found.startswith(f"{damaged}: its tokenizer does not load: byte index 10 is out of bounds of `")
+    assert found.startswith(f"{damaged}: its tokenizer does not load: ")
+    assert re.search(
+        "byte index 10 is out of bounds of `|out of range for slice of length", found
+    )  # tokenizers 0.22; 0.23
     assert found.endswith(TOKENIZER)
     assert capfd.readouterr() == ("", "")
 
