@@ -93,6 +93,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let it look again: what is still frozen at the end, Triton's bindings tell of as leaked, in hundreds of lines."""
+    gc.unfreeze()
+
+
 def group_of(nodeid: str) -> str:
     """Which tests share what is made once: those of a finished run of an architecture, whose parameter is its name and
     what it is (`pipeline/conftest.py`), and those of a file.
