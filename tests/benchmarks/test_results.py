@@ -37,6 +37,7 @@ NOT_MEASURED = (
     "| `--kv-cache` | keys | values | bytes of a position, against BF16 | `model/` says so to transformers and vLLM |",
     "| | formula | Llama 3.1 70B | Llama 3.1 405B |",
     "| part | what it asks | asked for |",
+    "| library | the tested set | the newest | what differs |",
 )
 
 
