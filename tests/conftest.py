@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
+WithoutGraphs = Callable[[], AbstractContextManager[None]]
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # some tests import ONNX Runtime themselves
@@ -362,6 +363,21 @@ def keeping_graphs(made_once: MadeOnce) -> KeepingGraphs:
             yield
 
     return keeping
+
+
+@pytest.fixture(scope="session")
+def without_graphs() -> WithoutGraphs:
+    """`with without_graphs():` the stage `export` makes nothing: for tests of what comes before it."""
+
+    @contextmanager
+    def without() -> Iterator[None]:
+        from fp8q.stages import graphs
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graphs, "export", lambda *_: None)
+            yield
+
+    return without
 
 
 @pytest.fixture(scope="session")

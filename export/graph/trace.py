@@ -184,7 +184,8 @@ def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
 def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
     """What torch's exporter makes of `graph`."""
     config = graph.model.config
-    with quiet(), torch.no_grad():
+    # with sizes that are symbols, what the cache of fake tensors keeps costs more to give back than to compute
+    with quiet(), torch.no_grad(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         inputs, shapes = example(graph, config, plan)
         try:
             program = torch.export.export(graph, inputs, dynamic_shapes=shapes, strict=False)

@@ -6,6 +6,7 @@ Its graph is in test_expert_graphs.py.
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from fp8q.validate.sensitivity.site import AS_IT_IS
 from fp8q.validate.sensitivity.sites import Quantizer, sites_of
 
 from ..calibrate.model.damage import rewrite
-from ..conftest import KeepingGraphs, Result, Texts
+from ..conftest import KeepingGraphs, Result, Texts, WithoutGraphs
 from ..mixtures import MIXTURES, random_mixture, starve
 
 #: Four batches: fewer, and nothing is said of whether the text was enough.
@@ -151,12 +152,14 @@ def test_the_reference_holds_the_codes_of_each_expert(trained: Run, shared_check
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_fused_files_give_the_checkpoint_of_files_of_an_expert_a_tensor(
-    name: str, text: tuple[Path, Path], tmp_path: Path
+    name: str, text: tuple[Path, Path], tmp_path: Path, without_graphs: WithoutGraphs
 ) -> None:
-    written = []
+    written, traced = [], name == "olmoe"  # graphs of the others are in test_expert_graphs.py
     for kept in (True, False):
         path = random_mixture(tmp_path / f"{name}-{kept}", name, save_original_format=kept)
-        run = api.calibrate(str(path), str(text[0]), tmp_path / f"run-{kept}", str(text[1]), OPTIONS)
+        with nullcontext() if traced else without_graphs():
+            run = api.calibrate(str(path), str(text[0]), tmp_path / f"run-{kept}", str(text[1]), OPTIONS)
+        assert run.onnx.is_file() == traced
         written.append((weights_of(run), load_file(run.model / "experts.safetensors"), run.scales.read_bytes()))
     for one, other in zip(written[0][:2], written[1][:2], strict=True):
         assert one.keys() == other.keys()
@@ -172,11 +175,12 @@ def test_fused_files_give_the_checkpoint_of_files_of_an_expert_a_tensor(
     "how", [{"activation_terms": 2}, {"weight_rounding": "gptq"}, {"weight_rounding": "sequential"}]
 )
 def test_a_starved_expert_is_named_and_rounded_to_nearest_whatever_the_others(
-    how: dict[str, object], starving: Run, text: tuple[Path, Path], tmp_path: Path
+    how: dict[str, object], starving: Run, text: tuple[Path, Path], tmp_path: Path, without_graphs: WithoutGraphs
 ) -> None:
     path = starving.record().model["path"]
     options = CalibrateOptions(samples=16, seq_len=64, min_expert_tokens=100, **how)  # type: ignore[arg-type]
-    run = api.calibrate(path, str(text[0]), tmp_path / "run", str(text[1]), options)
+    with without_graphs():
+        run = api.calibrate(path, str(text[0]), tmp_path / "run", str(text[1]), options)
     scales = load_scales(run)
     few = "model.layers.0.mlp.experts.2.down_proj"
     others = [scales.activations[few.replace("experts.2", f"experts.{n}")] for n in (0, 1, 3)]
@@ -249,9 +253,12 @@ def test_all_experts_is_for_mixtures(demo_checkpoint: Path, text: tuple[Path, Pa
     assert str(refused.value) == (f"--all-experts: {demo_checkpoint} (LlamaForCausalLM) has no experts; leave it out")
 
 
-def test_scales_are_chosen_again_with_another_least_number_of_tokens(starving: Run, tmp_path: Path) -> None:
+def test_scales_are_chosen_again_with_another_least_number_of_tokens(
+    starving: Run, tmp_path: Path, without_graphs: WithoutGraphs
+) -> None:
     run = Run(Path(shutil.copytree(starving.root, tmp_path / "run")))
-    api.scales(run.root, RescaleOptions(min_expert_tokens=0))
+    with without_graphs():
+        api.scales(run.root, RescaleOptions(min_expert_tokens=0))
     skipped = load_scales(run).skipped["model.layers.0.mlp.experts.2.down_proj"]
     assert skipped.reason == "never observed: no token of the calibration text reached it"
     assert ScaleOptions().min_expert_tokens == 512

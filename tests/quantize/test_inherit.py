@@ -112,9 +112,10 @@ def test_all_that_follows_works_as_ever(
     linted = api.lint(run.root)
     assert isinstance(linted, LintedRun)
     assert not linted.findings
-    wanted = api.ValidateOptions(runtimes=("bf16", "reference"))
+    wanted, short = api.ValidateOptions(runtimes=("bf16", "reference")), tmp_path / "short.txt"
+    short.write_text(held_out.read_text(encoding="utf-8")[:6_000], encoding="utf-8")
     loss = {
-        each.root: api.validate(each.root, options=wanted).runtimes["reference"].kl_mean_nats
+        each.root: api.validate(each.root, str(short), wanted).runtimes["reference"].kl_mean_nats
         for each in (run, Run(Path(shutil.copytree(demo_run.root, tmp_path / "demo"))))
     }
     assert 0 < (loss[run.root] or 0) < (loss[tmp_path / "demo"] or 0)

@@ -25,18 +25,20 @@ DAMAGED, GROUP = f"{ATTENTION}.q_proj", {f"{ATTENTION}.{part}_proj" for part in 
 WINDOWS = 4
 
 
-def kl_of(run: Run, exact_logits: Logits) -> float:
-    """KL from transformers' model in FP32 to the run's checkpoint, a token of its evaluation text that is scored."""
+def kl_of(run: Run, exact_logits: Logits, windows: int | None = None) -> float:
+    """KL from transformers' model in FP32 to the run's checkpoint, a token of its evaluation text, or of its first
+    `windows`, that is scored.
+    """
     text = evaluation(run, None, ValidateOptions(), SILENT)
     source = AutoModelForCausalLM.from_pretrained(source_of(run).path, dtype=torch.float32)
     total = 0.0
-    for ids, scored in zip(text.ids, text.scored, strict=True):
+    for ids, scored in zip(text.ids[:windows], text.scored[:windows], strict=True):
         with torch.inference_mode():
             log_p = source(input_ids=torch.from_numpy(ids[None])).logits[0].log_softmax(-1)
         log_q = torch.from_numpy(exact_logits(run, ids[None]))[0].log_softmax(-1)
         kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
         total += float(kl[:-1][scored[1:]].sum())
-    return total / int(text.scored[:, 1:].sum())
+    return total / int(text.scored[:windows, 1:].sum())
 
 
 @pytest.fixture
@@ -48,19 +50,19 @@ def copied(demo_run: Run, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def healed(demo_run: Run, exact_logits: Logits, keeping_graphs: Any) -> Callable[[Run, str, str, str], Run]:
+def healed(demo_run: Run, exact_logits: Logits, without_graphs: Any) -> Callable[[Run, str, str, str], Run]:
     """`healed(run, module, kind, choice)`: the damaged run, found and repaired within twice what the healthy one loses,
     by what is to become of the module alone.
     """
 
     def heal(run: Run, module: str, kind: str, choice: str) -> Run:
-        budget = 2 * kl_of(demo_run, exact_logits)
-        assert kl_of(run, exact_logits) > 10 * budget
+        budget = 2 * kl_of(demo_run, exact_logits, WINDOWS)
+        assert kl_of(run, exact_logits, WINDOWS) > 10 * budget
         worst, second = api.sensitivity(run.root, SensitivityOptions(windows=WINDOWS)).modules[:2]
         assert (worst.module, worst.kind) == (module, kind)
         assert worst.kl_nats > 10 * second.kl_nats
         before = load_scales(run)
-        with keeping_graphs():
+        with without_graphs():  # test_tune.py has one made
             found = api.tune(run.root, TuneOptions(windows=WINDOWS, max_kl=budget), apply=True)
         assert [(change.module, change.choice) for change in found.changes] == [(module, choice)]
         assert found.met
@@ -92,12 +94,12 @@ def test_a_saturating_cache_is_scaled_again(healed: Any, copied: Run, demo_run: 
 
 
 def test_outlier_channels_take_two_terms(
-    healed: Any, demo_checkpoint: Path, demo_texts: Any, demo_run: Run, keeping_graphs: Any, tmp_path: Path
+    healed: Any, demo_checkpoint: Path, demo_texts: Any, demo_run: Run, without_graphs: Any, tmp_path: Path
 ) -> None:
     rescale_outliers(demo_checkpoint, tmp_path / "damaged", DAMAGED)
     texts = str(demo_texts.calibration), str(demo_run.root.parent / "evaluation.txt")
     options = CalibrateOptions(kv_cache="fp8", samples=24, seq_len=256)
-    with keeping_graphs():
+    with without_graphs():
         run = api.calibrate(str(tmp_path / "damaged"), texts[0], tmp_path / "run", texts[1], options)
     scales = load_scales(healed(run, DAMAGED, "activation", "two_terms"))
     assert set(scales.two_terms) == GROUP

@@ -31,10 +31,10 @@ WINDOWS = 4
 
 
 @pytest.fixture(scope="module")
-def run(demo_run: Run, keeping_graphs: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(demo_run: Run, without_graphs: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The demo's run, of which one layer is quantized."""
     found = Run(Path(shutil.copytree(demo_run.root, tmp_path_factory.mktemp("tune") / "run")))
-    with keeping_graphs():
+    with without_graphs():
         api.scales(found.root, api.RescaleOptions(only=("*.layers.2.*",), kv_cache="v"))
     return found
 
@@ -172,6 +172,7 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
         found = api.tune(copy.root, TuneOptions(windows=WINDOWS, max_kl=tuned.max_kl), apply=True)
     assert found.met
     assert found.chosen is not None
+    assert copy.onnx.is_file()
     scales = load_scales(copy)
     assert scales.two_terms == [name for name in scales.weights if name in found.chosen.recipe.two_terms]
     assert {weight.rounding for weight in scales.weights.values()} == {found.chosen.weight_rounding}
