@@ -51,7 +51,7 @@ class Form:
     `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
     the modules that text does not reach, which stay as they are; `positions`: how many a graph serves, where those are
     fewer than the model's; `stored`: the names in the files of modules beside and among experts, which are those that
-    vLLM reads; `experts`: the products of experts.
+    vLLM reads; `experts`: the products of experts, and `layers` the modules that hold those of a layer.
     """
 
     modules: Mapping[str, nn.Module]
@@ -63,6 +63,7 @@ class Form:
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
+    layers: tuple[str, ...] = ()
 
     def in_files(self, module: str) -> str:
         """What the files call a module."""
@@ -147,6 +148,7 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
         positions=source.served_positions if fewer else None,
         stored=stored,
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),
+        layers=tuple(places),
     )
 
 
