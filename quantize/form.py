@@ -18,6 +18,7 @@ from ..calibrate.model.classes import beside, own_attention
 from ..calibrate.model.experts import experts_of
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
+from .policy import parted_experts
 from .scales import Scales
 from .stored import CACHE_FILE
 
@@ -93,7 +94,7 @@ class Form:
             "(`longrope` has others for longer ones)"
         )
 
-    def remark(self, architecture: str, cache_parts: str) -> str | None:
+    def remark(self, architecture: str, scales: Scales) -> str | None:
         """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
         if not self.loadable:
             return (
@@ -101,12 +102,13 @@ class Form:
                 "and ONNX run `model/`, transformers and vLLM cannot load it"
             )
         if self.experts:
+            vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             return (
                 f"transformers {transformers_version()} has no FP8 form for the experts of {architecture}: it loads "
-                "`model/` with experts of random numbers, and a report of keys that are missing. fp8q reads it, and "
-                "vLLM documents this layout, with a scale for each token of what experts read"
+                "`model/` with experts of random numbers, and a report of keys that are missing. fp8q reads it"
+                f"{'' if parted_experts(self.layers, scales) else vllm}"
             )
-        if cache_parts == "kv" and not self.cache:
+        if scales.cache_parts == "kv" and not self.cache:
             return (
                 f"transformers and vLLM have no place for the scales of {architecture}'s cache, and keep it in the "
                 f"compute type: model/{CACHE_FILE} has them, for fp8q and ONNX"
