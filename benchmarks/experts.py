@@ -1,16 +1,20 @@
 """An `If` an expert, as `fp8q export` writes them, beside all experts as one batched product: one layer of a mixture.
 
-    python benchmarks/experts.py [--experts 8 64 128] [--deep 8x8 16x8]
+    python benchmarks/experts.py [--experts 8 64 128] [--deep 8x8 16x8 32x8 1x64 1x128 1x256]
+        [--keep --save experts]
 
 A random Qwen3-MoE of one layer (width 512, experts of 256, 8 of them a token; 2 of 8), calibrated and exported; then
 the same graph in which the branches are one product [experts, tokens, in] × [experts, in, out] for each of gate, up and
 down. TensorRT-RTX builds both for sm89: seconds, bytes, kernels, products on FP8 codes, and how often a program waits
 for a number from the device. ONNX Runtime runs both, one thread: a decode step and a prompt. What a decode step reads
 of the experts' weights follows from the routing. Both forms have to give the same logits, at most positions, since a
-code on a midpoint may fall either way. Last, how long building takes with the number of branches in all: models of
-several layers, as narrow as can be. Prints one JSON line.
+code on a midpoint may fall either way. Last, how long building takes with the number of branches in all, in processor
+time too, which others on the machine change little: models of one layer and of several, as narrow as can be. `--keep`
+measures the shapes that are named, and leaves the others as the saved result has them, with the commit that they are
+of. Prints one JSON line.
 """
 
+import json
 import re
 import statistics
 import sys
@@ -24,7 +28,7 @@ import onnx
 import onnxruntime
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
-from result import arguments, described, publish
+from result import RESULTS, arguments, described, publish
 from safetensors import safe_open
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -44,6 +48,8 @@ EXPERTS = "model.layers.0.mlp.experts"
 LIMIT = 1e-5
 #: Width, width of an expert, of models with many branches.
 NARROW = (128, 64)
+#: Their layers and the experts of each: up to as many branches as `export` takes, in many layers and in one.
+DEEP = ["8x8", "16x8", "32x8", "1x64", "1x128", "1x256"]
 
 
 def chosen(experts: int) -> int:
@@ -150,14 +156,15 @@ def codes(run: Run, modules: list[str], name: str) -> TensorProto:
 
 def built(graph: Path) -> dict[str, Any]:
     """What TensorRT-RTX makes of a graph."""
-    start = time.monotonic()
+    start, worked = time.monotonic(), time.process_time()
     data = bytes(build(graph, Job("tensorrt-rtx", "sm89", profiles(8, 512)), SILENT))
-    seconds = time.monotonic() - start
+    seconds, work = time.monotonic() - start, time.process_time() - worked
     plan = read_plan(data)
     assert plan is not None, "this version's plans read"
     of_experts = [product for product in plan.profiles[1] if any(_of_experts(node) for node in product.nodes)]
     return {
         "build_seconds": round(seconds, 1),
+        "build_processor_seconds": round(work, 1),
         "bytes": len(data),
         "kernels": len(plan.kernels[1]) + len(plan.profiles[1]),
         "products": len(of_experts),
@@ -235,12 +242,11 @@ def measure(experts: int, folder: Path) -> dict[str, Any]:
 
 
 def deep(layers: int, experts: int, folder: Path) -> dict[str, Any]:
-    """What the branches of several layers cost to export and to build."""
-    options, start = api.CalibrateOptions(samples=4, seq_len=64), time.monotonic()
+    """What the branches of all layers cost to build."""
+    options = api.CalibrateOptions(samples=4, seq_len=64)
     model = mixture(folder / "model", experts, layers, *NARROW)
     run = api.calibrate(str(model), str(DEMO / "calibration.txt"), folder / "run", options=options)
-    seconds = time.monotonic() - start
-    return {"branches": layers * experts, "calibrate_and_export_seconds": round(seconds, 1)} | {
+    return {"branches": layers * experts} | {
         name: figure
         for name, figure in built(run.onnx).items()
         if not name.endswith("products")  # of one layer
@@ -250,21 +256,25 @@ def deep(layers: int, experts: int, folder: Path) -> dict[str, Any]:
 def main() -> int:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--deep", nargs="*", default=["8x8", "16x8"], metavar="LAYERSxEXPERTS")
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 128])
+    parser.add_argument("--deep", nargs="*", default=DEEP, metavar="LAYERSxEXPERTS")
+    parser.add_argument("--experts", type=int, nargs="*", default=[8, 64, 128])
+    parser.add_argument("--keep", action="store_true", help="keep the saved result's other shapes; needs --save")
     given = parser.parse_args()
     head = described("experts", (api.EngineOptions,))
-    results = {}
+    before = json.loads((RESULTS / f"{given.save}.json").read_text(encoding="utf-8")) if given.keep else {}
+    results = dict(before.get("results", {}))
     for experts in given.experts:
         with tempfile.TemporaryDirectory() as folder:
             results[f"{experts}"] = measure(experts, Path(folder))
-    depths = {}
+    depths = dict(before.get("deep", {}))
     for shape in given.deep:
         with tempfile.TemporaryDirectory() as folder:
             layers, each = map(int, shape.split("x"))
             depths[shape] = deep(layers, each, Path(folder))
     passed = all(each["median_difference"] < LIMIT for each in results.values())
-    return publish(head, {"results": results, "deep": depths, "passed": passed}, given.save)
+    anew = [*map(str, given.experts), *given.deep]
+    kept = {"kept": {"commit": before["commit"], "not": anew}} if given.keep else {}
+    return publish(head, {**kept, "results": results, "deep": depths, "passed": passed}, given.save)
 
 
 if __name__ == "__main__":

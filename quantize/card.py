@@ -5,6 +5,7 @@ import re
 from ..calibrate.model.source import Source
 from .form import Form, transformers_version
 from .inherit import became
+from .policy import parted_experts
 from .scales import INHERITED, Scales
 from .stored import CACHE_FILE, EXPERT_FILE
 
@@ -97,9 +98,15 @@ LOADABLE = """\
 #: In place of `LOADABLE` where there are experts.
 MIXTURE = """\
 **transformers cannot load its experts**: it holds all experts of a layer in one tensor, and version {version}
-makes none of FP8 ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. vLLM
-documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token. The static
-scales that fp8q runs them with are in `{file}`."""
+makes none of FP8 ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. {vllm} The
+static scales that fp8q runs them with are in `{file}`."""
+HOSTED_EXPERTS = """\
+vLLM
+documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token."""
+#: Where only some of a layer's experts are in codes.
+PARTED_EXPERTS = """\
+**Nor can
+vLLM**: {remark}."""
 
 UNLOADABLE = """\
 **transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which
@@ -127,7 +134,7 @@ def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = Fals
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
-        loading=_loading(plain(architecture), scales.cache_parts, form),
+        loading=_loading(plain(architecture), scales, form),
         graphs=_graphs(form),
     )
 
@@ -184,12 +191,15 @@ def code(text: str) -> str:
     return f"{fence}{gap}{line}{gap}{fence}"
 
 
-def _loading(architecture: str, cache_parts: str, form: Form) -> str:
+def _loading(architecture: str, scales: Scales, form: Form) -> str:
     """How to load the checkpoint, or that it cannot be."""
+    cache_parts = scales.cache_parts
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
-        return MIXTURE.format(version=transformers_version(), file=EXPERT_FILE)
+        remark = parted_experts(form.layers, scales)
+        vllm = PARTED_EXPERTS.format(remark=plain(remark)) if remark else HOSTED_EXPERTS
+        return MIXTURE.format(version=transformers_version(), file=EXPERT_FILE, vllm=vllm)
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",

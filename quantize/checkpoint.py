@@ -82,7 +82,7 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    for remark in (form.remark(source.architecture, scales.cache_parts), form.limit):
+    for remark in (form.remark(source.architecture, done), form.limit):
         if remark is not None:
             report.note(remark)
     return done

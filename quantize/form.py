@@ -18,6 +18,7 @@ from ..calibrate.model.classes import beside, own_attention
 from ..calibrate.model.experts import experts_of
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
+from .policy import parted_experts
 from .scales import Scales
 from .stored import CACHE_FILE
 
@@ -51,7 +52,7 @@ class Form:
     `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
     the modules that text does not reach, which stay as they are; `positions`: how many a graph serves, where those are
     fewer than the model's; `stored`: the names in the files of modules beside and among experts, which are those that
-    vLLM reads; `experts`: the products of experts.
+    vLLM reads; `experts`: the products of experts, and `layers` the modules that hold those of a layer.
     """
 
     modules: Mapping[str, nn.Module]
@@ -63,6 +64,7 @@ class Form:
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
+    layers: tuple[str, ...] = ()
 
     def in_files(self, module: str) -> str:
         """What the files call a module."""
@@ -92,7 +94,7 @@ class Form:
             "(`longrope` has others for longer ones)"
         )
 
-    def remark(self, architecture: str, cache_parts: str) -> str | None:
+    def remark(self, architecture: str, scales: Scales) -> str | None:
         """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
         if not self.loadable:
             return (
@@ -100,12 +102,13 @@ class Form:
                 "and ONNX run `model/`, transformers and vLLM cannot load it"
             )
         if self.experts:
+            vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             return (
                 f"transformers {transformers_version()} has no FP8 form for the experts of {architecture}: it loads "
-                "`model/` with experts of random numbers, and a report of keys that are missing. fp8q reads it, and "
-                "vLLM documents this layout, with a scale for each token of what experts read"
+                "`model/` with experts of random numbers, and a report of keys that are missing. fp8q reads it"
+                f"{'' if parted_experts(self.layers, scales) else vllm}"
             )
-        if cache_parts == "kv" and not self.cache:
+        if scales.cache_parts == "kv" and not self.cache:
             return (
                 f"transformers and vLLM have no place for the scales of {architecture}'s cache, and keep it in the "
                 f"compute type: model/{CACHE_FILE} has them, for fp8q and ONNX"
@@ -147,6 +150,7 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
         positions=source.served_positions if fewer else None,
         stored=stored,
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),
+        layers=tuple(places),
     )
 
 

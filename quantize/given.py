@@ -19,22 +19,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calibrate.model.coded import CODES
+from ..calibrate.model.coded import CODES, MODELOPT_FILE
 from ..calibrate.model.source import Source
 from ..calibrate.model.weights import Header
 from ..errors import InputError
 from ..headers import read_header
 from .forms.declared import READ, declared_form
-from .forms.read import Checkpoint, Codes, Located
+from .forms.read import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, sound_tensors
 from .scales import SMALLEST_SCALE
+from .stored import CACHE_FILE, EXPERT_FILE
 from .weights import QuantizedWeight, inherited_summary
 
 
 @dataclass(frozen=True)
 class Given:
-    """An FP8 checkpoint that has been looked through: a `Coding`."""
+    """An FP8 checkpoint that has been looked through: a `Coding`. `beside`: files with more of it than the weights."""
 
     checkpoint: Checkpoint
+    beside: tuple[Path, ...] = ()
 
     @cached_property
     def weights(self) -> Mapping[str, Codes]:
@@ -144,7 +146,11 @@ def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping
         for file in files
         for each, stored in read_header(file).items()
     }
-    given = Given(Checkpoint(path, config, declared, tensors, ()))
+    beside = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
+    for file in beside:
+        if file.name != MODELOPT_FILE and file not in files:
+            tensors |= _scales_beside(file)
+    given = Given(Checkpoint(path, config, declared, tensors, ()), tuple(beside))
     _check_codes(given, name)
     rest = given.headers(headers)
     if other := next(
@@ -155,6 +161,21 @@ def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping
             "are matrices in F8_E4M3; give the checkpoint it was made from, in BF16"
         )
     return given
+
+
+def _scales_beside(file: Path) -> dict[str, Located]:
+    """The static scales in a file that fp8q writes beside the weights, for loaders that have no place for them. Raises
+    InputError for a file that is damaged.
+    """
+    problems: list[tuple[str, str]] = []
+    found = {
+        name: tensor
+        for name, tensor in sound_tensors(file, problems)
+        if name.rpartition(".")[2] in (*INPUT_SCALES["compressed-tensors"], *CACHE_SCALES)
+    }
+    if problems:
+        raise InputError(f"{file}: {problems[0][1]}; copy or download it again")
+    return found
 
 
 def _check_codes(given: Given, name: str) -> None:

@@ -108,7 +108,8 @@ def remarks(
             f"{source.name}, and {'have' if len(wide) > 1 else 'has'} now"
         )
     if options.inherit and given.cache_scales and not scales.kv_cache:
-        yield f"--inherit: {source.name} has scales of an FP8 cache, which --kv-cache fp8 takes too"
+        parts = "fp8" if any(name.endswith(".k") for name in given.cache_scales) else "v"
+        yield f"--inherit: {source.name} has scales of an FP8 cache, which --kv-cache {parts} takes too"
     for members in groups.values() if options.inherit else ():
         found = {name: given.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights}
         if len(set(found.values())) > 1:

@@ -88,15 +88,16 @@ def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
     return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def parted(groups: Iterable[Sequence[str]], scales: Scales) -> str | None:
+def parted(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
     """A warning where, of sibling modules that read one tensor, only some run in FP8; None where there are none such.
 
     vLLM makes one product of such siblings (q, k and v; gate and up), and wants them all in one scheme. `groups`:
-    modules that receive the same tensor.
+    modules that receive the same tensor; of those in `experts`, modules that hold a layer's, `parted_experts` tells.
     """
     families: dict[tuple[str, ...], None] = {}
+    held = tuple(f"{layer}." for layer in experts)
     for members in groups:
-        for parent in {member.rpartition(".")[0] for member in members}:
+        for parent in {member.rpartition(".")[0] for member in members if not member.startswith(held)}:
             families[tuple(member for member in members if member.rpartition(".")[0] == parent)] = None
     found = [family for family in families if 0 < sum(member in scales.skipped for member in family) < len(family)]
     if not found:
@@ -106,6 +107,32 @@ def parted(groups: Iterable[Sequence[str]], scales: Scales) -> str | None:
     return (
         f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
         "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
+    )
+
+
+def parted_experts(experts: Iterable[str], scales: Scales) -> str | None:
+    """A warning where, of the products of one layer's `experts` (the modules that hold them), only some run in FP8;
+    None where there are none such.
+
+    vLLM holds the experts of a layer in one tensor, and asks its expert 0 how all of them are stored (0.32's
+    compressed_tensors_moe.py, read): it refuses where the products of that one differ, and else reads codes as values,
+    or values as codes.
+    """
+    found: list[tuple[str, list[str], int]] = []
+    for layer in experts:
+        inside = [name for name in (*scales.activations, *scales.skipped) if name.startswith(f"{layer}.")]
+        wide = [name for name in inside if name in scales.skipped]
+        if 0 < len(wide) < len(inside):
+            found.append((layer, wide, len(inside)))
+    if not found:
+        return None
+    layer, wide, count = found[0]
+    named = ", ".join(name.removeprefix(f"{layer}.") for name in wide[:3]) + (" …" if len(wide) > 3 else "")
+    others = f", and so in {len(found) - 1} more {'layers' if len(found) > 2 else 'layer'}" if len(found) > 1 else ""
+    return (
+        f"{layer}: {len(wide)} of {count} products of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
+        "takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads it wrong in "
+        "silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
     )
 
 

@@ -5,14 +5,14 @@
 The model goes through memory one decoder layer at a time, as `calibrate.measure.stream` has it, twice: the float one
 and the quantized one, in FP32, their hidden states in two files each, 4 · tokens · width bytes, of which a layer reads
 one and writes the other: a killed run goes on at the layer it was in. The groups of a layer are rounded in the order
-they are called in, each after a pass of all batches up to its input through both. Where the two have not the same
+they are called in, each after a pass of all batches up to its input through both, experts' last products after one
+for many (`gathered`). Where the two have not the same
 tokens (experts) there is no M, nor for what all experts of a layer read, which would have a column for each of their
 rows: H is of the quantized model, and w* = w. What is outside the layers is rounded to nearest.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,20 +22,20 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..calibrate.measure.moments import add_product
 from ..calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
 from ..calibrate.model.decoder import Call, NoChainError
-from ..calibrate.model.experts import seen_at
+from ..calibrate.model.experts import routed_products, seen_at
 from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
 from ..errors import InputError
 from ..reporter import Reporter
 from .formats import TWO_TERMS
+from .gathered import Gathered, Got, Place, passes
 from .linear import code_values, two_code_values
 from .residual import bases
 from .rounded import Rounded
 from .scales import Scales, TensorScale
-from .target import Sums, target
+from .target import target
 from .weight_rounding import Compensation, compensation_of
 from .weights import QuantizedWeight, WeightMethod, quantize_weight
 
@@ -70,17 +70,6 @@ def _no_layers(error: NoChainError) -> InputError:
     return InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq")
 
 
-@dataclass(frozen=True)
-class Place:
-    """An input: of the group of `first`, decided as that of `member`; its product is added to what `base` gets (empty:
-    to what the layer gets; None: to nothing that is known).
-    """
-
-    first: str
-    member: str
-    base: str | None
-
-
 class Reached(Exception):  # noqa: N818  # it stops a forward pass and is no error
     """Stops a layer at the input that is looked at."""
 
@@ -113,6 +102,7 @@ class Sequence(Chain):
         super().__init__(source, device, torch.float32)
         self.activations, self.method, self.batches, self.seen = scales.activations, method, batches, seen
         self.unknown = unknown
+        self.routed = {name for products in routed_products(self.model).values() for name in products}
         files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
         size = sum(ids.size for ids in batches.values()) * self.answer.width * self.answer.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
@@ -178,14 +168,10 @@ class Sequence(Chain):
         added = bases(
             self.model, layer, inside, entering[0].read(batch, self.device), partial(through, entering[0], batch)
         )
-        for first, members in self.groups.items():
-            known = [name for name in members if name in self.activations and name not in self.unknown]
-            chosen = [name for name in known if name in inside]
-            if chosen:
-                at = Place(first, chosen[0], added.get(first) if members == [first] else None)
-                rows = {name: rows_of(self.products[name]) for name in chosen}
-                found, wanted = self._goals(at, rows, entering, through, weights)
-                for name, weight in rows.items():
+        for places in passes(self._places(inside, added), self.routed):
+            for gathered in self._gathered(places, entering, through, weights):
+                found, wanted = _goals(gathered)
+                for name, weight in gathered.rows.items():
                     made = quantize_weight(weight, self.method, found, wanted=wanted.get(name))
                     if isinstance(made, QuantizedWeight):
                         self.rounded.add(name, made)
@@ -200,84 +186,65 @@ class Sequence(Chain):
         numbers = made.codes.float() * made.scale[:, None]
         return numbers.movedim(0, output_axis(self.products[name])).contiguous().to(self.device)
 
-    def _goals(
-        self,
-        at: "Place",
-        rows: Mapping[str, torch.Tensor],
-        entering: tuple[HiddenStates, HiddenStates],
-        through: Callable[[HiddenStates, int], torch.Tensor],
-        weights: Mapping[str, torch.Tensor],
-    ) -> tuple[Compensation, dict[str, torch.Tensor]]:
-        """The compensation of what a place gets in the quantized model, and what each of its weights `rows` is to come
-        close to, where that is not the weight itself.
-        """
-        halves, same = self._sums(at, rows, entering, through, weights)
-        wanted: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, weight in rows.items() if same else ():
-            wanted[name] = target(weight, *halves, slice(start, start + len(weight)))
-            start += len(weight)
-        moments = halves[0].moments.add_(halves[1].moments)
-        del halves  # before H is factored: of a wide input they are gigabytes
-        return compensation_of(at.first, moments), wanted
+    def _places(self, inside: Collection[str], added: Mapping[str, str]) -> Iterator[Place]:
+        """The inputs of the products `inside` a layer that are rounded, in the order they are called in."""
+        for first, members in self.groups.items():
+            chosen = [name for name in members if name in self.activations and name not in self.unknown]
+            if chosen := [name for name in chosen if name in inside]:
+                base = added.get(first) if members == [first] else None
+                whole = first not in self.routed and seen_at(self.model, first) is self.products[first]
+                shapes = [_rows(self.products[name]).shape for name in chosen]
+                yield Place(first, tuple(chosen), base, whole, (shapes[0][1], sum(shape[0] for shape in shapes)))
 
-    def _sums(
+    def _gathered(
         self,
-        at: "Place",
-        rows: Mapping[str, torch.Tensor],
+        places: list[Place],
         entering: tuple[HiddenStates, HiddenStates],
         through: Callable[[HiddenStates, int], torch.Tensor],
         weights: Mapping[str, torch.Tensor],
-    ) -> tuple[tuple[Sums, Sums], bool]:
-        """What a place gets and has lost, over every other batch and over those between, and whether the two models
-        give it the same tokens: where they do not, only the moments of both halves together mean anything.
+    ) -> Iterator[Gathered]:
+        """What `places` get and have lost, by one pass of all batches through both models; each is given up when it was
+        taken.
         """
-        width = next(iter(rows.values())).shape[1]
-        same = seen_at(self.model, at.first) is self.products[at.first]  # M of all experts of a layer is not held
-        halves = Sums(width, out := sum(map(len, rows.values())) if same else 0), Sums(width, out)
+        held = [Gathered(place, {name: rows_of(self.products[name]) for name in place.members}) for place in places]
         for number, (batch, ids) in enumerate(self.batches.items()):
-            exact = self._seen(at, entering[0], batch, through)
+            exact = self._seen(places, entering[0], batch, through)
             with self._quantized(weights):
-                got = self._seen(at, entering[1], batch, through)
-            if got is None:
-                same = False
-                continue
-            tokens = self.seen(got[0], self.activations[at.member])
-            same = same and exact is not None and len(exact[0]) == len(tokens) == ids.size
-            if same and exact is not None:
-                drift = exact[0] - tokens
-                lost = torch.cat([drift @ weight.to(drift).T for weight in rows.values()], dim=1)
-                halves[number % 2].add(tokens, lost if at.base is None else lost + (exact[1] - got[1]))
-            else:
-                add_product(halves[0].moments, tokens, tokens)
-        return halves, same
+                got = self._seen(places, entering[1], batch, through)
+            for each in held:
+                mine = got.get(each.place.first)
+                tokens = None if mine is None else self.seen(mine[0], self.activations[each.place.members[0]])
+                each.add(number % 2, exact.get(each.place.first), mine, tokens, ids.size)
+        while held:
+            yield held.pop(0)
 
     def _seen(
         self,
-        at: "Place",
+        places: list[Place],
         states: HiddenStates,
         batch: int,
         through: Callable[[HiddenStates, int], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What the product at a place gets, float32 [tokens, width], and what it is added to (the hidden states where
-        that is not asked for); None where it is not reached.
+    ) -> dict[str, Got]:
+        """What the product at each of `places` gets, float32 [tokens, width], and what it is added to (the hidden
+        states where that is not asked for), of those that are reached.
         """
         seen = {"": states.read(batch, self.device).flatten(0, -2)}
+        firsts = {place.first for place in places}
 
         def see(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
             def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
                 seen[name] = inputs[0].flatten(0, -2).float()
-                if name == at.first:
+                if firsts <= seen.keys():
                     raise Reached
 
             return hook
 
         with ExitStack() as stack, suppress(Reached):
-            for name in {at.first, at.base or at.first}:
+            for name in firsts | {place.base for place in places if place.base}:
                 hook = seen_at(self.model, name).register_forward_pre_hook(see(name))
                 stack.callback(hook.remove)
             through(states, batch)
-        return (seen[at.first], seen[at.base or ""]) if at.first in seen else None
+        return {place.first: (seen[place.first], seen[place.base or ""]) for place in places if place.first in seen}
 
     @contextmanager
     def _quantized(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -299,12 +266,26 @@ class Sequence(Chain):
                     module._parameters["weight"] = before[name]
 
 
+def _goals(gathered: Gathered) -> tuple[Compensation, dict[str, torch.Tensor]]:
+    """The compensation of what a place gets in the quantized model, and what each of its weights is to come close to,
+    where that is not the weight itself. The sums are used up.
+    """
+    wanted: dict[str, torch.Tensor] = {}
+    start = 0
+    for name, weight in gathered.rows.items() if gathered.same else ():
+        wanted[name] = target(weight, *gathered.halves, slice(start, start + len(weight)))
+        start += len(weight)
+    moments = gathered.halves[0].moments.add_(gathered.halves[1].moments)
+    del gathered.halves  # before H is factored: of a wide input they are gigabytes
+    return compensation_of(gathered.place.first, moments), wanted
+
+
 def rows_of(module: nn.Module) -> torch.Tensor:
     """The weight of a product, BF16 [out, in] in memory."""
-    return _weight(module).movedim(output_axis(module), 0).cpu().to(torch.bfloat16).contiguous()
+    return _rows(module).cpu().to(torch.bfloat16).contiguous()
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
+def _rows(module: nn.Module) -> torch.Tensor:
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    return weight
+    return weight.movedim(output_axis(module), 0)

@@ -29,7 +29,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     from ..quantize.checkpoint import quantize_checkpoint
     from ..quantize.experts import starved
     from ..quantize.inherit import remarks
-    from ..quantize.policy import parted, taken_along
+    from ..quantize.policy import parted, parted_experts, taken_along
 
     inputs, inherit = _inputs(run, options), {"inherit": True} if options.inherit else {}
     chosen = asdict(options.clip) | {
@@ -73,7 +73,9 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         if not options.inherit:
             for line in experts.remarks(statistics, few, options.min_expert_tokens, compensated):
                 notes.note(line)
-        for remark in (parted(groups.values(), scales), *remarks(source, groups, scales, options)):
+        layers = statistics.record.experts or {}
+        split = parted(groups.values(), scales, layers), parted_experts(layers, scales)
+        for remark in (*split, *remarks(source, groups, scales, options)):
             if remark:
                 notes.note(remark)
         log.outputs += [

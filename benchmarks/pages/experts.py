@@ -1,4 +1,4 @@
-"""The tables of docs/experts.md: a branch an expert beside all experts as one product."""
+"""The tables of docs/experts.md: how many tokens an amax needs, and branches beside all experts as one product."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,21 +35,41 @@ def experts_as_branches() -> str:
     return table(heads, rows)
 
 
+def expert_tokens() -> str:
+    """What an amax of so many tokens loses, beside that of a layer's other experts."""
+    (found,) = load("expert_tokens")["results"].values()
+    rows = [
+        [
+            "the others' largest" if name == "others" else f"{int(name):,} tokens",
+            f"{of['amax_median']:.2f}, {of['amax_p10']:.2f}",
+            f"{1e6 * of['clipped_median']:.1f}, {1e6 * of['clipped_p90']:.0f}",
+            f"{of['error_median']:.2f}, {of['error_p90']:.2f}",
+            f"{1e6 * of['kl_nats']:.0f}, {1e6 * of['kl_worst_nats']:.0f}",
+        ]
+        for name, of in found["taken"].items()
+    ]
+    rows.append(["all tokens", "1, 1", "0, 0", "1, 1", f"{1e6 * found['kl_nats']:.0f}"])
+    heads = [
+        "amax of", "over that of all tokens: median, worst tenth", "clipped of the other tokens, in a million",
+        "squared error, over that by all", "KL × 10⁶, worst",
+    ]  # fmt: skip
+    return table(heads, rows)
+
+
 def branches_in_all() -> str:
     """What building takes by the number of branches in all."""
     results: Mapping[str, Mapping[str, Any]] = load("experts")["deep"]
     rows = [
         [
-            shape.replace("x", " layers of "),
+            shape.replace("x", " layer of " if shape.startswith("1x") else " layers of "),
             str(found["branches"]),
-            f"{found['calibrate_and_export_seconds']:.0f} s",
-            f"{found['build_seconds']:.0f} s",
+            f"{found['build_processor_seconds']:.0f} s",
             f"{found['bytes'] / 1e6:.0f} MB",
             str(found["kernels"]),
         ]
-        for shape, found in results.items()
+        for shape, found in sorted(results.items(), key=lambda each: (each[0].startswith("1x"), each[1]["branches"]))
     ]
-    return table(["experts", "branches", "calibrate and export", "build", "plan", "kernels a step"], rows)
+    return table(["experts", "branches", "build, processor time", "plan", "kernels a step"], rows)
 
 
-TABLES = (experts_as_branches, branches_in_all)
+TABLES = (expert_tokens, experts_as_branches, branches_in_all)

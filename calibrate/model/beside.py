@@ -32,6 +32,7 @@ class Merging:
 
     adapter: Adapter
     modules: Mapping[str, tuple[str, Literal[0, 1]]]
+    beside: tuple[Path, ...] = ()
 
     def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
         """The same tensors; merged into others than BF16 they are F32."""

@@ -24,7 +24,7 @@ from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
 from ..silence import quiet
 from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
-from .coded import MODELOPT_FILE, Recognizer, no_codes
+from .coded import Recognizer, no_codes
 from .companions import check_companions, tokenizer_digests
 from .fields import check_sizes
 from .weights import Coding, Part, Weights, find_weights, read_headers
@@ -151,7 +151,7 @@ def open_source(
     source = _looked_through(source)
     if not fingerprinted:
         return source
-    said = [path / "config.json", *([path / MODELOPT_FILE] if coding and (path / MODELOPT_FILE).is_file() else [])]
+    said = [path / "config.json", *(coding.beside if coding else ())]
     return replace(source, fingerprint=_combined(_file_digests([*said, *files], report)))
 
 

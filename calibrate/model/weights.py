@@ -170,6 +170,10 @@ def _damaged(file: Path, error: BaseException) -> InputError:
 class Coding(Protocol):
     """What the tensors of a checkpoint stand for, where some are codes with scales beside them."""
 
+    @property
+    def beside(self) -> tuple[Path, ...]:
+        """The files that were read for it beside config.json and the weights."""
+
     def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
         """The numbers that the `stored` tensors stand for: scales are left out, and codes have the type of numbers."""
 

@@ -213,7 +213,7 @@ def open_checkpoint(directory: Path) -> Checkpoint | None:
     tensors: dict[str, Located] = {}
     problems: list[tuple[str, str]] = []
     for file in sorted(set(promised.values())) if promised is not None else [SINGLE]:
-        for name, tensor in _header(directory / file, problems):
+        for name, tensor in sound_tensors(directory / file, problems):
             if name in tensors:
                 problems.append((file, f"holds {name}, and so does {tensors[name].file.name}"))
             else:
@@ -246,8 +246,8 @@ def _promised(directory: Path) -> dict[str, str] | None:
     return shards
 
 
-def _header(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, Located]]:
-    """The tensors of a file that lie within it."""
+def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, Located]]:
+    """The tensors of a file that lie within it, until one does not, which is added to the `problems`."""
     try:
         header, size = read_header(file), file.stat().st_size
     except InputError as error:

@@ -1,6 +1,6 @@
 """Rules C116 to C122: modules that belong together, the head, the cache, and what the configuration leaves out."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -10,6 +10,7 @@ from ..forms.declared import Declared
 from ..forms.read import Checkpoint
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import WIDE, readable
+from .rules_values import EXPERT
 
 #: What loaders join into one product, since they have one input.
 JOINED = (
@@ -36,17 +37,35 @@ def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
     yield from (group for group in found.values() if len(group) > 1 and any(m in checkpoint.codes for m in group))
 
 
+def _layers(checkpoint: Checkpoint) -> Iterator[list[str]]:
+    """The products of all experts of a layer, where one is in codes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(checkpoint.tensors):
+        if (match := EXPERT.fullmatch(name)) and name.endswith(".weight"):
+            found[match[1]].append(name.removesuffix(".weight"))
+    yield from (layer for layer in found.values() if any(module in checkpoint.codes for module in layer))
+
+
 @checkpoint_rule("C116", "split-projections")
 def split_projections(checkpoint: Checkpoint) -> Broken:
     """Query, key and value projections are of one precision, and gate and up projections are: vLLM makes one product of
-    them, and refuses shards of which some are quantized and some are not, or in another way.
+    them, and refuses shards of which some are quantized and some are not, or in another way. So are all products of a
+    layer's experts: vLLM takes them to be stored as those of expert 0 are, and reads others wrong in silence.
     """
     for group in _joined(checkpoint):
         kinds = {module: _kind(checkpoint, module) for module in group}
         first = kinds[group[0]]
         for module, kind in kinds.items():
-            if kind != first:
+            if kind != first and not EXPERT.fullmatch(module):
                 yield f"{module}.weight", f"is {kind}, and {group[0]} is {first}; quantize both alike"
+    for layer in _layers(checkpoint):
+        kinds = {module: _kind(checkpoint, module) for module in layer}
+        ((usual, _), *others) = Counter(kinds.values()).most_common()
+        apart = [module for module, kind in kinds.items() if kind != usual]
+        if others:
+            more = f", as {len(apart) - 1} more" if len(apart) > 1 else ""
+            told = f"is {kinds[apart[0]]}{more} of the {len(layer)} products of its layer's experts, and the rest"
+            yield f"{apart[0]}.weight", f"{told} {usual}; quantize all of them alike"
 
 
 def _kind(checkpoint: Checkpoint, module: str) -> str:

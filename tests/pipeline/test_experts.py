@@ -22,11 +22,13 @@ from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.experts import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
+from fp8q.quantize.card import plain
 from fp8q.quantize.linear import FP8Linear
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.stored import stored_arrays
 from fp8q.run import Run
+from fp8q.stages import graphs
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy
 from fp8q.validate.report import render
@@ -263,3 +265,31 @@ def test_scales_are_chosen_again_with_another_least_number_of_tokens(
     assert skipped.reason == "never observed: no token of the calibration text reached it"
     assert ScaleOptions().min_expert_tokens == 512
     assert experts_of(load_reference(run.model, "fast", torch.bfloat16).model)
+
+
+def test_a_layer_some_of_whose_experts_stay_in_bf16_is_told_of_wherever_somebody_looks(
+    starving: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "export", lambda *given: None)  # nothing here reads one
+    run = Run(Path(shutil.copytree(starving.root, tmp_path / "run")))
+    told = (
+        "3 of 12 products of its experts in BF16 (3.gate_proj, 3.up_proj, 3.down_proj) beside others in FP8, and so in "
+        "1 more layer: vLLM takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or "
+        "reads it wrong in silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
+    )
+    before = " ".join(run.record().stages["quantize"].notes)
+    assert "vLLM documents" in before
+    assert "experts in BF16" not in before
+    assert "vllm serve" in (run.model / "README.md").read_text(encoding="utf-8")
+    assert api.lint(run.model).findings == []
+    api.scales(run.root, RescaleOptions(skip=("*.experts.3.*",)))
+    assert f"model.layers.0.mlp.experts: {told}" in run.record().stages["quantize"].notes
+    assert "vLLM documents" not in " ".join(run.record().stages["quantize"].notes)
+    card = " ".join((run.model / "README.md").read_text(encoding="utf-8").split())
+    assert f"**Nor can vLLM**: model.layers.0.mlp.experts: {plain(told)}." in card
+    assert "vllm serve" not in card
+    assert [str(finding) for finding in api.lint(run.model).findings] == [
+        f"C116 split-projections: model.layers.{layer}.mlp.experts.3.down_proj.weight: is BF16, as 2 more of the 12 "
+        "products of its layer's experts, and the rest FP8 with one scale a channel; quantize all of them alike"
+        for layer in range(2)
+    ]

@@ -26,6 +26,8 @@ from fp8q.stages.sources import opened
 from fp8q.stages.steps import Notes
 from fp8q.validate.tables import fact_rows
 
+from ..calibrate.model.damage import rewrite
+from ..mixtures import random_mixture, starve
 from .forms import made
 
 if TYPE_CHECKING:
@@ -319,3 +321,69 @@ def test_scales_are_chosen_again_from_the_given_codes(
     again = load_scales(run)
     assert again.weights == given.weights
     assert {found.method for found in again.activations.values()} == {"amax"}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_a_mixture_that_fp8q_wrote_comes_back_byte_for_byte(
+    name: str, calibrate: Callable[..., tuple[Run, list[str]]], tmp_path: Path
+) -> None:
+    """Its experts' static scales lie beside the weights; one of Qwen's experts saw no token, in both runs."""
+    path = random_mixture(tmp_path / name, name)
+    if name == "qwen3_moe":
+        rewrite(path, starve)
+    first, _ = calibrate(path, "first", min_expert_tokens=1)
+    again, notes = calibrate(first.model, "again", inherit=True)
+    for file in ("model-00001-of-00001.safetensors", "experts.safetensors"):
+        before, after = load_file(first.model / file), load_file(again.model / file)
+        assert before.keys() == after.keys()
+        assert all(same_bytes(before[tensor], after[tensor]) for tensor in before)
+    of_first, of_again = load_scales(first), load_scales(again)
+    few = "model.layers.0.mlp.experts.2.down_proj"
+    assert of_first.activations[few].method == ("amax of other experts (0 tokens)" if name == "qwen3_moe" else "amax")
+    assert {module: found.scale for module, found in of_again.activations.items()} == {
+        module: found.scale for module, found in of_first.activations.items()
+    }
+    assert {found.method for found in of_again.activations.values()} == {"inherited"}
+    assert of_again.skipped.keys() == of_first.skipped.keys()
+    kept = {"mixtral": 32, "qwen3_moe": 31}[name]  # `starve` leaves an o_proj of zeros, which has no scale
+    assert notes[-1] == f"{kept} of {kept} products keep their FP8 codes and scales as they were given"
+
+
+def test_scales_beside_the_weights_belong_to_the_model(
+    calibrate: Callable[..., tuple[Run, list[str]]], tmp_path: Path
+) -> None:
+    """They change its fingerprint, and it is refused where they are damaged, or left behind."""
+    run, _ = calibrate(random_mixture(tmp_path / "mixtral", "mixtral"), "first")
+    file, before = run.model / "experts.safetensors", opened(str(run.model)).fingerprint
+    held = load_file(file)
+    doubled = "model.layers.1.block_sparse_moe.experts.2.w2.input_scale"
+    save_file(held | {doubled: 2 * held[doubled]}, file, {"format": "pt"})
+    assert opened(str(run.model)).fingerprint != before
+    again, _ = calibrate(run.model, "again", inherit=True)
+    module = "model.layers.1.mlp.experts.2.down_proj"
+    assert load_scales(again).activations[module].scale == 2 * load_scales(run).activations[module].scale
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(InputError) as refused:
+        opened(str(run.model))
+    whole = "does not hold the whole of model.layers.1.block_sparse_moe.experts.3.w3.input_scale"
+    assert str(refused.value) == f"{file}: {whole}; copy or download it again"
+    file.unlink()
+    with pytest.raises(InputError) as refused:
+        calibrate(run.model, "third", inherit=True)
+    assert str(refused.value) == (
+        f"--inherit: {run.model} has no static scale of the input of model.layers.0.mlp.experts.0.gate_proj; leave "
+        "--inherit out, and it is measured"
+    )
+
+
+def test_scales_of_a_cache_of_values_are_inherited_from_beside_the_weights(
+    demo_checkpoint: Path, calibrate: Callable[..., tuple[Run, list[str]]]
+) -> None:
+    first, _ = calibrate(demo_checkpoint, "first", kv_cache="v")
+    again, _ = calibrate(first.model, "again", inherit=True, kv_cache="v")
+    before, after = load_file(first.model / "kv_cache.safetensors"), load_file(again.model / "kv_cache.safetensors")
+    assert before.keys() == after.keys()
+    assert all(same_bytes(before[name], after[name]) for name in before)
+    assert {found.method for found in load_scales(again).kv_cache.values()} == {"inherited"}
+    _, notes = calibrate(first.model, "third", inherit=True)
+    assert notes[-1] == f"--inherit: {first.model} has scales of an FP8 cache, which --kv-cache v takes too"

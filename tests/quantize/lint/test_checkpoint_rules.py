@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from .conftest import FORMS, Damaged
 
 Q, K, V, O = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
 GATE, UP, DOWN = (f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down"))
+EXPERTS = "model.layers.1.block_sparse_moe.experts"
 STATIC = ("compressed-tensors", "modelopt", "fp8 tensor")
 IGNORE = {"compressed-tensors": "ignore", "modelopt": "exclude_modules", "fp8": "modules_to_not_convert"}
 
@@ -89,6 +91,16 @@ def experts(it: Damaged, *scales: float) -> None:
             it.tensors[f"{expert}.{last}"] = it.tensors[name].clone()
         kept = it.tensors[it.input_scale(DOWN)]
         it.tensors[it.input_scale(expert)] = torch.full_like(kept, scale)
+
+
+def wide_experts(it: Damaged, *wide: int, parts: tuple[str, ...] = ("w1", "w2", "w3")) -> None:
+    """Four experts of three products in a layer, of which `wide` have `parts` in BF16, and are left out."""
+    for number, part in product(range(4), ("w1", "w2", "w3")):
+        expert = f"model.layers.1.block_sparse_moe.experts.{number}.{part}"
+        for name in [name for name in it.tensors if name.startswith(f"{DOWN}.")]:
+            it.tensors[expert + name.removeprefix(DOWN)] = it.tensors[name].clone()
+        if number in wide and part in parts:
+            leave_wide(it, expert)
 
 
 def cache(it: Damaged, key: float, value: float | None = 0.05) -> None:
@@ -195,6 +207,12 @@ CASES = {
     "a value in BF16": Case("C116", lambda it: leave_wide(it, V), of(f"{V}.weight")),
     "an up projection in BF16": Case("C116", lambda it: leave_wide(it, UP),
                                      of(f"{UP}.weight")),
+    "an expert in BF16": Case("C116", lambda it: wide_experts(it, 3), of(f"{EXPERTS}.3.w1.weight")),
+    "the first expert in BF16": Case("C116", lambda it: wide_experts(it, 0), of(f"{EXPERTS}.0.w1.weight")),
+    "one product of an expert in BF16": Case("C116", lambda it: wide_experts(it, 2, parts=("w3",)),
+                                             of(f"{EXPERTS}.2.w3.weight")),
+    "experts' last products in BF16": Case("C116", lambda it: wide_experts(it, 0, 1, 2, 3, parts=("w2",)),
+                                           of(f"{EXPERTS}.0.w2.weight")),
     "another scale of the same input": Case("C117", lambda it: multiply(it, [it.input_scale(K)], lambda x: 2 * x),
                                             lambda it: it.input_scale(K), STATIC),
     "a tied head": Case("C118", head_in_codes, of("lm_head.weight"), also=frozenset({"C121"})),
@@ -223,6 +241,26 @@ def test_a_damaged_checkpoint_breaks_that_rule_and_no_other(
     assert first.node == case.place(it)
     assert first.severity == RULES[case.number].severity
     assert first.message.count("; ") >= 1
+
+
+def test_a_layer_whose_experts_are_split_is_told_of_once_and_one_all_of_whose_experts_are_wide_is_not(
+    damaged: Callable[[str], Damaged],
+) -> None:
+    it = damaged("modelopt")
+    wide_experts(it, 1, 3)
+    it.save()
+    _, found = lint_checkpoint(it.folder)
+    (finding,) = found
+    assert (finding.rule, finding.node) == ("C116", f"{EXPERTS}.1.w1.weight")
+    assert finding.message == (
+        "is BF16, as 5 more of the 12 products of its layer's experts, and the rest FP8 with one scale a tensor; "
+        "quantize all of them alike"
+    )
+    for name in (name for name in [*it.tensors] if name.startswith(EXPERTS) and name.endswith(".weight")):
+        if it.tensors[name].dtype != torch.bfloat16:
+            leave_wide(it, name.removesuffix(".weight"))
+    it.save()
+    assert lint_checkpoint(it.folder)[1] == []
 
 
 def test_every_rule_has_a_case_in_every_form_that_can_break_it() -> None:
