@@ -52,7 +52,8 @@ from fp8q.api import (
 from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.experts import experts_of
-from fp8q.calibrate.model.source import load_model, meta_model, open_source
+from fp8q.calibrate.model.latent import cache_heads
+from fp8q.calibrate.model.source import meta_model, open_source
 from fp8q.export.graph.cache import cache_shapes
 from fp8q.export.graph.modules import GraphPlan, prepare
 from fp8q.quantize.reference import load_reference
@@ -84,7 +85,7 @@ def random_checkpoint(path: Path, config: str) -> Path:
     made = getattr(transformers, config.partition("-")[0])(**fields)
     try:
         model: PreTrainedModel = auto_class(made).from_config(made)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnmadeError(str(error).splitlines()[0]) from error
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.1)
@@ -108,7 +109,9 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
     that is longer than the text.
     """
     with torch.inference_mode():
-        model = load_model(open_source(str(path)), torch.float32)
+        # with transformers' experts, all of them: of fp8q's the graph traces one
+        model: PreTrainedModel = loader(path).from_pretrained(path, dtype=torch.float32)
+        cache_heads(model)
         # Falcon's eager attention (transformers 5.14) adds ALiBi twice: in the mask, and itself
         own = "sdpa" if getattr(model.config, "alibi", False) else "eager"
         eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)
