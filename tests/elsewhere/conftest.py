@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from environments import UnavailableError
 
 from fp8q import api
 from fp8q.run import Run
-from fp8q.stages import graphs
 
 from ..architectures import Architecture, random_checkpoint, texts
+from ..conftest import Texts, WithoutGraphs
 from .packages import installed
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
@@ -36,7 +35,7 @@ def home_of() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def quantized(
     tmp_path_factory: pytest.TempPathFactory, shared_checkpoint: Callable[[str], Path],
-    random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]],
+    random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]], without_graphs: WithoutGraphs,
 ) -> Callable[..., Run]:  # fmt: skip
     """`quantized(architecture, skip=("*.q_proj",))`: a run of it without graphs, which nobody elsewhere reads."""
 
@@ -51,16 +50,33 @@ def quantized(
         options = api.CalibrateOptions(
             kv_cache=case.kv_cache, samples=16, seq_len=64, activation_terms=case.terms, skip=skip
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graphs, "export", lambda *_: None)
+        with without_graphs():
             return api.calibrate(str(model), str(calibration), folder / "run", str(evaluation), options)
 
     return calibrate
 
 
 @pytest.fixture(scope="session")
+def demo_with_an_adapter(
+    tmp_path_factory: pytest.TempPathFactory,
+    demo_checkpoint: Path,
+    demo_texts: Texts,
+    made_adapter: Callable[..., Path],
+    without_graphs: WithoutGraphs,
+) -> Run:
+    """The demo in FP8 with the adapter `style` beside it, without graphs."""
+    folder = tmp_path_factory.mktemp("adapter")
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    style = made_adapter(demo_checkpoint, folder / "style", 0.2, r=4, lora_alpha=6, target_modules=targets)
+    options = api.CalibrateOptions(samples=16, seq_len=64, adapter=(style,), adapter_mode="beside")
+    with without_graphs():
+        texts = str(demo_texts.calibration), str(demo_texts.evaluation)
+        return api.calibrate(str(demo_checkpoint), texts[0], folder / "run", texts[1], options)
+
+
+@pytest.fixture(scope="session")
 def demo_validated(
-    made_once: Callable[[str, Callable[[Path], object]], Path], demo_checkpoint: Path, demo_texts: Any
+    made_once: Callable[[str, Callable[[Path], object]], Path], demo_checkpoint: Path, demo_texts: Texts
 ) -> Run:
     """The demo with its cache in FP8, and what `fp8q validate` says of a text that begins with BOS, in windows of which
     each scores `SCORED` tokens and begins with the last one of the window before.
