@@ -86,9 +86,10 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key in QUANTIZATION_KEYS:  # transformers is handed numbers
         vars(config).pop(key, None)
-    config._attn_implementation = own_attention(config)  # what it was trained with may not be installed
     with foreign(refusal):
-        return config, _causal_class(config, name, architecture)
+        named = _causal_class(config, name, architecture)
+    config._attn_implementation = own_attention(config)  # what it was trained with may not be installed
+    return config, named
 
 
 def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | None) -> str:
@@ -98,6 +99,10 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     """
     from transformers.models.auto import modeling_auto as auto
 
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several: MusicGen's
+        raise _not_causal(name, architecture or config.model_type) from None
     inside = nested(config)
     classes = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING if inside else auto.MODEL_FOR_CAUSAL_LM_MAPPING
     names = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if inside else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -110,7 +115,6 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
             f"of others fp8q does {mapped or 'those that transformers lets answer with text'}; give the language model "
             "saved on its own"
         )
-    text = config.get_text_config()
     encoder = (
         config.is_encoder_decoder
         or text.is_encoder_decoder
@@ -120,9 +124,7 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     )
     causal = named == mapped or named.endswith(("ForCausalLM", "LMHeadModel"))
     if mapped is None or encoder or not causal:
-        raise InputError(
-            f"{name}: {named} is not a causal language model, and fp8q does no other; give a decoder-only one"
-        )
+        raise _not_causal(name, named)
     if getattr(text, "index_topk", None):
         raise InputError(
             f"{name}: {named} attends to tokens that an indexer chooses (index_topk) by a cache of its own, "
@@ -135,6 +137,12 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
             "do for now; give a transformer"
         )
     return named
+
+
+def _not_causal(name: str, architecture: str) -> InputError:
+    return InputError(
+        f"{name}: {architecture} is not a causal language model, and fp8q does no other; give a decoder-only one"
+    )
 
 
 def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:

@@ -63,6 +63,18 @@ def test_a_model_that_sees_and_whose_language_model_has_an_encoder(damaged: Path
     )
 
 
+def test_a_model_of_which_two_parts_read_text(damaged: Path) -> None:
+    """transformers will not say which of them is the language model."""
+    parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"}
+    config = {"model_type": "musicgen", "architectures": ["MusicgenForCausalLM"]}
+    config |= {key: {"model_type": kind} for key, kind in parts.items()}
+    (damaged / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert refusal(damaged) == (
+        f"{damaged}: MusicgenForCausalLM is not a causal language model, and fp8q does no other; give a decoder-only "
+        "one"
+    )
+
+
 @pytest.mark.parametrize(("field", "value"), [("hidden_size", "wide"), ("num_hidden_layers", 0)])
 def test_what_config_json_says_of_the_language_model_inside_is_looked_at(
     damaged: Path, field: str, value: object
