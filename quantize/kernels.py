@@ -52,7 +52,8 @@ def _round(
     code = tl.where(small, subnormal, normal - excess)
     value = tl.where(small, stepped - steps, (normal << dropped).to(tl.float32, bitcast=True))
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return code | ((bits >> 24) & 0x80), tl.where(bits < 0, -value, value)
+    signed = value.to(tl.int32, bitcast=True) | ((bits >> 31) << 31)  # Triton 3.7 takes -x for 0 - x, which loses -0
+    return code | ((bits >> 24) & 0x80), signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit
