@@ -104,8 +104,8 @@ class Form:
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             return (
-                f"transformers {transformers_version()} has no FP8 form for the experts of {architecture}: it loads "
-                "`model/` with experts of random numbers, and a report of keys that are missing. fp8q reads it"
+                f"transformers 5.14 has no FP8 form for the experts of {architecture}: it loads `model/` with experts "
+                "of random numbers, and a report of keys that are missing; 5.23 multiplies them in BF16. fp8q reads it"
                 f"{'' if parted_experts(self.layers, scales) else vllm}"
             )
         if scales.cache_parts == "kv" and not self.cache:
@@ -117,9 +117,12 @@ class Form:
 
 
 def has_place(attention: nn.Module) -> bool:
-    """Whether compressed-tensors knows an attention module as one with a cache: by a projection, and by what it is
-    called with (GPT-J's cache is `layer_past`).
+    """Whether compressed-tensors knows an attention module as one with a cache, and the cache is of heads' keys and
+    values: by a projection, and by what it is called with (GPT-J's cache is `layer_past`). Into the cache of latent
+    attention vLLM, and transformers 5.23, write latents, which the scales of heads would ruin.
     """
+    if hasattr(attention, "kv_b_proj"):
+        return False
     called_with = inspect.signature(attention.forward).parameters.keys()
     return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
 
@@ -152,10 +155,3 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),
         layers=tuple(places),
     )
-
-
-def transformers_version() -> str:
-    """The version that is here, whose way with experts was looked at."""
-    import transformers
-
-    return str(transformers.__version__)

@@ -3,7 +3,8 @@
 DeepSeek-V2 (arXiv:2405.04434, section 2.1) makes the keys and values of all heads from one latent vector. transformers
 writes heads to the cache up to 5.14, and in 5.23 the latent and the rotated part of the keys, from which `expand_kv`
 makes the heads of all that is cached again at each step. What is measured, and what the graph has, are heads: then
-`kv_b_proj` multiplies this step's tokens alone, and one set of statistics is of either version.
+`kv_b_proj` multiplies this step's tokens alone, and one set of statistics is of either version. What asks more of its
+cache than `update` (an indexer's) is refused before (`architecture`).
 """
 
 from types import MethodType
