@@ -2,12 +2,13 @@
 batches: of one input a pass, or of several that do not depend on one another.
 
 Such are the last products of a layer's experts, whose inputs follow from what all experts share alone. With a pass for
-each, a layer of 128 experts would be run 132 times where a dense one is run 5 times. What a pass gathers is held in
-memory, `HELD_BYTES` at most where that is more than one input.
+each, a layer of 128 experts would be run 132 times where a dense one is run 5 times. The sums of a pass are held in
+memory, `HELD_BYTES` at most where they are of more than one input.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,8 +57,9 @@ def passes(places: Iterable[Place], apart: Collection[str]) -> Iterator[list[Pla
 
 
 def apart_from(together: Iterable[Place], place: Place, apart: Collection[str]) -> bool:
-    """Whether no place's input depends on another's product."""
-    return all(each.first in apart for each in (*together, place))
+    """Whether no place's input depends on another's product: those of one mixture's experts."""
+    every = [each.first for each in (*together, place)]
+    return all(first in apart for first in every) and len({first.rpartition(".experts.")[0] for first in every}) == 1
 
 
 class Gathered:
@@ -65,12 +67,17 @@ class Gathered:
     same tokens: where they do not, only the moments of both halves together mean anything.
     """
 
-    def __init__(self, place: Place, rows: Mapping[str, torch.Tensor]):
-        """Of products with the weights `rows` [out, in]."""
-        self.place, self.rows, self.same = place, rows, place.whole
+    def __init__(self, place: Place, read: Callable[[str], torch.Tensor]):
+        """Of products whose weights [out, in] `read` gives by name."""
+        self.place, self.read, self.same = place, read, place.whole
         width, out = place.sides
         out = out if place.whole else 0  # M of all experts of a layer is not held
         self.halves = Sums(width, out), Sums(width, out)
+
+    @cached_property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """The weights of the products, read when they are first asked for: of experts, after the pass."""
+        return {name: self.read(name) for name in self.place.members}
 
     def add(self, half: int, exact: Got | None, got: Got | None, tokens: torch.Tensor | None, size: int) -> None:
         """Add a batch of `size` tokens: what the place gets `exact`ly and what it has `got`, `tokens` [tokens, in] as

@@ -206,15 +206,19 @@ class Sequence(Chain):
         """What `places` get and have lost, by one pass of all batches through both models; each is given up when it was
         taken.
         """
-        held = [Gathered(place, {name: rows_of(self.products[name]) for name in place.members}) for place in places]
-        for number, (batch, ids) in enumerate(self.batches.items()):
+        held = [Gathered(place, lambda name: rows_of(self.products[name])) for place in places]
+
+        def add(number: int, batch: int, size: int) -> None:
             exact = self._seen(places, entering[0], batch, through)
             with self._quantized(weights):
                 got = self._seen(places, entering[1], batch, through)
             for each in held:
                 mine = got.get(each.place.first)
                 tokens = None if mine is None else self.seen(mine[0], self.activations[each.place.members[0]])
-                each.add(number % 2, exact.get(each.place.first), mine, tokens, ids.size)
+                each.add(number % 2, exact.get(each.place.first), mine, tokens, size)
+
+        for number, (batch, ids) in enumerate(self.batches.items()):
+            add(number, batch, ids.size)  # what it has seen is given up with it, before H is factored
         while held:
             yield held.pop(0)
 

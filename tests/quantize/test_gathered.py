@@ -9,7 +9,7 @@ import torch
 from fp8q.calibrate.model.products import observed_products
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.quantize import gathered
-from fp8q.quantize.gathered import HELD_BYTES, Place, passes
+from fp8q.quantize.gathered import HELD_BYTES, Gathered, Place, passes
 from fp8q.quantize.scales import Scales, TensorScale
 from fp8q.quantize.sequential import Sequence
 from fp8q.reporter import SILENT
@@ -36,6 +36,27 @@ def test_neighbours_whose_inputs_do_not_depend_on_one_another_share_a_pass() -> 
         ["qkv"], ["o"], ["shared"], ["0", "1", "2"], ["after"], ["3"],
     ]  # fmt: skip
     assert list(passes([], set())) == []
+
+
+def test_the_experts_of_two_mixtures_share_none() -> None:
+    """What the second gets may depend on the first's products."""
+    names = [f"{block}.experts.{expert}.down_proj" for block in "ab" for expert in range(2)]
+    found = passes(map(place, names), names)
+    assert [[each.first for each in together] for together in found] == [names[:2], names[2:]]
+
+
+def test_the_weights_of_experts_are_read_when_their_sums_are_used() -> None:
+    read: list[str] = []
+
+    def weight(name: str) -> torch.Tensor:
+        read.append(name)
+        return torch.ones(4, 8)
+
+    sums = Gathered(place("down", 8, 4), weight)
+    tokens = torch.ones(3, 8)
+    sums.add(0, (tokens, tokens), (tokens, tokens), tokens, 3)
+    assert read == []
+    assert [*sums.rows] == [*sums.rows] == read == ["down"]
 
 
 def test_a_pass_gathers_what_memory_is_there_for_and_one_place_at_the_least() -> None:
