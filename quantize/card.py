@@ -3,7 +3,7 @@
 import re
 
 from ..calibrate.model.source import Source
-from .form import Form, transformers_version
+from .form import Form
 from .inherit import became
 from .policy import parted_experts
 from .scales import INHERITED, Scales
@@ -97,9 +97,9 @@ LOADABLE = """\
 
 #: In place of `LOADABLE` where there are experts.
 MIXTURE = """\
-**transformers cannot load its experts**: it holds all experts of a layer in one tensor, and version {version}
-makes none of FP8 ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. {vllm} The
-static scales that fp8q runs them with are in `{file}`."""
+**transformers 5.14 cannot load its experts**: it holds all experts of a layer in one tensor, and makes none of FP8
+ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. Version 5.23 loads them, and
+multiplies them in BF16. {vllm} The static scales that fp8q runs them with are in `{file}`."""
 HOSTED_EXPERTS = """\
 vLLM
 documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token."""
@@ -199,7 +199,7 @@ def _loading(architecture: str, scales: Scales, form: Form) -> str:
     if form.experts:
         remark = parted_experts(form.layers, scales)
         vllm = PARTED_EXPERTS.format(remark=plain(remark)) if remark else HOSTED_EXPERTS
-        return MIXTURE.format(version=transformers_version(), file=EXPERT_FILE, vllm=vllm)
+        return MIXTURE.format(file=EXPERT_FILE, vllm=vllm)
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",
