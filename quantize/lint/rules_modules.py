@@ -63,9 +63,12 @@ def split_projections(checkpoint: Checkpoint) -> Broken:
         ((usual, _), *others) = Counter(kinds.values()).most_common()
         apart = [module for module, kind in kinds.items() if kind != usual]
         if others:
-            more = f", as {len(apart) - 1} more" if len(apart) > 1 else ""
-            told = f"is {kinds[apart[0]]}{more} of the {len(layer)} products of its layer's experts, and the rest"
-            yield f"{apart[0]}.weight", f"{told} {usual}; quantize all of them alike"
+            kind = kinds[apart[0]]
+            alike = sum(each == kind for each in kinds.values())
+            more = f", as {alike - 1} more" if alike > 1 else ""
+            rest = f"most {usual}" if len(apart) > alike else f"the rest {usual}"
+            told = f"is {kind}{more} of the {len(layer)} products of its layer's experts, and {rest}"
+            yield f"{apart[0]}.weight", f"{told}; quantize all of them alike"
 
 
 def _kind(checkpoint: Checkpoint, module: str) -> str:
