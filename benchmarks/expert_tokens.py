@@ -186,6 +186,11 @@ def measure(texts: Given, windows: int, context: int) -> dict[str, Any]:
     layers = routed_products(model)
     amaxes = tokens_seen(model, [name for names in layers.values() for name in names], ids)
     seen = {name: Seen(each, statistics.tensors[f"{name}.input"].histogram) for name, each in amaxes.items()}
+    fewest = min(len(each.tokens) for each in seen.values())
+    if fewest <= max(TOKENS):
+        raise SystemExit(
+            f"{texts.directory}: an expert has {fewest} tokens, and stretches of {max(TOKENS)} are asked for"
+        )
     choices: dict[str, Amaxes] = {ALL: {name: each.values.amax for name, each in seen.items()}}
     choices[OTHERS] = of_others(layers, seen)
     for length, at in product(TOKENS, RUN):

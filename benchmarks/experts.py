@@ -273,7 +273,9 @@ def main() -> int:
             depths[shape] = deep(layers, each, Path(folder))
     passed = all(each["median_difference"] < LIMIT for each in results.values())
     anew = [*map(str, given.experts), *given.deep]
-    kept = {"kept": {"commit": before["commit"], "not": anew}} if given.keep else {}
+    earlier = before.get("kept", [])
+    earlier = earlier if isinstance(earlier, list) else [earlier]
+    kept = {"kept": [*earlier, {"commit": before["commit"], "not": anew}]} if given.keep else {}
     return publish(head, {**kept, "results": results, "deep": depths, "passed": passed}, given.save)
 
 

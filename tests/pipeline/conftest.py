@@ -72,8 +72,9 @@ def as_if_quantized_fixture() -> Callable[..., GraphPlan]:
     params=[case for case in ARCHITECTURES if case.name in ("gpt_neox", "phi3")], ids=lambda case: case.name
 )
 def deep(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, GraphPlan]:
-    """The random architectures of one kind of layers whose classes are not those of Qwen3, which `test_stamped` has in
-    two kinds, with four layers, as if quantized: a checkpoint whose weights mean nothing, and what of it is in FP8.
+    """The random architectures of one kind of layers that `test_stamped` has in no other form, with four layers, as if
+    quantized: a checkpoint whose weights mean nothing, and what of it is in FP8. Qwen3 is there in two kinds, and
+    Mistral's layers are Llama's with a window, which those two kinds have.
     """
     case: Architecture = request.param
     config = getattr(transformers, case.config)(**{**TINY, **case.fields, "num_hidden_layers": 4})

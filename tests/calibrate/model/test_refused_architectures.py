@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_a_model_that_sees_and_whose_language_model_has_an_encoder(damaged: Path
 def test_a_model_of_which_two_parts_read_text(damaged: Path) -> None:
     """transformers will not say which of them is the language model."""
     parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"}
-    config = {"model_type": "musicgen", "architectures": ["MusicgenForCausalLM"]}
+    config: dict[str, Any] = {"model_type": "musicgen", "architectures": ["MusicgenForCausalLM"]}
     config |= {key: {"model_type": kind} for key, kind in parts.items()}
     (damaged / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert refusal(damaged) == (
