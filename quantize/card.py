@@ -98,8 +98,8 @@ LOADABLE = """\
 #: In place of `LOADABLE` where there are experts.
 MIXTURE = """\
 **transformers 5.14 cannot load its experts**: it holds all experts of a layer in one tensor, and makes none of FP8
-ones: `from_pretrained` reports missing keys, and goes on with experts of random numbers. Version 5.23 loads them, and
-multiplies them in BF16. {vllm} The static scales that fp8q runs them with are in `{file}`."""
+ones: `from_pretrained` reports missing keys, and ends with an error. Version 5.23 loads them, and multiplies them in
+BF16. {vllm} The static scales that fp8q runs them with are in `{file}`."""
 HOSTED_EXPERTS = """\
 vLLM
 documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token."""

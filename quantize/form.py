@@ -104,8 +104,8 @@ class Form:
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             return (
-                f"transformers 5.14 has no FP8 form for the experts of {architecture}: it loads `model/` with experts "
-                "of random numbers, and a report of keys that are missing; 5.23 multiplies them in BF16. fp8q reads it"
+                f"transformers 5.14 has no FP8 form for the experts of {architecture}, and ends with an error when it "
+                "loads `model/`; 5.23 loads them, and multiplies them in BF16. fp8q reads it"
                 f"{'' if parted_experts(self.layers, scales) else vllm}"
             )
         if scales.cache_parts == "kv" and not self.cache:
