@@ -7,7 +7,8 @@ of 29, and 4 instead of some 90 with two terms.
 Rounding is done on the bits, not by the GPU's own conversion: what was tested on a CPU, in Triton's interpreter, is
 then what runs, and the interpreter's own conversions are not right (Triton 3.9: it cuts to E4M3, and loses BF16's
 subnormals). A normal number takes half of its last kept place, less one unit if that is even, and is cut; a subnormal
-one is added to the power of two whose last place is E4M3's smallest step, so that FP32's own addition rounds it.
+one is added to the power of two whose last place is E4M3's smallest step, so that FP32's own addition rounds it. The
+format's constants are handed to the kernels as parameters: the interpreter of Triton 3.7 computes with no global ones.
 
 Imports Triton, which is PyTorch's on NVIDIA GPUs: import it where it is used. It was not run on a GPU yet.
 """
