@@ -93,7 +93,7 @@ format: install
 
 # What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
 PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size two_terms fp16 probabilities forms \
-  choosing_scales weight_mse weight_rounding rescale lint_time calibration memory memory_sequential export_memory \
+  choosing_scales weight_mse weight_rounding rescale lint_time calibration bf16_products memory memory_sequential export_memory \
   export_time two_implementations architectures unseen_architectures accuracy sensitivity tune culprit_proof bos doctor \
   certificate validate_memory generate serve load experts expert_tokens
 # Parts for those who installed what they need: mmaemu 0.1.0.

@@ -10,7 +10,7 @@ file that is not the one its stage wrote is refused instead of used.
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,17 +236,23 @@ class Run:
                 )
 
     @contextmanager
-    def work(self, name: str, key: Mapping[str, object], rank: int = 0) -> Iterator[Path]:
+    def work(
+        self, name: str, key: Mapping[str, object], rank: int = 0, note: Callable[[str], None] | None = None
+    ) -> Iterator[Path]:
         """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the
         stage is done.
 
         `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk
         is to blame for leaves nothing behind: rank 0's goes when the stage fails. `rank`: of several processes that run
-        the stage, each has a folder of its own, inside that of rank 0.
+        the stage, each has a folder of its own, inside that of rank 0. `note` is told where a folder is emptied since
+        this machine computes otherwise.
         """
         folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
-        if not written.is_file() or written.read_text(encoding="utf-8") != wanted:
+        before = written.read_text(encoding="utf-8") if written.is_file() else None
+        if before != wanted:
+            if before is not None and note is not None and (changed := _changed(before, wanted)):
+                note(f"begins anew: an earlier call, which stopped half-way, had {changed}")
             remove(folder)
             folder.mkdir(parents=True)
             with replacing(written) as partial:
@@ -310,6 +316,21 @@ class Run:
 
 
 LOCK = ".lock"
+#: Facts of a work folder's key that are a machine's, and how they are told.
+_ARITHMETIC = {"threads": "{} threads", "device": "device {}", "bf16_products": "BF16 products computed in {}"}
+
+
+def _changed(before: str, wanted: str) -> str:
+    """Name the machine's facts in which two keys of a work folder differ, as the first has them; empty where they agree
+    in these, or do not read.
+    """
+    try:
+        old, new = ({"bf16_products": "bf16"} | json.loads(key) for key in (before, wanted))
+    except (ValueError, TypeError):
+        return ""
+    return ", ".join(
+        told.format(str(old[name]).upper()) for name, told in _ARITHMETIC.items() if old.get(name) != new.get(name)
+    )
 
 
 def no_graph(root: Path, reason: str) -> str:

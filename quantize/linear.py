@@ -8,9 +8,10 @@ multiplying dequantized BF16 values ("fake quantization") instead rounds s_x·co
 product: another number, and not the engine's.
 
 `exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
-with an FP32 result); perplexity uses it. On a GPU with FP8 units (compute capability 8.9 and up) both call
-`torch._scaled_mm` on the codes, which one kernel makes where Triton is installed (`kernels`). With an `accumulator` the
-sum is made as it says instead (`adder`).
+with an FP32 result); perplexity uses it, and computes it in FP32 where the processor has no BF16 units
+(`calibrate.model.bf16_products`). On a GPU with FP8 units (compute capability 8.9 and up) both call `torch._scaled_mm`
+on the codes, which one kernel makes where Triton is installed (`kernels`). With an `accumulator` the sum is made as it
+says instead (`adder`).
 With two terms the input is s·(a + b/16), b the code of sixteen times what a leaves (`formats.TwoTerms`), and both go
 through one product, a above b:
 
@@ -27,6 +28,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ..calibrate.model.bf16_products import widened_products
 from ..options import Accumulator
 from .adder import add_products
 from .formats import E4M3, TWO_TERMS
@@ -174,7 +176,8 @@ class FP8Linear(nn.Module):
         elif self.codes.dtype == CODE:
             total = scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
         else:
-            total = torch.nn.functional.linear(codes, self.codes).float()
+            with widened_products():
+                total = torch.nn.functional.linear(codes, self.codes).float()
         total = total[0] + total[1] / TWO_TERMS.divisor if self.terms == 2 else total[0]
         y = total * (scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias

@@ -13,6 +13,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 
 from ..calibrate.model.adapter import open_adapter
 from ..calibrate.model.addition import lay_beside
+from ..calibrate.model.bf16_products import widen_products
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.skeleton import skeleton
 from ..calibrate.model.tensor_names import renamed_in
@@ -113,6 +114,7 @@ def load_reference(
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"the checkpoint has no {unset[0]}"
     torch.nn.Module.to(model, device)
+    widen_products(model, dtype, device)
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
     if adapter is not None:

@@ -113,7 +113,7 @@ def _rounding(
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
-        with run.work("quantize", {**key, **arithmetic()}) as folder:
+        with run.work("quantize", {**key, **arithmetic()}, note=notes.note) as folder:
             made = Sequence(source, scales, method, batches, folder, device(), unknown=few.keys()).run(notes)
             yield Rounding(method, made=made, kept=kept)
     else:

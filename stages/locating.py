@@ -69,7 +69,10 @@ def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensiti
         if stream := _streamed(source, options, notes):
             chosen |= STREAMED
         key = {"inputs": inputs, "options": chosen, **arithmetic()}
-        with stage(run, "sensitivity", inputs, chosen, notes) as log, run.work("sensitivity", key) as folder:
+        with (
+            stage(run, "sensitivity", inputs, chosen, notes) as log,
+            run.work("sensitivity", key, note=notes.note) as folder,
+        ):
             locate = _locate_streamed if stream else _locate
             write_document(run.sensitivity, locate(run, source, options, folder, notes))
             log.outputs.append(run.sensitivity)

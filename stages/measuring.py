@@ -132,7 +132,7 @@ def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes,
     with stage(run, "measure", inputs, chosen, notes) as log:
         log.machine = world.machine()
         with (
-            run.work("measure", work_key(task, world)) if stream else nullcontext() as folder,
+            run.work("measure", work_key(task, world), note=notes.note) if stream else nullcontext() as folder,
             gathering(run, wanted, folder / "moments" if folder else None) as moments,
         ):
             announce(task, windows, world)

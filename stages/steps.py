@@ -67,12 +67,32 @@ def arithmetic() -> dict[str, object]:
     """What the last bits of a model's sums depend on, besides the model and its inputs."""
     import torch
 
+    from ..calibrate.model.bf16_products import bf16_arithmetic
+
     return {
         "fp8q": __version__,
         "libraries": library_versions(),
         "threads": torch.get_num_threads(),
         "device": device(),
+        **bf16_arithmetic(device()),
     }
+
+
+def note_other_arithmetic(run: Run, notes: Notes) -> None:
+    """Note where this machine's CPU computes BF16 products otherwise than the one that measured `run` did."""
+    from ..calibrate.model.bf16_products import bf16_arithmetic
+
+    measured = run.record().stages.get("measure")
+    if measured is None or device() != "cpu" or measured.machine.get("device") != "CPU":
+        return
+    there, here = (
+        "BF16" if "bf16_products" not in facts else "FP32" for facts in (measured.machine, bf16_arithmetic("cpu"))
+    )
+    if there != here:
+        notes.note(
+            f"the run was measured where {there} units compute BF16 products, and {here} units do here: sums round in "
+            "another order, and last bits differ; scales and checkpoint are the run's, and nothing is measured again"
+        )
 
 
 @contextmanager

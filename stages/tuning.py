@@ -63,7 +63,7 @@ def tune(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     if not run.is_current("tune", inputs, chosen):
         source = source_of(run)
         key = {"inputs": inputs, "windows": options.windows, **arithmetic()}
-        with stage(run, "tune", inputs, chosen, notes) as log, run.work("tune", key) as folder:
+        with stage(run, "tune", inputs, chosen, notes) as log, run.work("tune", key, note=notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
     return load_tuning(run)

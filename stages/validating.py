@@ -13,7 +13,7 @@ from .corpora import load_tokens
 from .graphs import files_of, fp8_files
 from .other_text import evaluation
 from .sources import source_of
-from .steps import Notes, arithmetic, device, stage
+from .steps import Notes, arithmetic, device, note_other_arithmetic, stage
 
 if TYPE_CHECKING:
     from ..validate.accuracy import Accuracy
@@ -47,8 +47,9 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     if options.accumulator:
         chosen |= {"accumulator": options.accumulator, "accumulator_windows": options.accumulator_windows}
     if not run.is_current("validate", inputs, chosen):
+        note_other_arithmetic(run, notes)
         key = {"inputs": inputs, "options": chosen, **arithmetic()}
-        with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key) as folder:
+        with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key, note=notes.note) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
             adapters, failed = _with_adapters(run, tokens, options, folder, notes)
             found.failed.update(failed)

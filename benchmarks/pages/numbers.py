@@ -101,6 +101,35 @@ def calibration() -> str:
     return table(head, rows)
 
 
+def bf16_products() -> str:
+    """Render the time that calibration and validation take with and without BF16 units."""
+    kinds = load("bf16_products")["kinds"]
+    rows = []
+    for kind, title in (("native", "BF16 units"), ("avx2", "AVX2 alone")):
+        for name, found in kinds[kind]["models"].items():
+            ratios, before_and_after = found["ratios"], found["validate"]
+            validating = f"{before_and_after['torch']:.1f} s, {before_and_after['fp8q']:.1f} s"
+            cells = [f"{ratios[what]:.2f}×" for what in ("calibration", "forward", "fp32")]
+            rows.append([title, name, *cells, validating])
+    head = ["processor", "model", "calibration", "forward pass", "in FP32 throughout", "`validate`: torch's, fp8q's"]
+    return table(head, rows)
+
+
+def bf16_divergence() -> str:
+    """Render how far widened products are from those of BF16 units."""
+    rows = []
+    for name, found in load("bf16_products")["kinds"]["native"]["models"].items():
+        apart = found["compared"]
+        names = ("kl_fp32_native", "kl_fp32_widened", "kl_native_widened", "kl_native_reordered")
+        counts = [f"{apart[what]} of {apart['tensors']}" for what in ("amax_differ", "scales_differ")]
+        rows.append([name, *(_micro(apart[what]) for what in names), *counts, f"{apart['largest_scale_ratio']:.4f}"])
+    head = [
+        "model", "FP32, BF16 units", "FP32, widened", "BF16 units, widened", "BF16 units, the same in another order",
+        "amax that differ", "scales that differ", "largest ratio of two scales",
+    ]  # fmt: skip
+    return table(head, rows)
+
+
 def limits() -> str:
     """What is held to a limit, and which page has the rest."""
     rows = [
@@ -163,5 +192,7 @@ TABLES = (
     accumulator_products,
     accumulator_models,
     calibration,
+    bf16_products,
+    bf16_divergence,
     limits,
 )

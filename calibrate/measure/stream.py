@@ -23,6 +23,7 @@ from transformers import DynamicCache
 from ...errors import InputError
 from ...reporter import Reporter
 from ..model.addition import lay_beside
+from ..model.bf16_products import widen_products
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.experts import routed_products
 from ..model.materialize import Materializer
@@ -116,6 +117,7 @@ class Chain:
         """
         with quiet():
             self.model = skeleton(deepcopy(source.config), dtype)
+        widen_products(self.model, dtype, device)
         if source.on:
             lay_beside(self.model, source.on, dtype, device)
         self.source, self.device = source, device

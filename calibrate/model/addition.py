@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .adapter import Adapter
+from .bf16_products import widened_products
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Addition:
 
     def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         """`output` [..., out] of `module` with it."""
-        return beside(output, inputs[0], self.a, self.b, self.scale)
+        with widened_products():
+            return beside(output, inputs[0], self.a, self.b, self.scale)
 
 
 def beside(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

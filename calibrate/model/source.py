@@ -225,6 +225,8 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     """
     import torch
 
+    from .bf16_products import widen_products
+
     weights = source.weights()
     tensors = {
         # what is mapped takes no memory; what is decoded does, once
@@ -239,6 +241,7 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
             "CUDA_VISIBLE_DEVICES= and use the CPU"
         ) from None
     model.config.use_cache = False
+    widen_products(model, dtype, device)
     if source.on:
         from .addition import lay_beside
 

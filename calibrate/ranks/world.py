@@ -47,12 +47,15 @@ class World:
 
     def machine(self) -> dict[str, Any]:
         """What it is computed on, for the record: device, threads of each rank, ranks, hosts."""
+        from ..model.bf16_products import bf16_arithmetic
+
         alike = self.members[0]["alike"]
         return {
             "device": alike["device"],
             "threads": alike["threads"],
             "ranks": self.size,
             "hosts": sorted({member["host"] for member in self.members}),
+            **bf16_arithmetic(self.device),
         }
 
     def described(self) -> str:
@@ -233,10 +236,15 @@ def _self_description(here: Place, device: str) -> dict[str, Any]:
     import torch
 
     from ... import __version__
+    from ..model.bf16_products import bf16_arithmetic
 
     host = socket.gethostname()
     kind = torch.cuda.get_device_name() if device != "cpu" else "CPU"
-    alike = {"fp8q": __version__, **library_versions(), "threads": torch.get_num_threads(), "device": kind}
+    units = "FP32" if bf16_arithmetic(device) else "BF16"
+    alike = {
+        "fp8q": __version__, **library_versions(), "threads": torch.get_num_threads(), "device": kind,
+        "arithmetic of BF16 products": units,
+    }  # fmt: skip
     return {"name": name_of(here.rank, host), "host": host, "alike": alike}
 
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fp8q.calibrate.model.bf16_products import widened_products
 from fp8q.calibrate.model.experts import Expert, Experts, computes_the_same, experts_of, showing
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
 
@@ -27,8 +28,9 @@ def transformers_own(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
+    """Of transformers' own model too by the arithmetic that fp8q has on this processor."""
     ids = torch.randint(0, 2048, (2, 48), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
+    with torch.inference_mode(), widened_products():
         made: torch.Tensor = model(ids).logits
     return made
 

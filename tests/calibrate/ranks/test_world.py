@@ -25,6 +25,7 @@ from fp8q.calibrate.measure.statistics import (
     load_statistics,
     save_arrays,
 )
+from fp8q.calibrate.model.bf16_products import bf16_arithmetic
 from fp8q.calibrate.ranks.heartbeat import Failure, RankError
 from fp8q.calibrate.ranks.place import Place, place
 from fp8q.calibrate.ranks.world import World, _check_alike
@@ -112,7 +113,8 @@ def test_two_ranks_of_torchrun_write_the_bytes_of_one_process_and_one_of_them_sp
     assert done.stderr.count("measuring on 2 ranks of") == done.stderr.count("`fp8q merge` adds them") == 1
     measured = run.record().stages["measure"]
     assert measured.notes == [f"measuring on 2 ranks of {HOST} (CPU), 1 thread each (OMP_NUM_THREADS)"]
-    assert measured.machine == {"device": "CPU", "threads": 1, "ranks": 2, "hosts": [HOST]}
+    where = {"device": "CPU", "threads": 1, "ranks": 2, "hosts": [HOST]}
+    assert measured.machine == where | bf16_arithmetic("cpu")
     assert {path.name for path in run.root.iterdir()} == {path.name for path in alone.root.iterdir()}
 
 
