@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
 from .calibrate.ranks.place import place
-from .errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
+from .core.errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
+from .core.reporter import SILENT, Reporter
+from .core.run import Run
 from .options import (
     BenchOptions,
     CalibrateOptions,
@@ -35,8 +37,6 @@ from .options import (
 from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales import load_scales, tensor_scale
-from .reporter import SILENT, Reporter
-from .run import Run
 from .serve.local import answer
 from .serve.request import Completion
 from .stages import (

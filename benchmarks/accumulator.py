@@ -28,14 +28,14 @@ from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import open_source
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import Accumulator, ScaleOptions, Terms
 from fp8q.quantize.adder import ADDERS, Adder, add_in
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import CODE, FP8Linear, encode
 from fp8q.quantize.reference import load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.compare import BASELINE, Forward, compare
 from fp8q.validate.perplexity import cut

@@ -39,12 +39,12 @@ from transformers import AutoModelForCausalLM
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.products import attention_modules, matrix_products
 from fp8q.calibrate.model.source import Source, meta_model
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.graph.cache import cache_shapes
 from fp8q.options import KvCache, Terms, WeightRounding
 from fp8q.quantize.cost import Cost, cost_of
 from fp8q.quantize.scales import Scales, load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.compare import Forward, compare

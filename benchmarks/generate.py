@@ -27,7 +27,7 @@ import numpy as np
 from models import small_models
 from result import arguments, described, publish
 
-from fp8q.run import GRAPH_FP32, Run
+from fp8q.core.run import GRAPH_FP32, Run
 from fp8q.serve.generate import Generator
 from fp8q.serve.request import Request
 from fp8q.serve.sessions import OnnxRuntimeSession

@@ -33,6 +33,9 @@ from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.products import observed_products, output_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.core.record import peak_memory_bytes, reset_peak_memory
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.quantize.clip import lost_share, scale_of
 from fp8q.quantize.formats import E4M3
@@ -49,9 +52,6 @@ from fp8q.quantize.weight_rounding import (
     rounded_in_turn,
 )
 from fp8q.quantize.weights import WeightMethod, channel_scales
-from fp8q.record import peak_memory_bytes, reset_peak_memory
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
 from fp8q.validate.compare import Forward, compare

@@ -19,9 +19,9 @@ from cyclopts import ArgumentCollection, Token
 from cyclopts.argument import Argument
 
 from .. import __version__
-from ..declare import FromText
-from ..errors import InputError
+from ..core.errors import InputError
 from ..options import AS_THE_RUN_HAS_IT, Clipping
+from ..options.declare import FromText
 from .arguments import PATH_OR_NAME, Common
 
 #: What a text of calibration or evaluation may end with; a hub name does not.

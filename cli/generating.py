@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import api
-from ..errors import InputError, visible
+from ..core.errors import InputError, visible
 from ..options import GenerateOptions
 
 if TYPE_CHECKING:

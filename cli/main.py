@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 
-from ..errors import INTERRUPTED, BackendError, Fp8qError, InputError
+from ..core.errors import INTERRUPTED, BackendError, Fp8qError, InputError
 from .signals import KEPT, deafen, listen
 
 
@@ -69,7 +69,7 @@ def ended(error: BaseException) -> tuple[int, str | None]:
     from cyclopts import CycloptsError
     from safetensors import SafetensorError
 
-    from ..files import refusal
+    from ..core.files import refusal
     from .streams import OutputClosedError
 
     if isinstance(error, OSError | SafetensorError) and (refused := refusal(error)):

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Fp8qError, visible
-from ..run import Run
+from ..core.errors import Fp8qError, visible
+from ..core.run import Run
 from ..validate.accuracy import load_accuracy
 from ..validate.bench import Bench, bench_table, capacity_table
 from ..validate.certificate import record_table, text_table

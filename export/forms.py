@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from ..files import replacing
+from ..core.files import replacing
 from ..options import WeightScale
 from . import names
 from .lint.bodies import nodes_of

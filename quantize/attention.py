@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..calibrate.measure.statistics import TensorStatistics
-from ..errors import InputError
+from ..core.errors import InputError
 from ..options import Clipping, Terms
 from .formats import TWO_TERMS
 from .linear import code_values, two_code_values

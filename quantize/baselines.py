@@ -16,9 +16,9 @@ import torch
 from ..calibrate.measure.statistics import Statistics
 from ..calibrate.model.source import Source
 from ..calibrate.model.weights import INDEX
-from ..files import share, write_document
+from ..core.files import share, write_document
+from ..core.reporter import Reporter
 from ..options import Clipping
-from ..reporter import Reporter
 from .checkpoint import ShardWriter, quantize_checkpoint, write_config
 from .formats import INT8
 from .scales import Scales, activation_scales

@@ -28,8 +28,8 @@ from ..calibrate.model.coded import QUANTIZATION_KEYS
 from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
 from ..calibrate.model.weights import Weights
-from ..errors import InputError
-from ..reporter import Reporter
+from ..core.errors import InputError
+from ..core.reporter import Reporter
 from .card import model_card
 from .form import INTEGERS, UNLOADABLE, Form, form_of
 from .formats import E4M3, INT8

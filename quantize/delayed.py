@@ -20,7 +20,7 @@ inference has no next batch; the method `delayed` takes the scale that training 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..options import Clipping
 from .clip import scale_of
 from .formats import Format

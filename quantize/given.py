@@ -22,8 +22,8 @@ import torch
 from ..calibrate.model.coded import CODES, MODELOPT_FILE
 from ..calibrate.model.source import Source
 from ..calibrate.model.weights import Header
-from ..errors import InputError
-from ..headers import read_header
+from ..core.errors import InputError
+from ..core.headers import read_header
 from .forms.declared import READ, declared_form
 from .forms.read import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, sound_tensors
 from .scales import SMALLEST_SCALE

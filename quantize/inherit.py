@@ -11,9 +11,9 @@ from ..calibrate.measure.coverage import coverage
 from ..calibrate.measure.histogram import Histogram
 from ..calibrate.measure.statistics import Statistics
 from ..calibrate.model.source import Source
-from ..declare import first_given
-from ..errors import InputError
+from ..core.errors import InputError
 from ..options import Clipping, ScaleOptions
+from ..options.declare import first_given
 from .formats import E4M3
 from .given import Given, Inherited, given_of
 from .scales import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit

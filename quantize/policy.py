@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .scales import Scales, Skipped
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..files import replacing
+from ..core.files import replacing
 from .weights import QuantizedWeight
 
 

@@ -14,10 +14,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ..calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from ..calibrate.measure.statistics import Statistics, TensorStatistics
-from ..errors import InputError
-from ..files import Strict, read_document
+from ..core.errors import InputError
+from ..core.files import Strict, read_document
+from ..core.run import Run
 from ..options import Clipping, KvCache
-from ..run import Run
 from .clip import CLIPPERS, LARGEST_POWER, clip_mse, powers_alone, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
 from .experts import Starved

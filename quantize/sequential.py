@@ -27,8 +27,8 @@ from ..calibrate.model.decoder import Call, NoChainError
 from ..calibrate.model.experts import routed_products, seen_at
 from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
-from ..errors import InputError
-from ..reporter import Reporter
+from ..core.errors import InputError
+from ..core.reporter import Reporter
 from .formats import TWO_TERMS
 from .gathered import Gathered, Got, Place, passes
 from .linear import code_values, two_code_values

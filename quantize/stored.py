@@ -10,10 +10,10 @@ import numpy.typing as npt
 from pydantic import BaseModel
 from safetensors import safe_open
 
-from ..errors import InputError
-from ..files import read_document
-from ..headers import read_header
-from ..run import Run
+from ..core.errors import InputError
+from ..core.files import read_document
+from ..core.headers import read_header
+from ..core.run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
 CACHE_FILE = "kv_cache.safetensors"

@@ -41,7 +41,7 @@ from pathlib import Path
 import torch
 
 from ..calibrate.measure.moments import load_moments
-from ..errors import InputError
+from ..core.errors import InputError
 from .linear import CODE, code_values
 from .weight_descent import descend
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.text.template import Template, TemplateError
-from ..errors import BackendError, InputError
+from ..core.errors import BackendError, InputError
 
 #: The special tokens that templates are told, by their names in tokenizer_config.json.
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

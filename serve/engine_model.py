@@ -20,12 +20,12 @@ from pathlib import Path
 
 from onnx import ValueInfoProto
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.files import Strict
 from ..export.engine.info import EngineInfo
 from ..export.engine.profiles import Profile
 from ..export.lint.check import sound_graph
 from ..export.lint.tensors import type_name
-from ..files import Strict
 from .triton_schema import import_schema
 
 #: What follows the name of the Python model.

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from ..errors import BackendError, Fp8qError, InputError
+from ..core.errors import BackendError, Fp8qError, InputError
+from ..core.record import command
+from ..core.run import Run, graph_names
 from ..export.engine.info import engine_stage, engines_of, load_engines
 from ..export.engine.targets import MODULES, Runtime, gpu_target
 from ..export.lint.check import sound_graph
 from ..options import Precision
 from ..quantize.stored import checkpoint_of
-from ..record import command
-from ..run import Run, graph_names
 from .engine_session import EngineSession
 from .generate import GenerationError, Generator, complete, completion
 from .request import Completion, Request, RequestError

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .. import __version__
-from ..errors import InputError
-from ..files import Strict, disk_errors, read_document
+from ..core.errors import InputError
+from ..core.files import Strict, disk_errors, read_document
 
 MARK = "repository.json"
 CACHE = "__pycache__"

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from ..errors import InputError
-from ..files import replacing, share
+from ..core.errors import InputError
+from ..core.files import replacing, share
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import TritonOptions, model_name
-from ..reporter import Reporter
-from ..run import Run
 from .engine_model import DESCRIPTION, PLAN, SUFFIX, EngineModel, engine_config
 from .engine_session import EngineRuntime
 from .here import AUTO, ONNX_RUNTIME, plan_path

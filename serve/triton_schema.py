@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import BackendError
+from ..core.errors import BackendError
 
 
 def import_schema() -> tuple[Any, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..calibrate.given import exists, local_path
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.reporter import SILENT
+from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
-from ..reporter import SILENT
-from ..run import Run
 from .adapters import check_attention
 from .measuring import streamed
 from .other_text import cut_for

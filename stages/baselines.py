@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..files import replacing
+from ..core.files import replacing
+from ..core.run import Run
 from ..options import Baseline
 from ..quantize.stored import checkpoint_of
-from ..run import Run
 from .graphs import clipping_of, say
 from .sources import source_of
 from .steps import Notes, stage

@@ -11,12 +11,12 @@ from typing import get_args
 
 import numpy as np
 
-from ..errors import InputError
-from ..files import replacing, write_document
+from ..core.errors import InputError
+from ..core.files import replacing, write_document
+from ..core.record import library_versions
+from ..core.run import Run
 from ..options import Baseline, BenchOptions, Precision
 from ..quantize.cost import largest_batch
-from ..record import library_versions
-from ..run import Run
 from ..serve.cuda import CudaDevice, CudaError
 from ..serve.meter import Held, Meter, open_meter
 from ..serve.rounds import Answers, Contender, measure

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.run import Run
 from ..options import ScaleOptions
-from ..run import Run
 from .choosing import choose_scales, recorded
 from .graphs import clipping_of
 from .resuming import Saved

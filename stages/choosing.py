@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
-from ..files import replacing, write_document
+from ..core.errors import InputError
+from ..core.files import replacing, write_document
+from ..core.run import Run
 from ..options import RescaleOptions, ScaleOptions
-from ..run import Run
 from .corpora import load_tokens
 from .graphs import has_graphs
 from .steps import Notes, arithmetic, device, stage

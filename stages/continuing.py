@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import BackendError, InputError
-from ..files import write_document
+from ..core.errors import BackendError, InputError
+from ..core.files import write_document
+from ..core.run import Run
 from ..options import GenerateOptions
-from ..run import Run
 from .corpora import load_tokens
 from .generating import compare_all
 from .graphs import fp8_files

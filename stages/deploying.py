@@ -4,9 +4,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
-from ..run import Run
 from .adapters import note_base_alone
 from .graphs import fp8_files
 from .other_text import positions

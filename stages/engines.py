@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..errors import BackendError, GateError, InputError
-from ..record import FP8_STAGES
-from ..run import Run
+from ..core.errors import BackendError, GateError, InputError
+from ..core.record import FP8_STAGES
+from ..core.run import Run
 
 if TYPE_CHECKING:
     from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow

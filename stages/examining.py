@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..calibrate.measure.statistics import load_record, load_statistics
-from ..errors import BackendError, InputError
+from ..core.errors import BackendError, InputError
+from ..core.run import Run
 from ..options import DoctorOptions
 from ..quantize.scales import Scales, load_scales
-from ..run import Run
 from .adapters import note_base_alone
 from .corpora import load_tokens
 from .graphs import exported_options

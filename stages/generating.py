@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.record import FP8_STAGES
+from ..core.run import Run
 from ..options import GenerateOptions, Precision
-from ..record import FP8_STAGES
-from ..run import Run
 from ..serve.chat import ChatTemplate, Message
 from ..serve.generate import Generator
 from ..serve.local import answer, open_generator, open_run_session

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import Fp8qError, InputError
-from ..files import replacing, sha256_file, write_document
+from ..core.errors import Fp8qError, InputError
+from ..core.files import replacing, sha256_file, write_document
+from ..core.record import FP8_STAGES, command
+from ..core.run import GRAPH, Run, graph_names, no_graph
 from ..options import Clipping, ExportOptions, Precision, Terms
 from ..quantize.stored import ATTENTION_SCALES, checkpoint_of
-from ..record import FP8_STAGES, command
-from ..run import GRAPH, Run, graph_names, no_graph
 from .adapters import adapters_of, check_attention
 from .queries import measure_queries
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
-    from ..findings import Finding
+    from ..core.findings import Finding
 
 #: The stages that make something of an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")

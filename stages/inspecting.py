@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import load_statistics
+from ..core.run import Run
 from ..options import Clipping
 from ..quantize.scales import load_scales
-from ..run import Run
 from .graphs import clipping_of
 from .measuring import measure_text
 from .steps import CALIBRATE_MODULES, Notes, needs

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from ..calibrate.given import exists
-from ..errors import GateError, InputError
-from ..files import disk_errors, read_document
-from ..run import Run
+from ..core.errors import GateError, InputError
+from ..core.files import disk_errors, read_document
+from ..core.run import Run
 from .graphs import graphs_of
 from .opening import open_run
 
 if TYPE_CHECKING:
+    from ..core.findings import Finding
     from ..export.lint.rules import Promise
     from ..export.lint.tensors import Array
-    from ..findings import Finding
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -177,7 +177,7 @@ def check_findings(linted: Linted | LintedRun) -> None:
     """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
     missing or cut short.
     """
-    from ..findings import places
+    from ..core.findings import places
 
     errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InputError
-from ..files import write_document
+from ..core.errors import InputError
+from ..core.files import write_document
+from ..core.run import Run
 from ..options import SensitivityOptions
-from ..run import Run
 from .adapters import note_base_alone
 from .corpora import load_tokens
 from .measuring import beyond

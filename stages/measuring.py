@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
-from ..errors import InputError
-from ..files import Strict, disk_errors, sha256_file
+from ..core.errors import InputError
+from ..core.files import Strict, disk_errors, sha256_file
+from ..core.run import Run
+from ..core.undo import scratch
 from ..options import CalibrateOptions
-from ..run import Run
-from ..undo import scratch
 from .corpora import digest, load_tokens, opening_of
 from .other_text import read_other
 from .sources import source_of

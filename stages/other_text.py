@@ -7,11 +7,11 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
-from ..files import reading
+from ..core.errors import InputError
+from ..core.files import reading
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import ValidateOptions
-from ..reporter import Reporter
-from ..run import Run
 from .corpora import load_tokens, opening_of
 from .texts import Text, Tokens, read
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InputError
-from ..run import Run
+from ..core.errors import InputError
+from ..core.run import Run
 from .steps import Notes, stage
 
 

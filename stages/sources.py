@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.reporter import SILENT, Reporter
+from ..core.run import Run
 from ..options import AdapterMode, ScaleOptions
 from ..quantize.stored import ADAPTERS
-from ..reporter import SILENT, Reporter
-from ..run import Run
 from .adapters import adapters_of
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.run import Run
 from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
-from ..run import Run
 from .adapters import adapters_of
 from .corpora import load_tokens
 from .graphs import files_of, fp8_files

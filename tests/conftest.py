@@ -27,13 +27,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from fp8q.core.reporter import Reporter
     from fp8q.export.graph.modules import GraphPlan
-    from fp8q.reporter import Reporter
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]

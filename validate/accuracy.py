@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..files import Strict, read_document, reading, replacing, write_document
+from ..core.files import Strict, read_document, reading, replacing, write_document
+from ..core.run import Run
 from ..options import Bos
-from ..run import Run
 
 
 class Protocol(Strict):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..calibrate.model.source import Source
-from ..reporter import Reporter
-from ..run import Run
+from ..core.reporter import Reporter
+from ..core.run import Run
 from .accuracy import RuntimeAccuracy
 from .compare import compare_in_turn
 from .perplexity import Evaluation

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..files import Strict
+from ..core.files import Strict
 from .columns import Column, Table, count, size
 
 #: How a quantity that was measured is written: four digits.

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..calibrate.model.source import Source
-from ..errors import InputError
-from ..run import Run
+from ..core.errors import InputError
+from ..core.run import Run
 from .accuracy import Accuracy, NotFinite
 from .compare import BASELINE, Outcome
 from .perplexity import Evaluation

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from onnx import TensorProto
 
+from ..core.files import read_document
+from ..core.headers import read_header
+from ..core.run import Run
 from ..export.lint.loading import load_graph
-from ..files import read_document
-from ..headers import read_header
 from ..options import Precision
 from ..quantize.cost import WIDE_BYTES, Cost, cost_of, largest_batch
 from ..quantize.scales import Scales, load_scales
 from ..quantize.stored import checkpoint_of, stored_tensors
-from ..run import Run
 from ..serve.sessions import PAST
 from .bench import Capacity, Form
 

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import BackendError
-from ..files import replacing
-from ..reporter import Reporter
-from ..undo import scratch
+from ..core.errors import BackendError
+from ..core.files import replacing
+from ..core.reporter import Reporter
+from ..core.undo import scratch
 from .accuracy import Accuracy, RuntimeAccuracy
 from .divergence import Against, Found, joined, measure
 from .kept import Kept

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..files import Strict, read_document
-from ..run import Run
+from ..core.files import Strict, read_document
+from ..core.run import Run
 
 
 class Continuation(Strict):

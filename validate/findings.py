@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.measure.statistics import Statistics, TensorStatistics
-from ..errors import InputError
+from ..core.errors import InputError
 from ..options import Clipping
 from ..quantize.clip import saturation
 from ..quantize.delayed import largest_jump, measured, saturated_batches

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..run import Run
+from ..core.run import Run
 from .accuracy import FrequencyBucket, load_accuracy
 from .columns import Column, Table, count
 from .perplexity import Evaluation

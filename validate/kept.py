@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..files import replacing
+from ..core.files import replacing
 
 #: What the name of such a file ends in, behind the type of its rows.
 SUFFIX = ".logits"

@@ -9,8 +9,8 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-from ..errors import BackendError
-from ..undo import scratch, undoing
+from ..core.errors import BackendError
+from ..core.undo import scratch, undoing
 
 
 def execute(notebook: Path, directory: Path, parameters: Mapping[str, str | list[str]]) -> str:

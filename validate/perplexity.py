@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.text.packing import Packing
-from ..errors import InputError
+from ..core.errors import InputError
 from .accuracy import Protocol
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibrate.measure.statistics import load_statistics
-from ..errors import BackendError
-from ..files import replacing
+from ..core.errors import BackendError
+from ..core.files import replacing
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import WITHOUT_FP8
 from ..quantize.formats import E4M3
 from ..quantize.scales import load_scales
-from ..reporter import Reporter
-from ..run import Run
 from . import beside, columns, curves, frequency, tables
 from . import certificate as certificates
 from .accuracy import Protocol, load_accuracy, load_divergences, load_tokens

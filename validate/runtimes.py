@@ -9,13 +9,13 @@ import numpy.typing as npt
 import torch
 
 from ..calibrate.model.source import Source, load_model
-from ..errors import BackendError
+from ..core.errors import BackendError
+from ..core.files import reading
+from ..core.run import Run, graph_names
 from ..export.lint.check import sound_graph
-from ..files import reading
 from ..quantize.linear import Mode
 from ..quantize.reference import Reference, load_reference
 from ..quantize.stored import checkpoint_of
-from ..run import Run, graph_names
 from ..serve.sessions import SessionError, open_session
 from .compare import FLOAT32, Forward, Opener
 

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..headers import read_header
+from ..core.headers import read_header
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import Accumulator
 from ..quantize.adder import seconds_a_product
 from ..quantize.linear import FP8Linear
 from ..quantize.reference import Reference
 from ..quantize.scales import load_scales
-from ..reporter import Reporter
-from ..run import Run
 from .compare import BASELINE, Forward, Opener, Outcome, compare_in_turn
 from .perplexity import Evaluation
 from .runtimes import logits_of, open_reference, vocabulary

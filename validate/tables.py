@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
+from ..core.headers import read_header
+from ..core.record import FP8_STAGES
+from ..core.run import Run
 from ..export.engine.info import engine_stage, load_engines
-from ..headers import read_header
 from ..options import Precision
 from ..quantize.scales import INHERITED, TensorScale, WeightScales, group_of, load_scales
-from ..record import FP8_STAGES
-from ..run import Run
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval, paired
 from .findings import converged_after, outlier_channels

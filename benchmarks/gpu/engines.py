@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.options import WeightScale
-from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 

@@ -123,9 +123,9 @@ def layers(length: int, setting: Setting, part: Part) -> None:
 def perplexity(setting: Setting, part: Part) -> None:
     """Perplexity of the demo in FP8: of the reference on the CPU, and of the same on the GPU."""
     from fp8q.api import calibrate
+    from fp8q.core.reporter import SILENT
+    from fp8q.core.run import Run
     from fp8q.quantize.reference import load_reference
-    from fp8q.reporter import SILENT
-    from fp8q.run import Run
     from fp8q.stages.corpora import load_tokens
     from fp8q.validate.compare import BASELINE, compare
     from fp8q.validate.perplexity import Evaluation, cut

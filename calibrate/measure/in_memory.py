@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ...reporter import Reporter
+from ...core.reporter import Reporter
 from ..model.experts import routed_products
 from ..model.products import observed_products, output_axis
 from .measurement import Measurement

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import InputError
-from ...reporter import Reporter
+from ...core.errors import InputError
+from ...core.reporter import Reporter
 from ..model.products import attention_modules
 from .interface import attending, attention_of
 from .observe import Observer

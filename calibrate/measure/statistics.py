@@ -19,9 +19,9 @@ import numpy.typing as npt
 from pydantic import AfterValidator, Field
 from safetensors.numpy import load_file, save_file
 
-from ...errors import InputError
-from ...files import Strict, read_document, reading, replacing, write_document
-from ...run import Run
+from ...core.errors import InputError
+from ...core.files import Strict, read_document, reading, replacing, write_document
+from ...core.run import Run
 from .histogram import Histogram
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from ...errors import InputError
-from ...reporter import Reporter
+from ...core.errors import InputError
+from ...core.reporter import Reporter
 from ..model.addition import lay_beside
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
 from ..model.experts import routed_products

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from ...errors import InputError
-from ...files import sha256_file
+from ...core.errors import InputError
+from ...core.files import sha256_file
 from ..given import exists, foreign, local_path, one_line, read_json
 from .weights import ADAPTER, PICKLED, Header, read_headers
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..given import exists, foreign, one_line, read_json
 from .classes import nested, own_attention
 from .coded import QUANTIZATION_KEYS

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .adapter import TENSORS, Adapter, check_names, open_adapter
 from .products import matrix_products, output_axis, output_head
 from .source import Source, meta_model

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .weights import Coding, Header
 
 #: Under which keys of config.json it says how a checkpoint is quantized, and the file in which ModelOpt says it.

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
-from ...files import regular_file, sha256_file
+from ...core.errors import InputError
+from ...core.files import regular_file, sha256_file
 from ..given import AGAIN, exists, read_json
 from .fields import check_token_ids, shown
 

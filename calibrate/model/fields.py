@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..given import AGAIN
 
 #: What configurations call the number of positions.

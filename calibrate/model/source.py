@@ -18,8 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import BackendError, InputError
-from ...reporter import SILENT, Reporter
+from ...core.errors import BackendError, InputError
+from ...core.reporter import SILENT, Reporter
 from ..given import foreign, local_path, one_line
 from ..hub import fetch_model, is_hub_name
 from ..silence import quiet

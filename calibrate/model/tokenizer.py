@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..given import foreign, one_line
 from ..silence import muted, quiet
 from .companions import REMEDY

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ...errors import InputError
-from ...files import regular_file
-from ...reporter import SILENT, Reporter
+from ...core.errors import InputError
+from ...core.files import regular_file
+from ...core.reporter import SILENT, Reporter
 from ..given import AGAIN, exists, foreign, local_path, one_line, read_json
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...errors import InputError
+from ...core.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ are given one that stays the same, so that the same chats are the same tokens to
 import json
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..given import one_line
 from .rows import Render, fault
 from .template import Template, TemplateError

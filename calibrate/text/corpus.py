@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
-from ...reporter import SILENT, Reporter
+from ...core.errors import InputError
+from ...core.reporter import SILENT, Reporter
 from ..given import foreign, one_line
 from ..silence import muted
 from .documents import load_documents, load_texts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..given import foreign, one_line
 from ..silence import muted
 

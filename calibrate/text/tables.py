@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError
-from ...files import regular_file
-from ...reporter import Reporter
-from ...undo import scratch
+from ...core.errors import InputError
+from ...core.files import regular_file
+from ...core.reporter import Reporter
+from ...core.undo import scratch
 from ..given import AGAIN, foreign, one_line
 from ..hub import hub_errors, network_errors, quiet_hub
 from .excerpts import spread, told

@@ -20,13 +20,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import BackendError, InputError
-from ...files import PARTIAL, replacing, write_document
-from ...findings import places
+from ...core.errors import BackendError, InputError
+from ...core.files import PARTIAL, replacing, write_document
+from ...core.findings import places
+from ...core.reporter import Reporter
+from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.stored import checkpoint_of
-from ...reporter import Reporter
-from ...run import Run, graph_names
 from .. import names
 from ..lint.check import lint, promised_attention, sound_graph
 from ..lint.loading import load_graph

@@ -8,8 +8,8 @@ built first, and the other one where promised products came out wide. Of the two
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import BackendError
-from ...reporter import Reporter
+from ...core.errors import BackendError
+from ...core.reporter import Reporter
 from ..forms import form_of, link_data, other, write_form
 from ..lint.loading import load_graph
 from .info import EngineInfo

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import numpy_helper
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .. import names
 from ..lint.external import stored_at
 from ..lint.indexed import Indexed, Operand

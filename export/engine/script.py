@@ -14,7 +14,7 @@ from pathlib import Path
 
 from onnx import TensorProto
 
-from ...files import replacing
+from ...core.files import replacing
 from ..lint.loading import load_graph
 from .info import EngineInfo
 from .profiles import Profile

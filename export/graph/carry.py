@@ -9,10 +9,10 @@ shard (each tensor's name, type, shape and offset). They are linted against the 
 import shutil
 from pathlib import Path
 
-from ...errors import InputError
-from ...headers import header_bytes
+from ...core.errors import InputError
+from ...core.headers import header_bytes
+from ...core.run import Run
 from ...quantize.stored import ADAPTERS
-from ...run import Run
 
 
 def carry_graphs(run: Run, checkpoint: Path) -> None:

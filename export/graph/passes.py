@@ -19,7 +19,7 @@ from onnx_ir.passes.common import (
     RemoveUnusedOpsetsPass,
 )
 
-from ...headers import read_header
+from ...core.headers import read_header
 from .adapters import initializer_name
 from .naming import values_of
 

@@ -22,12 +22,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ...calibrate.measure.statistics import StatisticsRecord
 from ...calibrate.model.skeleton import computed_buffers, skeleton
 from ...calibrate.model.tensor_names import renamed_in
-from ...errors import BackendError
-from ...files import replacing
+from ...core.errors import BackendError
+from ...core.files import replacing
+from ...core.reporter import Reporter
+from ...core.run import Run, graph_names
 from ...quantize.linear import CODE
 from ...quantize.scales import Scales
-from ...reporter import Reporter
-from ...run import Run, graph_names
 from . import naming, operators, passes
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
 from .branches import branch_experts

@@ -9,11 +9,11 @@ held against `scales.json` and against the interface that serving relies on. The
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ...errors import InputError
-from ...files import read_document
-from ...findings import Finding
+from ...core.errors import InputError
+from ...core.files import read_document
+from ...core.findings import Finding
+from ...core.run import Run
 from ...quantize.scales import AttentionScales, Scales
-from ...run import Run
 from .. import names
 from . import (  # noqa: F401  # enter their rules
     rules_codes,

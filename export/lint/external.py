@@ -14,8 +14,8 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from ...errors import InputError
-from ...files import regular_file
+from ...core.errors import InputError
+from ...core.files import regular_file
 from .tensors import Array, bytes_of
 
 #: A number as it may stand for an offset or a length.

@@ -12,8 +12,8 @@ import onnx
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from ...errors import InputError
-from ...files import regular_file
+from ...core.errors import InputError
+from ...core.files import regular_file
 from .indexed import Indexed
 
 #: How many nodes, attributes, tensors and so on a graph may have: twice those of 45,000 products written one by one,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...findings import Broken, Finding, Severity, listed
+from ...core.findings import Broken, Finding, Severity, listed
 from .. import names
 from .indexed import Indexed
 from .tensors import Array

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from ...findings import Broken
+from ...core.findings import Broken
 from .indexed import FP8_TYPES, Indexed
 from .rules import rule
 from .schemas import STANDARD, schema_of

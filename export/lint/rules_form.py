@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto, NodeProto, TensorProto
 
-from ...findings import LONGEST_TEXT, Broken
+from ...core.findings import LONGEST_TEXT, Broken
 from .indexed import READ, Indexed
 from .rules import rule
 from .schemas import STANDARD, Schema, newest_schema, schema_of

@@ -5,7 +5,7 @@ from collections import Counter
 from onnx import IR_VERSION, GraphProto, helper
 from onnx import __version__ as onnx_version
 
-from ...findings import Broken
+from ...core.findings import Broken
 from .bodies import branches, has_body, made_in
 from .indexed import Indexed
 from .rules import rule

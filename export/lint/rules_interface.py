@@ -4,7 +4,7 @@ import re
 
 from onnx import TensorProto, ValueInfoProto
 
-from ...findings import Broken
+from ...core.findings import Broken
 from .. import names
 from .indexed import Indexed
 from .rules import Promise, promise_rule

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from ...findings import Broken
+from ...core.findings import Broken
 from .. import names
 from .indexed import Indexed, Operand, Product
 from .rules import Promise, promise_rule, rule

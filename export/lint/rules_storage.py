@@ -13,9 +13,9 @@ from pathlib import Path
 from onnx import TensorProto, helper
 from onnx.external_data_helper import uses_external_data
 
-from ...errors import InputError
-from ...findings import Broken
-from ...headers import Stored, read_header
+from ...core.errors import InputError
+from ...core.findings import Broken
+from ...core.headers import Stored, read_header
 from .indexed import FP8_TYPES, Indexed
 from .rules import rule
 from .tensors import bytes_of, elements_of, type_name

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...calibrate.given import exists, read_json
-from ...errors import InputError
+from ...core.errors import InputError
 from .patterns import Form, Matcher
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"

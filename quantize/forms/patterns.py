@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from ...errors import InputError
+from ...core.errors import InputError
 
 Form = Literal["compressed-tensors", "modelopt", "fp8"]
 

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...calibrate.given import exists, read_json
-from ...errors import InputError
-from ...headers import Stored, read_header
+from ...core.errors import InputError
+from ...core.headers import Stored, read_header
 from .declared import BLOCK, CONFIG, Declared, Granularity, Scheme, declared_form
 from .patterns import Form
 

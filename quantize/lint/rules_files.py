@@ -1,6 +1,6 @@
 """Rules C101 to C103: what a loader looks at before any scale."""
 
-from ...findings import Broken
+from ...core.findings import Broken
 from ..forms.read import CODES, Checkpoint
 from .rules import AGAIN, checkpoint_rule
 

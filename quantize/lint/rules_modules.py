@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...findings import Broken
+from ...core.findings import Broken
 from ..forms.declared import Declared
 from ..forms.read import Checkpoint
 from .rules import AGAIN, checkpoint_rule

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Literal, NamedTuple
 
-from ...findings import Broken
+from ...core.findings import Broken
 from ..forms.read import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
 from .rules import AGAIN, checkpoint_rule
 

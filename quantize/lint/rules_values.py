@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...findings import Broken
+from ...core.findings import Broken
 from ..formats import E4M3
 from ..forms.read import Checkpoint, Float32s
 from .rules import AGAIN, checkpoint_rule

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import InputError
+from ...core.errors import InputError
+from ...core.files import DAMAGE, regular_file
+from ...core.findings import Broken
+from ...core.run import GRAPH_FP32
 from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
 from ...export.lint.loading import load_graph
 from ...export.lint.rules import Promise
-from ...files import DAMAGE, regular_file
-from ...findings import Broken
-from ...run import GRAPH_FP32
 from ..engine_session import RUNTIMES
 from ..here import AUTO, ENGINES, ONNX_RUNTIME
 from ..repository import COMPANIONS

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...errors import InputError
-from ...findings import Broken
+from ...core.errors import InputError
+from ...core.findings import Broken
 from ..engine_model import DESCRIPTION, EngineModel, declared
 from ..repository import INPUTS, OUTPUTS
 from ..triton_schema import import_schema

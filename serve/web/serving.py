@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..chat import ChatTemplate, Message
 from ..generate import Generator
 from ..request import CHARACTERS_A_POSITION, BusyError, Request

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from fp8q.reporter import SILENT
+from fp8q.core.reporter import SILENT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

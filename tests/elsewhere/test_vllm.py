@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8q.core.run import Run
 from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.perplexity import cut
 from fp8q.validate.runtimes import reference

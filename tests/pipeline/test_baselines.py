@@ -20,13 +20,13 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8q import api
-from fp8q.errors import GateError, InputError
+from fp8q.core.errors import GateError, InputError
+from fp8q.core.files import read_document
+from fp8q.core.run import Run
 from fp8q.export.engine.info import engines_of, load_engines
-from fp8q.files import read_document
 from fp8q.options import Baseline, Precision
 from fp8q.quantize.scales import Scales, load_scales
 from fp8q.quantize.stored import checkpoint_of
-from fp8q.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.bench import Bench
 from fp8q.validate.report import summary

@@ -23,13 +23,13 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.experts import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
 from fp8q.quantize.card import plain
 from fp8q.quantize.linear import FP8Linear
 from fp8q.quantize.reference import load_reference
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.stored import stored_arrays
-from fp8q.run import Run
 from fp8q.stages import graphs
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fp8q import api
-from fp8q.errors import UnfinishedError
+from fp8q.core.errors import UnfinishedError
+from fp8q.core.run import Run
 from fp8q.quantize.reference import load_reference
-from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.validate import compare, runtimes
 from fp8q.validate.accuracy import load_accuracy, load_tokens, save_accuracy

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fp8q.calibrate.model.source import Source, open_source
+from fp8q.core.reporter import SILENT
 from fp8q.quantize.baselines import write_bf16
 from fp8q.quantize.formats import INT8
 from fp8q.quantize.linear import encode_int8
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
-from fp8q.reporter import SILENT
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,

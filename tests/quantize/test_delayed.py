@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.options import AmaxAlgorithm, Clipping
 from fp8q.quantize.clip import scale_of
 from fp8q.quantize.delayed import amax_in_use, clip_delayed, largest_jump, saturated_batches

@@ -8,11 +8,11 @@ import torch
 
 from fp8q.calibrate.model.products import observed_products
 from fp8q.calibrate.model.source import Source, load_model, open_source
+from fp8q.core.reporter import SILENT
 from fp8q.quantize import gathered
 from fp8q.quantize.gathered import HELD_BYTES, Gathered, Place, passes
 from fp8q.quantize.scales import Scales, TensorScale
 from fp8q.quantize.sequential import Sequence
-from fp8q.reporter import SILENT
 
 from ..mixtures import random_mixture
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from fp8q.calibrate.model.source import Source, load_model
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.quantize.given import given_of
 from fp8q.stages.sources import opened
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from fp8q import api
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions
 from fp8q.quantize.scales import Scales, Skipped, load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.linting import LintedRun
 from fp8q.stages.sources import opened

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.quantize.kv_cache import FP8Layer, round_to_codes
 from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.quantize.policy import Products, match_terms, parted, parted_experts, select, taken_along, whole_groups
 from fp8q.quantize.scales import Scales, Skipped, TensorScale
 

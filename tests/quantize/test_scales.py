@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.histogram import Histogram
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.options import Clipping, Method, ScaleOptions
 from fp8q.quantize.clip import power_of_two_ceil, scale_of, squared_error
 from fp8q.quantize.formats import E4M3

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.model.products import observed_products, output_axis
 from fp8q.calibrate.model.source import Source, load_model
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
 from fp8q.quantize.residual import bases
 from fp8q.quantize.rounded import Rounded
 from fp8q.quantize.scales import Scales, TensorScale
@@ -21,7 +22,6 @@ from fp8q.quantize.sequential import ProductInput, Sequence, check_sequential, e
 from fp8q.quantize.target import Sums
 from fp8q.quantize.weight_rounding import compensation
 from fp8q.quantize.weights import QuantizedWeight, quantize_weight
-from fp8q.reporter import SILENT
 
 SMALL = {
     "vocab_size": 512,

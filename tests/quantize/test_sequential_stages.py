@@ -15,13 +15,13 @@ from fp8q import api
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.ranks.place import Place
 from fp8q.calibrate.ranks.world import World
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.rounded import Rounded
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.sequential import Sequence
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages.ahead import check_calibrate
 from fp8q.stages.choosing import quantize, rescaled
 from fp8q.stages.corpora import save_tokens
@@ -154,8 +154,8 @@ from pathlib import Path
 from fp8q.calibrate.model.source import open_source
 from fp8q.options import ScaleOptions
 from fp8q.quantize.rounded import Rounded
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.stages.ahead import check_calibrate
 from fp8q.stages.choosing import quantize
 from fp8q.stages.sources import products_of

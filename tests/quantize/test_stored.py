@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.quantize.stored import stored_scales, stored_tensors
 
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.options import Clipping, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.attention import attention_on_codes
 from fp8q.quantize.clip import LARGEST_POWER, entropy, saturation, scale_of, sqnr_db, squared_error, underflow

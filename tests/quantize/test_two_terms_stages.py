@@ -12,11 +12,11 @@ import pytest
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import Source
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, ScaleOptions
 from fp8q.quantize.baselines import write_int8
 from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import choosing, sources
 from fp8q.stages.steps import Notes
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.moments import SecondMoments, load_moments
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.quantize.clip import lost_share
 from fp8q.quantize.formats import E4M3
 from fp8q.quantize.linear import encode

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.weights import Weights
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.clip import lost_share
 from fp8q.quantize.linear import encode
 from fp8q.quantize.scales import load_scales
 from fp8q.quantize.weight_rounding import compensated_codes, compensation
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import choosing, sources
 from fp8q.stages.steps import Notes
 

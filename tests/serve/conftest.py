@@ -23,10 +23,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from fp8q.core.files import write_document
+from fp8q.core.run import Run
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
-from fp8q.files import write_document
-from fp8q.run import Run
 from fp8q.serve.cuda import memcpy_3d
 from fp8q.serve.device import ALIGNMENT, Copy
 from fp8q.serve.device_batch import DeviceBatch

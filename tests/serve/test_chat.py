@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8q.calibrate.text.template import DATE, _plain, _renderer
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.serve.chat import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "<é>"}]

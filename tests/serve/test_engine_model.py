@@ -11,10 +11,10 @@ from onnx import TensorProto
 from tritonclient.grpc import model_config_pb2
 
 from fp8q import api
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
 from fp8q.options import TritonOptions
-from fp8q.run import Run
 from fp8q.serve.engine_model import TRITON_TYPES, describe
 
 from .conftest import PLAN, record_engine
@@ -33,7 +33,7 @@ class Heard:
         self.lines.append(line)
 
     def track(self, description: str, total: int, unit: str = "steps") -> Any:
-        from fp8q.reporter import SILENT
+        from fp8q.core.reporter import SILENT
 
         return SILENT.track(description, total, unit)
 

@@ -18,7 +18,7 @@ from fp8q.serve.request import Completion
 from fp8q.stages.generating import Comparison, parting
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
 #: Says each role as a token and each content as it is.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp8q.calibrate.model.source import load_model
-from fp8q.errors import BackendError, InputError
+from fp8q.core.errors import BackendError, InputError
 from fp8q.serve import local
 from fp8q.serve.local import generate
 from fp8q.serve.request import Completion, Request
@@ -21,7 +21,7 @@ from fp8q.stages.sources import source_of
 from fp8q.validate.runtimes import open_reference
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 PROMPTS = [
     "def read_file(path):\n    ",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
 

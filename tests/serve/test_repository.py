@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from fp8q.errors import BackendError, InputError
+from fp8q.core.errors import BackendError, InputError
+from fp8q.core.run import Run
 from fp8q.options import TritonOptions, model_name
-from fp8q.run import Run
 from fp8q.serve import repository
 from fp8q.serve.repository import config_text, external_data, write_repository
 
@@ -27,7 +27,7 @@ class Notes:
         self.lines.append(line)
 
     def track(self, description: str, total: int, unit: str = "steps") -> Any:
-        from fp8q.reporter import SILENT
+        from fp8q.core.reporter import SILENT
 
         return SILENT.track(description, total, unit)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.options import ServeOptions
 from fp8q.serve.web.gate import names_of
 from tests.serve.conftest import make_counting_run
@@ -22,7 +22,7 @@ from tests.serve.served import SECONDS, Thread, in_thread, started
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
 NAME = 'model="counting"'

@@ -24,7 +24,7 @@ from tests.serve.described import attack
 from tests.serve.served import SECONDS, Process, started
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 PROMPT = "def read_file(path):\n    "
 TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -11,7 +11,7 @@ from fp8q.api import GenerateOptions, compare
 from tests.serve.served import SECONDS, Thread, in_thread
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 PROMPT = "def read_file(path):\n    "
 

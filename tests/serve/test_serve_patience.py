@@ -16,7 +16,7 @@ from fp8q.serve.web import gate, server
 from tests.serve.served import SECONDS, Thread, in_thread
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 #: Seconds that the time under test is made, and that the server does not go beyond by: machines are busy.
 SHORT, LATE = 0.4, 20.0

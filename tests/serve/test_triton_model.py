@@ -19,12 +19,12 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
+from fp8q.core.reporter import SILENT
 from fp8q.options import TritonOptions
-from fp8q.reporter import SILENT
 from fp8q.serve.repository import write_repository
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 STAND_IN = Path(__file__).parent / "stand_in"
 SECONDS = 60

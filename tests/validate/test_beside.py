@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8q.errors import InputError
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.stages import reporting
 from fp8q.stages.steps import Notes
 from fp8q.validate.accuracy import load_accuracy, load_tokens, save_accuracy

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8q.errors import GateError, InputError
+from fp8q.core.errors import GateError, InputError
 from fp8q.stages.validating import check_numbers
 from fp8q.validate.accuracy import Accuracy, NotFinite, Protocol, RuntimeAccuracy
 from fp8q.validate.blame import Culprit, culprit, first_not_finite, not_finite, position_of

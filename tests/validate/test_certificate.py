@@ -18,9 +18,9 @@ from fp8q.calibrate.measure.statistics import (
     TensorStatistics,
     TextSource,
 )
+from fp8q.core.run import Run
 from fp8q.options import Clipping
 from fp8q.quantize.scales import Scales, activation_scales
-from fp8q.run import Run
 from fp8q.validate.certificate import (
     HARMLESS,
     Certificate,

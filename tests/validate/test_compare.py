@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fp8q.errors import BackendError
-from fp8q.reporter import SILENT
+from fp8q.core.errors import BackendError
+from fp8q.core.reporter import SILENT
 from fp8q.validate import compare as comparing
 from fp8q.validate.compare import Forward, Outcome, Turns, compare, compare_in_turn
 from fp8q.validate.divergence import overlap

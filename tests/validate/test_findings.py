@@ -15,7 +15,7 @@ from fp8q.calibrate.measure.statistics import (
     TensorStatistics,
     replace_record,
 )
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.options import Clipping
 from fp8q.quantize.scales import Scales, activation_scales, kv_cache_scales
 from fp8q.validate.findings import (

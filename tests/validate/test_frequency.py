@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.validate.accuracy import FrequencyBucket, load_accuracy, load_tokens, save_accuracy
 from fp8q.validate.frequency import buckets, by_frequency, frequency_rows, frequency_table
 from fp8q.validate.perplexity import cut

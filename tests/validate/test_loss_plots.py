@@ -14,7 +14,7 @@ from fp8q.validate.sensitivity.document import KlAfter, Loss
 from fp8q.validate.tuning.document import Point, Step, Tuning, Windows
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 
 def loss(module: str, kind: Any, kl: float) -> Loss:

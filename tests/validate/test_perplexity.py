@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.errors import GateError, InputError
-from fp8q.reporter import SILENT
+from fp8q.core.errors import GateError, InputError
+from fp8q.core.reporter import SILENT
 from fp8q.stages.validating import check_increase, check_numbers
 from fp8q.validate.accuracy import Accuracy, Protocol, RuntimeAccuracy
 from fp8q.validate.compare import compare

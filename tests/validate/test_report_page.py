@@ -13,7 +13,7 @@ from tests.validate.test_beside import other_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages.validating import check_accumulator, check_increase
 from fp8q.validate.accuracy import Accuracy, RuntimeAccuracy, load_accuracy, load_tokens, save_accuracy
 from fp8q.validate.columns import accuracy_table

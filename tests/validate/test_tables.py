@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.files import sha256_file, write_document
+from fp8q.core.run import Run
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
-from fp8q.files import sha256_file, write_document
-from fp8q.run import Run
 from fp8q.validate import columns
 from fp8q.validate.columns import Cell, Column, Table
 from fp8q.validate.tables import (
@@ -201,7 +201,7 @@ def test_rows_are_read_without_torch_and_without_matplotlib(evaluated_run: Run) 
     code = f"""
 import sys
 from pathlib import Path
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.validate import columns, tables
 run = Run(Path({str(evaluated_run.root)!r}))
 made = (tables.module_rows, tables.accuracy_rows, tables.size_rows, tables.stage_rows, tables.engine_rows)

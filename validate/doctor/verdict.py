@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ...errors import GateError
-from ...files import Strict
+from ...core.errors import GateError
+from ...core.files import Strict
 from .limits import Limit
 
 Verdict = Literal["good", "watch", "bad", "unknown"]

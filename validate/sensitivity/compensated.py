@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ...calibrate.measure.moments import add_product, load_moments, moments_file, new_matrix
-from ...files import replacing
+from ...core.files import replacing
 from ...quantize.weight_rounding import DAMPING
 from .site import Site
 from .sites import Quantizer

@@ -30,10 +30,10 @@ from ...calibrate.measure.stream import Batches, Chain, HiddenStates, check_spac
 from ...calibrate.model.decoder import Call, LayersReached, NoChainError, standing_in
 from ...calibrate.model.products import output_head
 from ...calibrate.model.source import Source
-from ...errors import InputError
-from ...files import replacing
+from ...core.errors import InputError
+from ...core.files import replacing
+from ...core.reporter import Reporter
 from ...quantize.scales import Scales
-from ...reporter import Reporter
 from .compensated import Gathered, left_of_sites
 from .gradients import End, Seen, drawn_loss, found_back, log_probabilities, seeing, summed
 from .site import Predicted, Site

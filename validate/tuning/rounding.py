@@ -9,12 +9,12 @@ from torch import nn
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
 from ...calibrate.model.experts import seen_at
+from ...core.reporter import Reporter
 from ...quantize.clip import lost_share
 from ...quantize.rounded import Rounded
 from ...quantize.sequential import rows_of
 from ...quantize.weight_rounding import Compensations
 from ...quantize.weights import QuantizedWeight, WeightMethod, quantize_weight
-from ...reporter import Reporter
 from .candidates import Candidates, Kind
 
 #: Says of a folder that what was gathered in it is complete.

@@ -17,7 +17,7 @@ from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.addition import beside
 from fp8q.calibrate.model.beside import with_adapters
 from fp8q.calibrate.model.source import Source, load_model, open_source
-from fp8q.reporter import SILENT
+from fp8q.core.reporter import SILENT
 
 IDS = torch.arange(2 * 24).view(2, 24) * 7 % 2000
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

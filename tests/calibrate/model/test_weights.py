@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8q.calibrate.model.weights import Weights, check_finite, find_weights
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 
 def shards(directory: Path, contents: Mapping[str, Mapping[str, torch.Tensor]], **changes: str) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
 from fp8q.export.engine.plan import Kernel, Plan, Product, read_plan
 from fp8q.export.engine.promise import promises

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.export.lint import constants, loading
 from fp8q.export.lint.check import lint
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.quantize.forms.declared import Scheme
 from fp8q.quantize.forms.patterns import Form, Matcher
 from fp8q.quantize.forms.read import Checkpoint, open_checkpoint

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.quantize.lint.check import RULES, lint_checkpoint
-from fp8q.run import Run
 
 from ..forms import made
 from .conftest import FORMS, Damaged

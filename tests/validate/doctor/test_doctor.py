@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.api import CalibrateOptions, DoctorOptions
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
 CHECKS = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from . import __version__
+from .. import __version__
 from .errors import InputError
 from .files import PARTIAL, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
 from .record import RunRecord, StageLog, StageRecord, command, library_versions, peak_memory_bytes, reset_peak_memory

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ..declare import MODEL, SCALES, TEXT, Of, Options, between, first_given, interval_of, not_empty, option, percentage
-from ..errors import InputError
+from ..core.errors import InputError
+from .declare import MODEL, SCALES, TEXT, Of, Options, between, first_given, interval_of, not_empty, option, percentage
 
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16

@@ -9,8 +9,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from fp8q.errors import InputError
-from fp8q.headers import Stored, header_bytes, read_header
+from fp8q.core.errors import InputError
+from fp8q.core.headers import Stored, header_bytes, read_header
 
 
 def written(path: Path, header: object, data: bytes = b"") -> Path:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..declare import ENGINE, Options, between, first_given, option, part_of_all
-from ..errors import InputError
-from .measured import DEFAULT_SEQ_LEN
+from ..core.errors import InputError
+from .calibrate import DEFAULT_SEQ_LEN
+from .declare import ENGINE, Options, between, first_given, option, part_of_all
 
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, convert
 
-from .errors import InputError
+from ..core.errors import InputError
 
 #: The largest dimension that a runtime takes: int32.
 LARGEST_SIZE = 2**31 - 1

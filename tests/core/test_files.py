@@ -13,8 +13,8 @@ from zipfile import BadZipFile
 import pytest
 from safetensors import SafetensorError
 
-from fp8q.errors import InputError
-from fp8q.files import FICLONE, Strict, read_document, reading, regular_file, share
+from fp8q.core.errors import InputError
+from fp8q.core.files import FICLONE, Strict, read_document, reading, regular_file, share
 
 CONTENT = bytes(range(256)) * 100
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from ..declare import EVALUATION, OPTIONS, Options, between, increase, nats, option
-from ..errors import InputError
-from .built import Baseline
-from .measured import ALLOW_OVERLAP
+from ..core.errors import InputError
+from .calibrate import ALLOW_OVERLAP
+from .declare import EVALUATION, OPTIONS, Options, between, increase, nats, option
+from .export import Baseline
 
 RUNTIMES = (
     "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",

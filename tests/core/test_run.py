@@ -13,9 +13,9 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from fp8q.errors import InputError
-from fp8q.files import REFUSALS, keeping_locks, replacing, sha256_file
-from fp8q.run import Run
+from fp8q.core.errors import InputError
+from fp8q.core.files import REFUSALS, keeping_locks, replacing, sha256_file
+from fp8q.core.run import Run
 from fp8q.stages.steps import alone
 
 
@@ -55,7 +55,7 @@ def test_a_finished_stage_is_current_until_inputs_or_options_change(run: Run) ->
 
 
 def test_a_stage_of_another_version_is_not_current(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8q.run.__version__", "9.9.9")
+    monkeypatch.setattr("fp8q.core.run.__version__", "9.9.9")
     assert not run.is_current("quantize", {"a": "1"}, {"method": "amax"})
 
 
@@ -159,14 +159,16 @@ def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
 
 def test_a_process_that_works_here_keeps_others_out_between_its_stages_too(run: Run) -> None:
     """A second process, since a thread's locks are its own."""
-    code = "import sys; from pathlib import Path; from fp8q.run import Run\nwith Run(Path(sys.argv[1])).lock(): pass"
+    code = (
+        "import sys; from pathlib import Path; from fp8q.core.run import Run\nwith Run(Path(sys.argv[1])).lock(): pass"
+    )
 
     def other() -> str:
         done = subprocess.run([sys.executable, "-c", code, str(run.root)], capture_output=True, text=True)
         return done.stderr.strip().rpartition("\n")[2]
 
     message = (
-        f"fp8q.errors.InputError: {run.root}: another fp8q process is working here; wait for it, or name another "
+        f"fp8q.core.errors.InputError: {run.root}: another fp8q process is working here; wait for it, or name another "
         "directory"
     )
     with keeping_locks():
@@ -188,7 +190,7 @@ def test_a_run_that_may_not_be_written_to_is_read_all_the_same(run: Run, monkeyp
     def refused(file: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
-    monkeypatch.setattr("fp8q.run.locked", refused)
+    monkeypatch.setattr("fp8q.core.run.locked", refused)
     assert read(run.root)
 
 
@@ -262,7 +264,7 @@ def test_a_disk_that_is_really_full_names_the_file_and_the_run_goes_on_after_it(
 
 def test_a_file_that_may_not_grow_is_named() -> None:
     code = (
-        "import resource, sys, tempfile; from pathlib import Path; from fp8q.files import replacing\n"
+        "import resource, sys, tempfile; from pathlib import Path; from fp8q.core.files import replacing\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); path = Path(tempfile.mkdtemp(), 'model')\n"
         "try:\n"
         "    with replacing(path) as partial: partial.write_bytes(bytes(2000))\n"

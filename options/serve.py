@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ..declare import GENERATION, LARGEST_SIZE, MEASUREMENT, OPTIONS, SERVING, Options, between, not_empty, option
-from ..errors import InputError
+from ..core.errors import InputError
+from .declare import GENERATION, LARGEST_SIZE, MEASUREMENT, OPTIONS, SERVING, Options, between, not_empty, option
 
 #: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
 LONGEST_MODEL_NAME = 200
