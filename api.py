@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
-from .calibrate.ranks.place import place
+from .calibrate.ranks.torchrun import place
 from .core.errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
 from .core.reporter import SILENT, Reporter
 from .core.run import Run

@@ -30,7 +30,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.in_memory import measure as calibrated
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.calibrate.model.experts import routed_products
+from fp8q.calibrate.model.expert_modules import routed_products
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus

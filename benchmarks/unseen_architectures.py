@@ -51,8 +51,8 @@ from fp8q.api import (
 )  # fmt: skip
 from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
-from fp8q.calibrate.model.experts import experts_of
-from fp8q.calibrate.model.latent import cache_heads
+from fp8q.calibrate.model.expert_modules import experts_of
+from fp8q.calibrate.model.latent_attention import cache_heads
 from fp8q.calibrate.model.source import meta_model, open_source
 from fp8q.core.run import Run
 from fp8q.export.graph.cache import cache_shapes

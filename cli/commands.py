@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, ArgumentCollection, Parameter
 
 from .. import __version__
-from ..calibrate.ranks.place import place
+from ..calibrate.ranks.torchrun import place
 from ..core.errors import GateError, InputError, UnfinishedError
 from ..options import (
     BenchOptions,

@@ -138,7 +138,7 @@ def path_or_name(text: str, folder: Path) -> str:
 
     A hub name stays: what reads as one, ends unlike a text, and lies neither in `folder` nor in the working directory.
     """
-    from ..calibrate.hub import is_hub_name
+    from ..calibrate.input.hub import is_hub_name
 
     head, equals, weight = text.rpartition("=")
     if equals and not lies_at(folder, text) and lies_at(folder, head):

@@ -49,7 +49,7 @@ def command() -> int:
 
 def _run() -> int:
     """Run the command; returns its exit code, or raises what it does."""
-    from ..calibrate.ranks.place import place
+    from ..calibrate.ranks.torchrun import place
 
     place()  # variables that make no sense
     for argument in sys.argv[1:]:
@@ -112,6 +112,6 @@ def exhausted(error: BaseException) -> str | None:
 
 def _told_elsewhere(error: BaseException) -> bool:
     """Whether another rank has said it, on its own standard error."""
-    from ..calibrate.ranks.place import place
+    from ..calibrate.ranks.torchrun import place
 
     return bool(getattr(error, "told", False)) and place().rank > 0

@@ -1,7 +1,7 @@
 """The headers of safetensors files: which tensors lie where, told without reading one, and without torch.
 
 The format is 8 bytes of length, JSON, data. Its own library, which looks through a whole file when it opens one and so
-judges what users give (`calibrate.model.weights`), tells names, types and shapes, but not at which byte a tensor
+judges what users give (`calibrate.checkpoint.weights`), tells names, types and shapes, but not at which byte a tensor
 begins: a graph that points into the file must know that, and the lint speaks of files that are cut short.
 """
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from ..calibrate.checkpoint.weights import INDEX
 from ..calibrate.measure.statistics import Statistics
 from ..calibrate.model.source import Source
-from ..calibrate.model.weights import INDEX
 from ..core.files import share, write_document
 from ..core.reporter import Reporter
 from ..options import Clipping

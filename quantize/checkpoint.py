@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ..calibrate.given import read_json
+from ..calibrate.checkpoint.companions import companions
+from ..calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
+from ..calibrate.checkpoint.weights import Weights
+from ..calibrate.input.untrusted import read_json
 from ..calibrate.model.classes import nested
-from ..calibrate.model.coded import QUANTIZATION_KEYS
-from ..calibrate.model.companions import companions
 from ..calibrate.model.source import Source
-from ..calibrate.model.weights import Weights
 from ..core.errors import InputError
 from ..core.reporter import Reporter
 from .card import model_card

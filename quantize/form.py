@@ -15,7 +15,7 @@ from typing import Literal
 from torch import nn
 
 from ..calibrate.model.classes import beside, own_attention
-from ..calibrate.model.experts import experts_of
+from ..calibrate.model.expert_modules import experts_of
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.source import Source, meta_model
 from .policy import parted_experts

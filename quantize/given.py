@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calibrate.model.coded import CODES, MODELOPT_FILE
+from ..calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE
+from ..calibrate.checkpoint.weights import Header
 from ..calibrate.model.source import Source
-from ..calibrate.model.weights import Header
 from ..core.errors import InputError
 from ..core.headers import read_header
 from .forms.declared import READ, declared_form

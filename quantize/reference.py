@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ..calibrate.model.adapter import open_adapter
-from ..calibrate.model.addition import lay_beside
+from ..calibrate.checkpoint.adapter import open_adapter
+from ..calibrate.model.adapter_addition import lay_beside
 from ..calibrate.model.products import attention_modules, output_axis
 from ..calibrate.model.skeleton import skeleton
 from ..calibrate.model.tensor_names import renamed_in

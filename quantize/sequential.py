@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from ..calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
 from ..calibrate.model.decoder import Call, NoChainError
-from ..calibrate.model.experts import routed_products, seen_at
+from ..calibrate.model.expert_modules import routed_products, seen_at
 from ..calibrate.model.products import output_axis
 from ..calibrate.model.source import Source
 from ..core.errors import InputError

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibrate.given import exists, local_path
+from ..calibrate.input.untrusted import exists, local_path
 from ..core.errors import InputError
 from ..core.reporter import SILENT
 from ..core.run import Run

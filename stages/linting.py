@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from ..calibrate.given import exists
+from ..calibrate.input.untrusted import exists
 from ..core.errors import GateError, InputError
 from ..core.files import disk_errors, read_document
 from ..core.run import Run

@@ -86,9 +86,9 @@ def check_forward(source: "Source") -> None:
     """
     import torch
 
-    from ..calibrate.given import foreign
+    from ..calibrate.input.silence import quiet
+    from ..calibrate.input.untrusted import foreign
     from ..calibrate.model.source import meta_model, no_model
-    from ..calibrate.silence import quiet
 
     model = meta_model(source)
     with foreign(lambda error: no_model(source, error)), quiet(), torch.inference_mode():
@@ -115,7 +115,7 @@ def opened(
     source = open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
     if not adapters:
         return source
-    from ..calibrate.model.beside import remarks, with_adapters
+    from ..calibrate.model.adapter_base import remarks, with_adapters
 
     source = with_adapters(source, adapters, mode)
     for remark in remarks(source):
@@ -150,7 +150,7 @@ def source_of(run: Run) -> "Source":
         )
     if not (names := adapters_of(run)):
         return source
-    from ..calibrate.model.beside import with_adapters
+    from ..calibrate.model.adapter_base import with_adapters
 
     return with_adapters(source, [run.model / ADAPTERS / name for name in names], "beside")
 
@@ -179,7 +179,7 @@ def check_same(source: "Source", world: "World") -> None:
 
 def check_weights(run: Run, source: "Source", report: Reporter) -> None:
     """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
-    from ..calibrate.model.weights import check_finite
+    from ..calibrate.checkpoint.weights import check_finite
 
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:

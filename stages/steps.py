@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from .. import __version__
-from ..calibrate.ranks.place import place
+from ..calibrate.ranks.torchrun import place
 from ..core.errors import BackendError, InputError
 from ..core.files import keeping_locks
 from ..core.record import StageLog, library_versions

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.reporter import Reporter
-from ..model.experts import routed_products
+from ..model.expert_modules import routed_products
 from ..model.products import observed_products, output_axis
 from .measurement import Measurement
 from .observe import Watch, probe_groups

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..model.products import attention_modules
-from .interface import attending, attention_of
+from .attention_interface import attending, attention_of
 from .observe import Observer
 from .statistics import TensorStatistics
 

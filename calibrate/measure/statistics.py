@@ -25,7 +25,7 @@ from ...core.run import Run
 from .histogram import Histogram
 
 if TYPE_CHECKING:
-    from ..model.adapter import Adapter
+    from ..checkpoint.adapter import Adapter
 
 #: How the name of a weight's statistics ends.
 WEIGHT = ".weight.amax_channels"

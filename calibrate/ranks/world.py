@@ -25,7 +25,7 @@ from ...core.undo import at_end
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
 from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of
-from .place import Place, place
+from .torchrun import Place, place
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InputError
-from ..given import one_line
+from ..input.untrusted import one_line
 from .rows import Render, fault
 from .template import Template, TemplateError
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
-from ..given import foreign, one_line
-from ..silence import muted
+from ..input.silence import muted
+from ..input.untrusted import foreign, one_line
 from .documents import load_documents, load_texts
 from .overlap import check_disjoint
 from .packing import Packing

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import InputError
-from ..given import local_path
+from ..input.untrusted import local_path
 
 _WEIGHT = re.compile(r"(.+)=([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)", re.DOTALL)
 

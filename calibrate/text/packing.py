@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import InputError
-from ..given import foreign, one_line
-from ..silence import muted
+from ..input.silence import muted
+from ..input.untrusted import foreign, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

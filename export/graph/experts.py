@@ -11,7 +11,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from ...calibrate.model.experts import FUSED, Expert, Experts
+from ...calibrate.model.expert_modules import FUSED, Expert, Experts
 from . import operators
 
 

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...calibrate.model.classes import nested
-from ...calibrate.model.experts import experts_of
+from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.products import attention_modules, output_axis
 from ...quantize.formats import TWO_TERMS
 from ...quantize.linear import CODE, replace_linears

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
 
-from ...calibrate.given import one_line
+from ...calibrate.input.untrusted import one_line
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.classes import code_of
-from ...calibrate.model.experts import experts_of
+from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shapes
 from .modules import text_input

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ...calibrate.given import exists, read_json
+from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from .patterns import Form, Matcher
 

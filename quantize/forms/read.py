@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.given import exists, read_json
+from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import Stored, read_header
 from .declared import BLOCK, CONFIG, Declared, Granularity, Scheme, declared_form

@@ -60,7 +60,7 @@ def in_a_weak_reference():
     del thing
 
 def where_standard_error_is_muted():
-    from fp8q.calibrate.silence import muted
+    from fp8q.calibrate.input.silence import muted
     with muted():
         ready()
 

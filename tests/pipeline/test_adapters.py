@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 
 from fp8q import api
+from fp8q.calibrate.checkpoint.adapter import open_adapter
 from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.adapter import open_adapter
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run

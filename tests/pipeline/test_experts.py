@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.calibrate.model.experts import experts_of
+from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions

@@ -13,7 +13,7 @@ import torch
 
 from fp8q import api
 from fp8q.calibrate.model.source import open_source
-from fp8q.calibrate.ranks.place import Place
+from fp8q.calibrate.ranks.torchrun import Place
 from fp8q.calibrate.ranks.world import World
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.source import Source
-from fp8q.calibrate.model.weights import Weights
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.measure.interface import attending, attention_of
+from ...calibrate.measure.attention_interface import attending, attention_of
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .limits import ONE_HOT_NATS

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
-from ...calibrate.model.experts import sharers
+from ...calibrate.model.expert_modules import sharers
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .sites import Quantizer
 

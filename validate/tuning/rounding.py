@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
-from ...calibrate.model.experts import seen_at
+from ...calibrate.model.expert_modules import seen_at
 from ...core.reporter import Reporter
 from ...quantize.clip import lost_share
 from ...quantize.rounded import Rounded

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8q.calibrate.model.adapter import LoraConfig, check_names, open_adapter
-from fp8q.calibrate.model.beside import remarks, with_adapters
+from fp8q.calibrate.checkpoint.adapter import LoraConfig, check_names, open_adapter
+from fp8q.calibrate.model.adapter_base import remarks, with_adapters
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 

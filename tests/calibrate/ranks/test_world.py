@@ -26,7 +26,7 @@ from fp8q.calibrate.measure.statistics import (
     save_arrays,
 )
 from fp8q.calibrate.ranks.heartbeat import Failure, RankError
-from fp8q.calibrate.ranks.place import Place, place
+from fp8q.calibrate.ranks.torchrun import Place, place
 from fp8q.calibrate.ranks.world import World, _check_alike
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.files import write_document

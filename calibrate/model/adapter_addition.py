@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .adapter import Adapter
+from ..checkpoint.adapter import Adapter
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Merged, a weight is W + s · B A, summed in FP32 and rounded once to the type that W is stored in where that is BF16. It
 is made when the tensor is read, so that whatever reads weights (statistics, codes, the yardstick in BF16, a layer at a
 time or all) has the merged model, and nothing is written in between. Beside, it is added as the model runs:
-`addition`.
+`adapter_addition`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.errors import InputError
-from .adapter import TENSORS, Adapter, check_names, open_adapter
+from ..checkpoint.adapter import TENSORS, Adapter, check_names, open_adapter
+from ..checkpoint.weights import Header
 from .products import matrix_products, output_axis, output_head
 from .source import Source, meta_model
-from .weights import Header
 
 Mode = Literal["merge", "beside"]
 

@@ -14,8 +14,8 @@ from fp8q.calibrate.measure.in_memory import measure
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
-from fp8q.calibrate.model.addition import beside
-from fp8q.calibrate.model.beside import with_adapters
+from fp8q.calibrate.model.adapter_addition import beside
+from fp8q.calibrate.model.adapter_base import with_adapters
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
 
@@ -76,7 +76,7 @@ def test_merged_weights_are_pefts_rounded_once(source: Source, demo_checkpoint: 
 def test_merged_into_a_checkpoint_in_fp32_nothing_is_rounded(
     demo_checkpoint: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    from fp8q.calibrate.model.companions import companions
+    from fp8q.calibrate.checkpoint.companions import companions
 
     AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.float32).save_pretrained(tmp_path)
     for path in companions(demo_checkpoint):

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Fp8qError, InputError
-from ..core.files import regular_file, unreadable
+from ...core.errors import Fp8qError, InputError
+from ...core.files import regular_file, unreadable
 
 #: Bytes that a JSON file may have, and how deep its values may be nested. The largest of a published checkpoint, an
 #: index of some 100,000 tensors, has 10 MB.

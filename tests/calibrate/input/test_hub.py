@@ -7,7 +7,7 @@ import pytest
 
 from fp8q.calibrate.model.source import Source, open_source
 
-from .damage import demo_files, refusal
+from ..model.damage import demo_files, refusal
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Hub

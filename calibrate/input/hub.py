@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InputError
-from ..core.files import disk_errors
-from ..core.reporter import SILENT, Reporter
+from ...core.errors import InputError
+from ...core.files import disk_errors
+from ...core.reporter import SILENT, Reporter
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 #: Copies in subfolders and in other formats than Hugging Face's (Mistral's, Meta's).

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError
-from ..given import AGAIN
+from ..input.untrusted import AGAIN
 
 #: What configurations call the number of positions.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...core.errors import InputError
 from ...core.files import regular_file
 from ...core.reporter import SILENT, Reporter
-from ..given import AGAIN, exists, foreign, local_path, one_line, read_json
+from ..input.untrusted import AGAIN, exists, foreign, local_path, one_line, read_json
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import CRITICAL
 
-from ..core.undo import at_end
+from ...core.undo import at_end
 
 
 @contextmanager

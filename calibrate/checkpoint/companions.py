@@ -11,8 +11,8 @@ from typing import Any
 
 from ...core.errors import InputError
 from ...core.files import regular_file, sha256_file
-from ..given import AGAIN, exists, read_json
-from .fields import check_token_ids, shown
+from ..input.untrusted import AGAIN, exists, read_json
+from .config_fields import check_token_ids, shown
 
 COMPANIONS = (
     "tokenizer*",

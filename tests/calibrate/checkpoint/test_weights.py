@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8q.calibrate.model.weights import Weights, check_finite, find_weights
+from fp8q.calibrate.checkpoint.weights import Weights, check_finite, find_weights
 from fp8q.core.errors import InputError
 
 
@@ -227,7 +227,7 @@ def test_nan_and_inf_are_counted(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_many_are_counted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8q.calibrate.model.weights.CHUNK", 7)
+    monkeypatch.setattr("fp8q.calibrate.checkpoint.weights.CHUNK", 7)
     path = tmp_path / "model.safetensors"
     assert (
         finiteness(path, {"w": torch.full((5, 4), float("nan"))})

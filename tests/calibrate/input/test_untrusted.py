@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.given import JSON_DEPTH, foreign, local_path, one_line, read_bytes, read_json
+from fp8q.calibrate.input.untrusted import JSON_DEPTH, foreign, local_path, one_line, read_bytes, read_json
 from fp8q.core.errors import InputError
 
 AGAIN = "copy or download it again"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from ...core.errors import InputError
 from ...core.files import sha256_file
-from ..given import exists, foreign, local_path, one_line, read_json
+from ..input.untrusted import exists, foreign, local_path, one_line, read_json
 from .weights import ADAPTER, PICKLED, Header, read_headers
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from fp8q.calibrate.model.latent import cache_heads
+from fp8q.calibrate.model.latent_attention import cache_heads
 
 HEADS, LATENT, ROTATED, SIZE, VALUE = 3, 8, 2, 4, 5
 

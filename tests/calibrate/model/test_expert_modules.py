@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8q.calibrate.model.experts import Expert, Experts, computes_the_same, experts_of, showing
+from fp8q.calibrate.model.expert_modules import Expert, Experts, computes_the_same, experts_of, showing
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
 
 from ...mixtures import MIXTURES, random_mixture
