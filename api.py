@@ -34,9 +34,9 @@ from .options import (
     TuneOptions,
     ValidateOptions,
 )
-from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
-from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
-from .quantize.scales import load_scales, tensor_scale
+from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
+from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
+from .quantize.scales.decisions import load_scales, tensor_scale
 from .serve.local import answer
 from .serve.request import Completion
 from .stages import (
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from .calibrate.model.source import Source
     from .calibrate.ranks.world import World
     from .export.engine.info import EngineInfo
-    from .quantize.policy import Products
+    from .quantize.scales.policy import Products
     from .serve.web.server import Server
     from .validate.accuracy import Accuracy
     from .validate.bench import Bench

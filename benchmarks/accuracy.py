@@ -43,8 +43,8 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.graph.cache import cache_shapes
 from fp8q.options import KvCache, Terms, WeightRounding
-from fp8q.quantize.cost import Cost, cost_of
-from fp8q.quantize.scales import Scales, load_scales
+from fp8q.quantize.scales.decisions import Scales, load_scales
+from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.compare import Forward, compare

@@ -36,12 +36,13 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.options import ScaleOptions
-from fp8q.quantize.clip import saturation, scale_of, squared_error
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import FP8Linear, code_tables, encode, replace_linears
-from fp8q.quantize.policy import select
-from fp8q.quantize.scales import group_of
-from fp8q.quantize.weights import channel_scales
+from fp8q.quantize.codes.encoding import code_tables, encode
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.linear import FP8Linear, replace_linears
+from fp8q.quantize.scales.clip import saturation, scale_of, squared_error
+from fp8q.quantize.scales.decisions import group_of
+from fp8q.quantize.scales.policy import select
+from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpora, sources
 from fp8q.validate.compare import Forward, compare
 from fp8q.validate.perplexity import Evaluation, cut

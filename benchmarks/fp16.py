@@ -21,8 +21,8 @@ from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Terms
-from fp8q.quantize.linear import FP8Linear
-from fp8q.quantize.reference import Reference, load_reference
+from fp8q.quantize.reference.fp8_model import Reference, load_reference
+from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.compare import BASELINE, Forward, compare

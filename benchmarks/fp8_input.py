@@ -26,8 +26,8 @@ from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
 from fp8q.validate.compare import Forward, compare

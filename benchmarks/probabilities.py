@@ -22,9 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.formats import TWO_TERMS
-from fp8q.quantize.linear import encode, encode_two
-from fp8q.quantize.scales import PROBABILITY_SCALES
+from fp8q.quantize.codes.encoding import encode, encode_two
+from fp8q.quantize.codes.formats import TWO_TERMS
+from fp8q.quantize.scales.decisions import PROBABILITY_SCALES
 from fp8q.validate.compare import BASELINE, Forward, compare
 from fp8q.validate.perplexity import cut
 

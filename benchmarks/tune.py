@@ -24,7 +24,7 @@ from result import arguments, described, publish
 from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions, calibrate, tune
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.quantize.reference import load_reference
+from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.candidates import batches_of
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of

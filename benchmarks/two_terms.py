@@ -29,8 +29,8 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.graph import operators, trace
 from fp8q.export.graph.modules import GraphLinear, GraphPlan, rounded
-from fp8q.quantize.formats import TWO_TERMS
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.codes.formats import TWO_TERMS
+from fp8q.quantize.scales.decisions import load_scales
 
 Form = Callable[[GraphLinear, torch.Tensor], torch.Tensor]
 WRITTEN = "product and sum in FP32"

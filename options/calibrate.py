@@ -14,7 +14,7 @@ LARGEST_MARGIN = 16
 #: Calibration windows and their length, where the model and the text hold as much.
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
-#: Tokens after which the amax of an expert's last product has settled (`quantize.experts`).
+#: Tokens after which the amax of an expert's last product has settled (`quantize.scales.expert_scales`).
 DEFAULT_EXPERT_TOKENS = 512
 Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
 ScaleGrid = Literal["bf16", "power-of-two"]

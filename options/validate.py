@@ -19,7 +19,7 @@ FLOAT = frozenset({"bf16", "fp32", "original"})
 WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
 #: What runs the checkpoint, or the source model, and no graph.
 WITHOUT_GRAPH = FLOAT | {"reference"}
-#: How the products of codes are added: `quantize.adder`.
+#: How the products of codes are added: `quantize.reference.adder`.
 Accumulator = Literal["fp32", "fp22", "two-level"]
 #: Which cost `tune` spares: the bytes that a decode step reads, or the operations of a prompt.
 Prefer = Literal["memory", "prefill"]
@@ -48,7 +48,7 @@ class ValidateOptions(Options):
     distance is the yardstick; `original` is the source model in the type it is stored in, and joins `bf16` by itself
     where that is another. The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions,
     which `fp8q export --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`.
-    `accumulator`: see `quantize.adder`.
+    `accumulator`: see `quantize.reference.adder`.
     """
 
     runtimes: Annotated[

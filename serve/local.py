@@ -9,7 +9,7 @@ from ..export.engine.info import engine_stage, engines_of, load_engines
 from ..export.engine.targets import MODULES, Runtime, gpu_target
 from ..export.lint.check import sound_graph
 from ..options import Precision
-from ..quantize.stored import checkpoint_of
+from ..quantize.reading.run_checkpoint import checkpoint_of
 from .engine_session import EngineSession
 from .generate import GenerationError, Generator, complete, completion
 from .request import Completion, Request, RequestError

@@ -16,7 +16,7 @@ from ..core.files import replacing, write_document
 from ..core.record import library_versions
 from ..core.run import Run
 from ..options import Baseline, BenchOptions, Precision
-from ..quantize.cost import largest_batch
+from ..quantize.scales.serving_cost import largest_batch
 from ..serve.cuda import CudaDevice, CudaError
 from ..serve.meter import Held, Meter, open_meter
 from ..serve.rounds import Answers, Contender, measure

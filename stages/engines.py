@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..export.engine.numbers import Difference
     from ..export.engine.plan import Plan
     from ..export.engine.proof import Pledge
-    from ..quantize.scales import Scales
+    from ..quantize.scales.decisions import Scales
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     from ..export.engine.info import load_engines
     from ..export.engine.proof import Pledge
     from ..export.lint.check import promised_attention, promised_terms, sound_graph
-    from ..quantize.scales import load_scales
+    from ..quantize.scales.decisions import load_scales
 
     run.refuse_without_graph()
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))

@@ -13,7 +13,7 @@ from ..calibrate.measure.statistics import load_record, load_statistics
 from ..core.errors import BackendError, InputError
 from ..core.run import Run
 from ..options import DoctorOptions
-from ..quantize.scales import Scales, load_scales
+from ..quantize.scales.decisions import Scales, load_scales
 from .adapters import note_base_alone
 from .corpora import load_tokens
 from .graphs import exported_options

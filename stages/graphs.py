@@ -12,7 +12,7 @@ from ..core.files import replacing, sha256_file, write_document
 from ..core.record import FP8_STAGES, command
 from ..core.run import GRAPH, Run, graph_names, no_graph
 from ..options import Clipping, ExportOptions, Precision, Terms
-from ..quantize.stored import ATTENTION_SCALES, checkpoint_of
+from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of
 from .adapters import adapters_of, check_attention
 from .queries import measure_queries
 from .steps import Notes, stage
@@ -49,8 +49,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..export.forms import write_form
     from ..export.graph.trace import export_model
     from ..export.lint.check import lint, promised_attention, promised_terms
-    from ..quantize.scales import load_scales
-    from ..quantize.stored import stored_scales
+    from ..quantize.reading.run_checkpoint import stored_scales
+    from ..quantize.scales.decisions import load_scales
 
     scales = load_scales(run)
     check_attention(adapters_of(run), asked)
@@ -158,7 +158,7 @@ def write_attention(run: Run, asked: ExportOptions) -> int:
     not, take them away. Returns how many codes a query or a probability is, 0 for none.
     """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
-    from ..quantize.attention import attention_scales, save_scales
+    from ..quantize.reference.attention import attention_scales, save_scales
 
     stored = run.model / ATTENTION_SCALES
     for path in (stored, run.attention):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..calibrate.measure.statistics import load_statistics
 from ..core.run import Run
 from ..options import Clipping
-from ..quantize.scales import load_scales
+from ..quantize.scales.decisions import load_scales
 from .graphs import clipping_of
 from .measuring import measure_text
 from .steps import CALIBRATE_MODULES, Notes, needs

@@ -156,8 +156,8 @@ def promise(run: Run) -> "Promise":
     """
     from ..export.lint.check import promised_attention, promised_terms
     from ..export.lint.rules import Promise
-    from ..quantize.scales import Scales, load_scales
-    from ..quantize.stored import stored_scales
+    from ..quantize.reading.run_checkpoint import stored_scales
+    from ..quantize.scales.decisions import Scales, load_scales
 
     scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
     weight_scales: Mapping[str, Array]

@@ -81,8 +81,8 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
 
     from ..calibrate.measure.statistics import load_record
     from ..calibrate.model.source import load_model
-    from ..quantize.reference import load_reference
-    from ..quantize.scales import load_scales
+    from ..quantize.reference.fp8_model import load_reference
+    from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.alone import Prefix
     from ..validate.sensitivity.compensated import Gathered, left_of_sites
     from ..validate.sensitivity.document import Sensitivity, ranked
@@ -137,8 +137,8 @@ def _locate_streamed(
     import torch
 
     from ..calibrate.measure.statistics import load_record
-    from ..quantize.reference import open_codes
-    from ..quantize.scales import load_scales
+    from ..quantize.reference.fp8_model import open_codes
+    from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.document import Sensitivity, ranked
     from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.layerwise import PASSES, Layerwise, Task

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..calibrate.measure.moments import SecondMoments
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
-    from ..quantize.policy import Products
+    from ..quantize.scales.policy import Products
 
 
 class Task(Strict):
@@ -46,7 +46,7 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
     """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of
     `delayed`, and for what cannot be measured in parts.
     """
-    from ..quantize.delayed import no_scale
+    from ..quantize.scales.delayed import no_scale
 
     batches = -(-windows // options.batch_size)
     first, end = options.batches or (0, batches)

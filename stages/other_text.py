@@ -123,7 +123,7 @@ def positions(run: Run) -> int | None:
     Raises InputError where that is missing or does not parse.
     """
     from ..calibrate.model.architecture import max_positions, text_fields
-    from ..quantize.stored import OWN_CONFIG, OWN_POSITIONS
+    from ..quantize.reading.run_checkpoint import OWN_CONFIG, OWN_POSITIONS
 
     config = run.model / "config.json"
     if not config.is_file():

@@ -8,7 +8,7 @@ from ..core.errors import InputError
 from ..core.reporter import SILENT, Reporter
 from ..core.run import Run
 from ..options import AdapterMode, ScaleOptions
-from ..quantize.stored import ADAPTERS
+from ..quantize.reading.run_checkpoint import ADAPTERS
 from .adapters import adapters_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
-    from ..quantize.policy import Products
+    from ..quantize.scales.policy import Products
 
 
 def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
@@ -35,9 +35,9 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     )
     from ..calibrate.model.source import meta_model
     from ..export.graph.support import unsupported
-    from ..quantize.given import given_of
-    from ..quantize.inherit import check_inherit
-    from ..quantize.policy import Products, match_terms, select
+    from ..quantize.reading.dequantized import given_of
+    from ..quantize.reading.inherited_scales import check_inherit
+    from ..quantize.scales.policy import Products, match_terms, select
 
     model = meta_model(source)
     check_forward(source)
@@ -110,7 +110,7 @@ def opened(
 ) -> "Source":
     """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for, and `adapters`."""
     from ..calibrate.model.source import open_source
-    from ..quantize.given import recognize
+    from ..quantize.reading.dequantized import recognize
 
     source = open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
     if not adapters:

@@ -23,7 +23,7 @@ from fp8q.core.files import sha256_file
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ScaleOptions
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import choosing, merging, sources
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.steps import Notes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.run import Run
-from ..quantize.scales import Scales, load_scales
+from ..quantize.scales.decisions import Scales, load_scales
 from .accuracy import load_accuracy, load_tokens
 from .columns import Column, Table, count, increase, interval, nats, share, size
 from .curves import increase_interval

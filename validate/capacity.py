@@ -1,8 +1,8 @@
 """What a model takes of memory where it is served, from the files of its run: arithmetic, told of as that.
 
-Weights are counted as they are stored, embeddings included; what a decode step reads is `quantize.cost`'s. Which cache
-a model keeps is told by the graph's inputs, so any architecture will do. Activations, the runtime's own memory and
-fragmentation are left out: the largest batch is an upper bound.
+Weights are counted as they are stored, embeddings included; what a decode step reads is
+`quantize.scales.serving_cost`'s. Which cache a model keeps is told by the graph's inputs, so any architecture will do.
+Activations, the runtime's own memory and fragmentation are left out: the largest batch is an upper bound.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from ..core.headers import read_header
 from ..core.run import Run
 from ..export.lint.loading import load_graph
 from ..options import Precision
-from ..quantize.cost import WIDE_BYTES, Cost, cost_of, largest_batch
-from ..quantize.scales import Scales, load_scales
-from ..quantize.stored import checkpoint_of, stored_tensors
+from ..quantize.reading.run_checkpoint import checkpoint_of, stored_tensors
+from ..quantize.scales.decisions import Scales, load_scales
+from ..quantize.scales.serving_cost import WIDE_BYTES, Cost, cost_of, largest_batch
 from ..serve.sessions import PAST
 from .bench import Capacity, Form
 

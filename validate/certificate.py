@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from ..calibrate.measure.statistics import Corpus, Statistics
 from ..calibrate.text.mixture import interleave
-from ..quantize.delayed import measured
-from ..quantize.experts import BORROWED
-from ..quantize.scales import GRIDS, Scales, TensorScale
+from ..quantize.scales.decisions import GRIDS, Scales, TensorScale
+from ..quantize.scales.delayed import measured
+from ..quantize.scales.expert_scales import BORROWED
 from .columns import Column, Table, count, magnitude, share
 from .findings import chosen_scales
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.measure.histogram import Histogram, magnitudes
-from ..quantize.formats import E4M3, Format, TwoTerms
+from ..quantize.codes.formats import E4M3, Format, TwoTerms
 
 Floats = npt.NDArray[np.float64]
 #: What values are rounded to: a code, or two.

@@ -6,8 +6,8 @@ from statistics import median
 
 from ..calibrate.measure.coverage import coverage
 from ..calibrate.measure.statistics import Statistics
-from ..quantize.experts import BORROWED
-from ..quantize.scales import Scales
+from ..quantize.scales.decisions import Scales
+from ..quantize.scales.expert_scales import BORROWED
 from .columns import Column, Table, count
 
 #: Experts of a layer that are named.

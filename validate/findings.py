@@ -17,10 +17,10 @@ import numpy.typing as npt
 from ..calibrate.measure.statistics import Statistics, TensorStatistics
 from ..core.errors import InputError
 from ..options import Clipping
-from ..quantize.clip import saturation
-from ..quantize.delayed import largest_jump, measured, saturated_batches
-from ..quantize.formats import E4M3
-from ..quantize.scales import Scales, TensorScale, group_of, tensor_scale, unfit
+from ..quantize.codes.formats import E4M3
+from ..quantize.scales.clip import saturation
+from ..quantize.scales.decisions import Scales, TensorScale, group_of, tensor_scale, unfit
+from ..quantize.scales.delayed import largest_jump, measured, saturated_batches
 
 #: A channel whose amax exceeds this many times the median channel's is an outlier.
 OUTLIER_RATIO = 10.0

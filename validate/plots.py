@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibrate.measure.histogram import Histogram
-from ..quantize.formats import E4M3, TWO_TERMS
+from ..quantize.codes.formats import E4M3, TWO_TERMS
 from .columns import lossless, magnitude, noise, share
 from .curves import Curve, ErrorShares, Floats, along_window, density, error_density, error_shares, rounding_alone_db
 from .tables import ModuleRow

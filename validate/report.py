@@ -20,8 +20,8 @@ from ..core.files import replacing
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import WITHOUT_FP8
-from ..quantize.formats import E4M3
-from ..quantize.scales import load_scales
+from ..quantize.codes.formats import E4M3
+from ..quantize.scales.decisions import load_scales
 from . import beside, columns, curves, frequency, tables
 from . import certificate as certificates
 from .accuracy import Protocol, load_accuracy, load_divergences, load_tokens

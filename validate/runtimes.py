@@ -13,9 +13,9 @@ from ..core.errors import BackendError
 from ..core.files import reading
 from ..core.run import Run, graph_names
 from ..export.lint.check import sound_graph
-from ..quantize.linear import Mode
-from ..quantize.reference import Reference, load_reference
-from ..quantize.stored import checkpoint_of
+from ..quantize.reading.run_checkpoint import checkpoint_of
+from ..quantize.reference.fp8_model import Reference, load_reference
+from ..quantize.reference.linear import Mode
 from ..serve.sessions import SessionError, open_session
 from .compare import FLOAT32, Forward, Opener
 

@@ -1,8 +1,9 @@
 """The reference on some of the windows with another sum of its codes: what a tensor core's adder costs the model.
 
-Adding as `quantize.adder` does takes minutes where the processor's own product takes seconds, so a few windows are run,
-evenly spaced over the text: always the same ones. The reference with sums in FP32 goes through the same windows, since
-only with that can they be compared; both scale the sum in FP32 and round it once, as the mode `exact` does.
+Adding as `quantize.reference.adder` does takes minutes where the processor's own product takes seconds, so a few
+windows are run, evenly spaced over the text: always the same ones. The reference with sums in FP32 goes through the
+same windows, since only with that can they be compared; both scale the sum in FP32 and round it once, as the mode
+`exact` does.
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from ..core.headers import read_header
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import Accumulator
-from ..quantize.adder import seconds_a_product
-from ..quantize.linear import FP8Linear
-from ..quantize.reference import Reference
-from ..quantize.scales import load_scales
+from ..quantize.reference.adder import seconds_a_product
+from ..quantize.reference.fp8_model import Reference
+from ..quantize.reference.linear import FP8Linear
+from ..quantize.scales.decisions import load_scales
 from .compare import BASELINE, Forward, Opener, Outcome, compare_in_turn
 from .perplexity import Evaluation
 from .runtimes import logits_of, open_reference, vocabulary

@@ -16,7 +16,7 @@ from ..core.record import FP8_STAGES
 from ..core.run import Run
 from ..export.engine.info import engine_stage, load_engines
 from ..options import Precision
-from ..quantize.scales import INHERITED, TensorScale, WeightScales, group_of, load_scales
+from ..quantize.scales.decisions import INHERITED, TensorScale, WeightScales, group_of, load_scales
 from .accuracy import load_accuracy, load_tokens
 from .curves import increase_interval, paired
 from .findings import converged_after, outlier_channels

@@ -1,8 +1,8 @@
 """Which models can be calibrated, told from config.json and the model's modules, before any work.
 
-fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`expert_modules`), and those inside models
-that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask, a
-recurrent state is no KV cache.
+fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`expert_modules`), and those inside
+models that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask,
+a recurrent state is no KV cache.
 """
 
 import re

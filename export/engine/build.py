@@ -26,7 +26,7 @@ from ...core.findings import places
 from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
-from ...quantize.stored import checkpoint_of
+from ...quantize.reading.run_checkpoint import checkpoint_of
 from .. import names
 from ..lint.check import lint, promised_attention, sound_graph
 from ..lint.loading import load_graph

@@ -11,7 +11,7 @@ from ...core.files import Strict, read_document
 from ...core.record import command
 from ...core.run import Run
 from ...options import Precision, WeightScale
-from ...quantize.stored import ADAPTERS
+from ...quantize.reading.run_checkpoint import ADAPTERS
 from . import targets
 from .profiles import Profile
 from .targets import Runtime

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...calibrate.checkpoint.adapter import ENDS, PREFIX, TENSORS, Adapter, Part, open_adapter
 from ...calibrate.model.adapter_addition import beside
-from ...quantize.stored import ADAPTERS
+from ...quantize.reading.run_checkpoint import ADAPTERS
 
 #: What the module is called that a product's adapter is in the traced model.
 CHILD = "adapter"

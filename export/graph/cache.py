@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ...quantize.linear import CODE
+from ...quantize.codes.encoding import CODE
 from . import operators
 from .layers import OwnIndex
 

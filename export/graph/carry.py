@@ -12,7 +12,7 @@ from pathlib import Path
 from ...core.errors import InputError
 from ...core.headers import header_bytes
 from ...core.run import Run
-from ...quantize.stored import ADAPTERS
+from ...quantize.reading.run_checkpoint import ADAPTERS
 
 
 def carry_graphs(run: Run, checkpoint: Path) -> None:

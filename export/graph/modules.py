@@ -19,8 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from ...calibrate.model.classes import nested
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.products import attention_modules, output_axis
-from ...quantize.formats import TWO_TERMS
-from ...quantize.linear import CODE, replace_linears
+from ...quantize.codes.encoding import CODE
+from ...quantize.codes.formats import TWO_TERMS
+from ...quantize.reference.linear import replace_linears
 from . import operators
 from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache

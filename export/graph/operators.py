@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import onnx
 import torch
 
-from ...quantize.linear import CODE, encode, encode_int8
+from ...quantize.codes.encoding import CODE, encode, encode_int8
 
 if TYPE_CHECKING:
     from onnxscript.values import Op

@@ -26,8 +26,8 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
-from ...quantize.linear import CODE
-from ...quantize.scales import Scales
+from ...quantize.codes.encoding import CODE
+from ...quantize.scales.decisions import Scales
 from . import naming, operators, passes
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
 from .branches import branch_experts

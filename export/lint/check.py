@@ -13,7 +13,7 @@ from ...core.errors import InputError
 from ...core.files import read_document
 from ...core.findings import Finding
 from ...core.run import Run
-from ...quantize.scales import AttentionScales, Scales
+from ...quantize.scales.decisions import AttentionScales, Scales
 from .. import names
 from . import (  # noqa: F401  # enter their rules
     rules_codes,

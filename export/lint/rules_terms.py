@@ -13,7 +13,7 @@ Of attention in FP8 the first inputs, queries and probabilities, are such, along
 from onnx import NodeProto, TensorProto
 
 from ...core.findings import Broken
-from ...quantize.formats import TWO_TERMS
+from ...quantize.codes.formats import TWO_TERMS
 from .. import names
 from .indexed import Indexed, Product
 from .rules import Promise, promise_rule

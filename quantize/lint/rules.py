@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ...core.findings import Broken, Finding, Severity, listed
-from ..forms.read import Checkpoint
+from ..reading.fp8_tensors import Checkpoint
 
 Check = Callable[[Checkpoint], Broken]
 #: What to do where only whoever exported the checkpoint can mend it.

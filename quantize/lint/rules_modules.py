@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...core.findings import Broken
-from ..forms.declared import Declared
-from ..forms.read import Checkpoint
+from ..reading.fp8_tensors import Checkpoint
+from ..reading.quantization_config import Declared
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import WIDE, readable
 from .rules_values import EXPERT

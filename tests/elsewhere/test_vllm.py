@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8q.core.run import Run
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.perplexity import cut
 from fp8q.validate.runtimes import reference

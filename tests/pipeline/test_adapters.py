@@ -21,7 +21,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
-from fp8q.quantize.reference import load_reference
+from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.serve.web.server import Server
 from fp8q.stages import choosing, corpora, measuring
 from fp8q.stages.corpora import load_tokens

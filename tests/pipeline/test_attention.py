@@ -22,9 +22,9 @@ from fp8q.core.files import read_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import build_engines
-from fp8q.quantize.attention import attention_on_codes
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.scales import AttentionScales, load_scales
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.attention import attention_on_codes
+from fp8q.quantize.scales.decisions import AttentionScales, load_scales
 from fp8q.serve.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 

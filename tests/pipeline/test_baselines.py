@@ -25,8 +25,8 @@ from fp8q.core.files import read_document
 from fp8q.core.run import Run
 from fp8q.export.engine.info import engines_of, load_engines
 from fp8q.options import Baseline, Precision
-from fp8q.quantize.scales import Scales, load_scales
-from fp8q.quantize.stored import checkpoint_of
+from fp8q.quantize.reading.run_checkpoint import checkpoint_of
+from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.bench import Bench
 from fp8q.validate.report import summary

@@ -23,9 +23,9 @@ from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.lint.check import lint
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.engine_model import describe, engine_config
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy

@@ -21,7 +21,7 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.forms import UNIT, in_form
 from fp8q.export.lint.external import Places, read_tensor
 from fp8q.export.lint.loading import load_graph
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
 

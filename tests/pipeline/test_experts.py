@@ -25,11 +25,11 @@ from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
-from fp8q.quantize.card import plain
-from fp8q.quantize.linear import FP8Linear
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.quantize.stored import stored_arrays
+from fp8q.quantize.checkpoint.model_card import plain
+from fp8q.quantize.reading.run_checkpoint import stored_arrays
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import graphs
 from fp8q.stages.corpora import load_tokens
 from fp8q.validate.accuracy import load_accuracy

@@ -18,7 +18,7 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.forms import write_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.lint.loading import load_graph
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.linting import promise
 

@@ -21,7 +21,7 @@ from fp8q.export.forms import in_form
 from fp8q.export.lint.check import lint_graph, promised_attention
 from fp8q.export.lint.indexed import Indexed
 from fp8q.export.lint.loading import load_graph
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.linting import promise
 
 from .test_engine_proof import behind, named, shown

@@ -9,7 +9,7 @@ from fp8q.core.errors import BackendError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import BenchOptions
-from fp8q.quantize.cost import Cost
+from fp8q.quantize.scales.serving_cost import Cost
 from fp8q.serve.meter import Held, HostMeter
 from fp8q.serve.rounds import Answers, Contender
 from fp8q.serve.timing import Answer

@@ -28,9 +28,9 @@ from fp8q.core.files import write_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Clipping
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.scales import Scales, Skipped, WeightScales, activation_scales, kv_cache_scales
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.clip import scale_of
+from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales, kv_cache_scales
 from fp8q.validate.accuracy import save_accuracy
 from fp8q.validate.compare import compare
 from fp8q.validate.perplexity import cut

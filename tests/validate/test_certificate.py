@@ -20,7 +20,7 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.run import Run
 from fp8q.options import Clipping
-from fp8q.quantize.scales import Scales, activation_scales
+from fp8q.quantize.scales.decisions import Scales, activation_scales
 from fp8q.validate.certificate import (
     HARMLESS,
     Certificate,

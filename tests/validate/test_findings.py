@@ -17,7 +17,7 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.errors import InputError
 from fp8q.options import Clipping
-from fp8q.quantize.scales import Scales, activation_scales, kv_cache_scales
+from fp8q.quantize.scales.decisions import Scales, activation_scales, kv_cache_scales
 from fp8q.validate.findings import (
     AgainstRow,
     DelayedRow,

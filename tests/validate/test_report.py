@@ -17,9 +17,9 @@ from fp8q.core.errors import BackendError
 from fp8q.core.files import write_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.quantize.clip import scale_of, sqnr_db
-from fp8q.quantize.formats import E4M3, E5M2
-from fp8q.quantize.scales import Scales, Skipped
+from fp8q.quantize.codes.formats import E4M3, E5M2
+from fp8q.quantize.scales.clip import scale_of, sqnr_db
+from fp8q.quantize.scales.decisions import Scales, Skipped
 from fp8q.validate import columns, curves, plots, report
 from fp8q.validate.tables import AccuracyRow, EngineRow, ModuleRow, module_rows
 from fp8q.validate.verdict import verdict

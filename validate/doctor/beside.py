@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.decoder import Layers
 from ...calibrate.model.products import output_axis
-from ...quantize.linear import FP8Linear
-from ...quantize.reference import Reference
+from ...quantize.reference.fp8_model import Reference
+from ...quantize.reference.linear import FP8Linear
 
 
 @dataclass

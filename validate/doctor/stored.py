@@ -15,11 +15,11 @@ import numpy.typing as npt
 from ...calibrate.measure.histogram import Histogram
 from ...calibrate.measure.statistics import Statistics
 from ...options import Clipping
-from ...quantize.clip import clip_mse, lost_share, saturation, scale_of, sqnr_db, underflow
-from ...quantize.delayed import largest_jump, measured
-from ...quantize.formats import E4M3, Grid
-from ...quantize.scales import GRIDS, Scales, TensorScale, group_of
-from ...quantize.stored import stored_arrays
+from ...quantize.codes.formats import E4M3, Grid
+from ...quantize.reading.run_checkpoint import stored_arrays
+from ...quantize.scales.clip import clip_mse, lost_share, saturation, scale_of, sqnr_db, underflow
+from ...quantize.scales.decisions import GRIDS, Scales, TensorScale, group_of
+from ...quantize.scales.delayed import largest_jump, measured
 from ..columns import magnitude, share
 from ..findings import unmeasured
 from . import limits

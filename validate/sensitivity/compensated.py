@@ -2,7 +2,7 @@
 
 Rounding in turn lets the error of input j fall on the inputs after it, as far as these can stand for it: what is left
 is the part of x_j that they do not tell, 1 / U[j, j]² of the second moments H, with U the upper Cholesky factor of H^-1
-(`quantize.weight_rounding`). So of the squared errors D_j that nearest rounding makes of the weights of input j, which
+(`quantize.weights.gptq`). So of the squared errors D_j that nearest rounding makes of the weights of input j, which
 go together with no other's, the product keeps Σ D_j / U[j, j]² where it had Σ D_j H[j, j]; the KL is taken to fall by
 the same share. Rounding all weights takes many times the passes that all else here does.
 
@@ -23,7 +23,7 @@ import torch
 
 from ...calibrate.measure.moments import add_product, load_moments, moments_file, new_matrix
 from ...core.files import replacing
-from ...quantize.weight_rounding import DAMPING
+from ...quantize.weights.gptq import DAMPING
 from .site import Site
 from .sites import Quantizer
 

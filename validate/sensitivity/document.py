@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...quantize.scales import Scales
+from ...quantize.scales.decisions import Scales
 from .site import AS_IT_IS, TWO_TERMS, Kind, Predicted, Site
 
 

@@ -33,7 +33,7 @@ from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.files import replacing
 from ...core.reporter import Reporter
-from ...quantize.scales import Scales
+from ...quantize.scales.decisions import Scales
 from .compensated import Gathered, left_of_sites
 from .gradients import End, Seen, drawn_loss, found_back, log_probabilities, seeing, summed
 from .site import Predicted, Site

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.products import attention_modules, observed_products, output_axis
-from ...quantize.clip import power_of_two_ceil
-from ...quantize.kv_cache import FP8Cache, round_to_codes
-from ...quantize.linear import FP8Linear
-from ...quantize.scales import Scales, TensorScale
-from ...quantize.sequential import product_input
+from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
+from ...quantize.reference.linear import FP8Linear
+from ...quantize.scales.clip import power_of_two_ceil
+from ...quantize.scales.decisions import Scales, TensorScale
+from ...quantize.weights.sequential import product_input
 from .site import Site
 
 

@@ -26,7 +26,7 @@ from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.lint.external import Places, read_tensor
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 
 Fp8q = Callable[..., Any]
 Built = Callable[..., Path]

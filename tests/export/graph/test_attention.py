@@ -13,7 +13,7 @@ from fp8q.export.graph.attention import plain_attention
 from fp8q.export.graph.modules import GraphPlan, QuantizedAttention
 from fp8q.export.graph.trace import trace
 from fp8q.export.names import module_of, product_of
-from fp8q.quantize.attention import attention_on_codes
+from fp8q.quantize.reference.attention import attention_on_codes
 
 
 @pytest.mark.parametrize(

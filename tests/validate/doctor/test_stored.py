@@ -5,7 +5,7 @@ import pytest
 
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.options import Clipping
-from fp8q.quantize.scales import Scales, WeightScales, tensor_scale
+from fp8q.quantize.scales.decisions import Scales, WeightScales, tensor_scale
 from fp8q.validate.doctor.limits import Limit
 from fp8q.validate.doctor.remedies import Remedies
 from fp8q.validate.doctor.stored import Tensor, in_order, stored_checks

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fp8q.calibrate.model.classes import made
 from fp8q.calibrate.model.decoder import Layers
-from fp8q.quantize.linear import FP8Linear
+from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.validate.doctor import running
 from fp8q.validate.doctor.beside import Parted, Sums, float_product, fp8_product
 from fp8q.validate.doctor.remedies import Remedies

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8q.quantize.linear import encode
-from fp8q.quantize.weight_rounding import compensated_codes, compensation
-from fp8q.quantize.weights import channel_scales
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.weights.channels import channel_scales
+from fp8q.quantize.weights.gptq import compensated_codes, compensation
 from fp8q.validate.sensitivity.compensated import Gathered, Untold, share_left
 
 TOKENS = 4096

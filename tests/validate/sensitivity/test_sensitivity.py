@@ -18,8 +18,8 @@ from fp8q.api import SensitivityOptions
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import locating
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of

@@ -14,8 +14,8 @@ from fp8q.api import TuneOptions, ValidateOptions
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.candidates import Prepared, batches_of, parted, prepare
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.other_text import evaluation
