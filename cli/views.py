@@ -221,7 +221,7 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
     if as_json:
         emit({"engines": [asdict(view) for view in found]})
         return
-    from ..export.names import product_of
+    from ..export.onnx_file.names import product_of
 
     for view in found:
         codes = (

@@ -25,7 +25,7 @@ from ..core.files import Strict
 from ..export.engine.info import EngineInfo
 from ..export.engine.profiles import Profile
 from ..export.lint.check import sound_graph
-from ..export.lint.tensors import type_name
+from ..export.onnx_file.tensors import type_name
 from .triton_schema import import_schema
 
 #: What follows the name of the Python model.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from ..calibrate.measure.statistics import load_statistics
-    from ..export.graph.carry import carry_graphs
+    from ..export.graph.reuse import carry_graphs
     from ..quantize.checkpoint.writer import quantize_checkpoint
     from ..quantize.reading.inherited_scales import remarks
     from ..quantize.scales import expert_scales

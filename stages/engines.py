@@ -15,8 +15,8 @@ from ..core.record import FP8_STAGES
 from ..core.run import Run
 
 if TYPE_CHECKING:
-    from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
     from ..export.engine.info import EngineInfo
+    from ..export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
     from ..export.engine.numbers import Difference
     from ..export.engine.plan import Plan
     from ..export.engine.proof import Pledge
@@ -95,7 +95,7 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
 
 def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
     """Read one engine."""
-    from ..export.engine.anatomy import attention_rows, product_rows, wide_rows
+    from ..export.engine.kernel_rows import attention_rows, product_rows, wide_rows
     from ..export.engine.numbers import CODES, FACTORS, INPUT
     from ..export.engine.proof import prove
     from ..export.engine.two_terms import TERMS

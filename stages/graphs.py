@@ -46,8 +46,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     Raises NoGraphError, or what torch's exporter raised, where none can be made of the model, and the record says so.
     """
     from ..calibrate.measure.statistics import load_record
-    from ..export.forms import write_form
     from ..export.graph.trace import export_model
+    from ..export.graph.weight_scale_form import write_form
     from ..export.lint.check import lint, promised_attention, promised_terms
     from ..quantize.reading.run_checkpoint import stored_scales
     from ..quantize.scales.decisions import load_scales
@@ -110,8 +110,8 @@ def why_no_graph(run: Run) -> str | None:
     import torch
     from transformers import AutoConfig
 
-    from ..export.graph.support import unsupported
     from ..export.graph.trace import empty_model
+    from ..export.modules.support import unsupported
 
     model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
     return unsupported(model.eval())
@@ -198,7 +198,7 @@ def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
 def has_graphs(run: Run) -> bool:
     """Whether the graphs in the run are what this version exported.
 
-    A checkpoint that they no longer fit took them away (`export.graph.carry`).
+    A checkpoint that they no longer fit took them away (`export.graph.reuse`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__ or exported.refused:

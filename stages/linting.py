@@ -22,7 +22,7 @@ from .opening import open_run
 if TYPE_CHECKING:
     from ..core.findings import Finding
     from ..export.lint.rules import Promise
-    from ..export.lint.tensors import Array
+    from ..export.onnx_file.tensors import Array
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -129,8 +129,8 @@ def lint_checkpoint(path: Path) -> Linted:
 def lint_graph(path: Path, run: Run | None) -> Linted:
     """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
     from ..export.lint.check import FORM, lint_graph
-    from ..export.lint.loading import load_graph
     from ..export.lint.rules_products import is_fp8
+    from ..export.onnx_file.loading import load_graph
 
     graph = load_graph(path)
     around = run or run_around(path)

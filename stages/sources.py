@@ -34,7 +34,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         takes_quantizers,
     )
     from ..calibrate.model.source import meta_model
-    from ..export.graph.support import unsupported
+    from ..export.modules.support import unsupported
     from ..quantize.reading.dequantized import given_of
     from ..quantize.reading.inherited_scales import check_inherit
     from ..quantize.scales.policy import Products, match_terms, select

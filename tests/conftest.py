@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fp8q.core.reporter import Reporter
-    from fp8q.export.graph.modules import GraphPlan
+    from fp8q.export.modules.graph_model import GraphPlan
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
@@ -343,7 +343,7 @@ def keeping_graphs(made_once: MadeOnce) -> KeepingGraphs:
     @contextmanager
     def keeping() -> Iterator[None]:
         from fp8q.export.graph import trace
-        from fp8q.export.graph.carry import layout
+        from fp8q.export.graph.reuse import layout
         from fp8q.quantize.reading.run_checkpoint import ADAPTERS
 
         traced = tracing()  # also where another `with` is within this one

@@ -15,7 +15,7 @@ from onnx import TensorProto
 from ..core.files import read_document
 from ..core.headers import read_header
 from ..core.run import Run
-from ..export.lint.loading import load_graph
+from ..export.onnx_file.loading import load_graph
 from ..options import Precision
 from ..quantize.reading.run_checkpoint import checkpoint_of, stored_tensors
 from ..quantize.scales.decisions import Scales, load_scales

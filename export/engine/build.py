@@ -27,18 +27,18 @@ from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.reading.run_checkpoint import checkpoint_of
-from .. import names
 from ..lint.check import lint, promised_attention, sound_graph
-from ..lint.loading import load_graph
+from ..onnx_file import names
+from ..onnx_file.loading import load_graph
 from . import targets
 from .build_progress import Progress
 from .failures import explain
 from .info import LISTED, EngineInfo, engines_of
-from .other_form import in_better_form
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
+from .weight_scale_choice import in_better_form
 
 #: What an engine's files end in; ONNX where it was built of another form of the graph.
 WRITTEN = (".plan", ".json", ".sh", ".onnx")
@@ -83,7 +83,8 @@ def load(runtime: Runtime) -> Any:
 
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it,
-    how trtexec builds it, and the graph where it was built of another form of it (`other_form`); returns the files.
+    how trtexec builds it, and the graph where it was built of another form of it (`weight_scale_choice`); returns the
+    files.
 
     `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is
     noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays, with its

@@ -15,7 +15,7 @@ from pathlib import Path
 from onnx import TensorProto
 
 from ...core.files import replacing
-from ..lint.loading import load_graph
+from ..onnx_file.loading import load_graph
 from .info import EngineInfo
 from .profiles import Profile
 from .targets import TITLES

@@ -21,7 +21,7 @@ from onnx_ir.passes.common import (
 
 from ...core.headers import read_header
 from .adapters import initializer_name
-from .naming import values_of
+from .renaming import values_of
 
 if TYPE_CHECKING:
     from onnxscript.rewriter.pattern import RewriteRule

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...core.findings import Broken, Finding, Severity, listed
-from .. import names
-from .indexed import Indexed
-from .tensors import Array
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed
+from ..onnx_file.tensors import Array
 
 Scope = Literal["any", "promised", "foreign"]
 

@@ -7,7 +7,7 @@ alone, through the `Coding` that `recognize` hands it.
 
 Codes with one scale a tensor or a channel are kept byte for byte, a tensor's scale repeated for its channels: one scale
 an output channel is the only form that this package writes. Blocks have no such form, and are quantized again from
-their numbers. What `forms` does not read, or reads as damaged, is refused here.
+their numbers. What `fp8_tensors` does not read, or reads as damaged, is refused here.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,8 +3,8 @@
 Three forms are read. compressed-tensors (llm-compressor, fp8q) and transformers' own fine-grained FP8 (DeepSeek-V3,
 Qwen3-FP8) say it in `quantization_config` of config.json; ModelOpt's export does so in hf_quant_config.json, and newer
 ones repeat it in config.json with `quant_method` modelopt, where transformers 5.14 knows no such method and vLLM reads
-it. What is said is held against what is there by the lint (`quantize.lint`), and is not believed here: `read` goes by
-the tensors.
+it. What is said is held against what is there by the lint (`quantize.lint`), and is not believed here: `fp8_tensors`
+goes by the tensors.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`), transformers 5.14
 (`FineGrainedFP8Config`, `quantizers_utils.should_convert_module`), ModelOpt 0.47 (`export/quant_utils.py`,

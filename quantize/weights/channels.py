@@ -1,8 +1,8 @@
 """Per-output-channel scales and codes of a weight matrix.
 
-`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weight_mse`).
+`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weights.mse`).
 With these scales fixed, weights are rounded to nearest, or so that they make up for each other's errors
-(`weight_rounding`).
+(`gptq`).
 """
 
 from collections.abc import Iterator

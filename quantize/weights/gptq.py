@@ -1,5 +1,5 @@
 """Round the weights of a channel one after the other, each making up for the errors before it (GPTQ on the E4M3 grid),
-then each once more (`weight_descent`).
+then each once more (`coordinate_descent`).
 
 What counts is the error of the product, for a channel w with codes c under scale s
 

@@ -6,7 +6,7 @@ With x what a product gets in the float model and x~ in the quantized one, the c
 
     H = Σ x~ x~ᵀ + λ,    w* = w + M H^-1,    M = Σ (w · (x - x~) + r - r~) x~ᵀ,
 
-so `weight_rounding` does the rest, with its own λ, given the weights w* to round to and H of the inputs as they are.
+so `gptq` does the rest, with its own λ, given the weights w* to round to and H of the inputs as they are.
 Lybrand and Saab stated the objective, without r; GPTAQ (Li et al. 2025, arXiv 2504.02692) and Qronos (Zhang et al.
 2025, arXiv 2505.11695) minimize it one weight at a time, each with an approximation of its own; solved for w* at once
 it needs none. Written with differences: where the layers before lose nothing M is 0, and w* is w to the last bit.

@@ -1,12 +1,12 @@
 """Round layer by layer: each on what the layers before it, already rounded, feed it, toward the float model's outputs.
 
-`target` says which weight a product is rounded to then, and `residual` finds what it is added to.
+`ridge_target` says which weight a product is rounded to then, and `residual` finds what it is added to.
 
 The model goes through memory one decoder layer at a time, as `calibrate.measure.stream` has it, twice: the float one
 and the quantized one, in FP32, their hidden states in two files each, 4 · tokens · width bytes, of which a layer reads
 one and writes the other: a killed run goes on at the layer it was in. The groups of a layer are rounded in the order
 they are called in, each after a pass of all batches up to its input through both, experts' last products after one
-for many (`gathered`). Where the two have not the same
+for many (`paired_inputs`). Where the two have not the same
 tokens (experts) there is no M, nor for what all experts of a layer read, which would have a column for each of their
 rows: H is of the quantized model, and w* = w. What is outside the layers is rounded to nearest.
 """

@@ -13,8 +13,8 @@ from ...core.findings import Broken
 from ...core.run import GRAPH_FP32
 from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
-from ...export.lint.loading import load_graph
 from ...export.lint.rules import Promise
+from ...export.onnx_file.loading import load_graph
 from ..engine_session import RUNTIMES
 from ..here import AUTO, ENGINES, ONNX_RUNTIME
 from ..repository import COMPANIONS

@@ -25,7 +25,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.info import load_engines
-from fp8q.export.graph.modules import GraphPlan
+from fp8q.export.modules.graph_model import GraphPlan
 
 from ..architectures import ARCHITECTURES, TINY, Architecture, random_checkpoint, texts
 

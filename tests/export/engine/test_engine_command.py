@@ -25,7 +25,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.lint.external import Places, read_tensor
+from fp8q.export.onnx_file.external import Places, read_tensor
 from fp8q.quantize.scales.decisions import load_scales
 
 Fp8q = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Each expert as a branch of its own, made from the one that was traced (`experts`).
+"""Each expert as a branch of its own, made from the one that was traced (`traced_experts`).
 
     chosen[N] -> If ─ then: shares[:, N] -> the nodes of an expert, which add to the total
                     └ else: the total as it was
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .operators import EXPERT_BEGINS, EXPERT_ENDS
-from .stamp import like
+from ..modules.operators import EXPERT_BEGINS, EXPERT_ENDS
+from .layer_copies import like
 
 #: Name of a stored tensor, and what a tensor of its kind is -> where it lies.
 Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
-from fp8q.export.graph.layers import Kind, NotAlikeError, kinds_of, layer_prefix, skip
-from fp8q.export.graph.modules import GraphPlan, prepare
-from fp8q.export.graph.operators import SKIPPED
-from fp8q.export.graph.stamp import blocks_of, stamp
+from fp8q.export.graph.layer_copies import blocks_of, stamp
+from fp8q.export.modules.graph_model import GraphPlan, prepare
+from fp8q.export.modules.layer_kinds import Kind, NotAlikeError, kinds_of, layer_prefix, skip
+from fp8q.export.modules.operators import SKIPPED
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -25,10 +25,10 @@ from ...quantize.reference.linear import replace_linears
 from . import operators
 from .attention import attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
-from .experts import GraphExperts, groups_by_expert
-from .own import alibi_slopes, bias
-from .own import replace as replace_attention
+from .replaced_attention import alibi_slopes, bias
+from .replaced_attention import replace as replace_attention
 from .rotary import fix_frequencies
+from .traced_experts import GraphExperts, groups_by_expert
 
 ATTENTION = "fp8q"
 #: With branches of experts in more layers, or beside attention (`_beside`), TensorRT-RTX 1.7 finds no kernel for ONNX's

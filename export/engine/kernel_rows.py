@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .. import names
-from ..lint.indexed import Indexed
-from ..lint.indexed import Product as GraphProduct
 from ..lint.rules_products import why_wide
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed
+from ..onnx_file.indexed import Product as GraphProduct
 from .plan import Evidence, Kernel, Plan, Product
 
 #: Fused attention: `_gemm_mha_v2` for prompts, `_gemv_mha_v1` for single tokens in TensorRT-RTX 1.7; TensorRT calls its

@@ -1,4 +1,5 @@
-"""The experts of a layer as they are traced: one of each kind, dense, between two marks (`branches` makes the rest).
+"""The experts of a layer as they are traced: one of each kind, dense, between two marks (`graph.expert_branches` makes
+the rest).
 
 A graph has shapes and no loop over who was chosen, so each expert becomes a branch that runs when a token chose it. All
 branches are one expert's nodes with other weights: tracing 128 of them in each layer would take hours and say nothing

@@ -25,15 +25,15 @@ from pathlib import Path
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from ..core.files import replacing
-from ..options import WeightScale
-from . import names
-from .lint.bodies import nodes_of
-from .lint.indexed import Indexed, Operand, Product
-from .lint.loading import load_graph
-from .lint.rules_products import activation_of
-from .lint.tensors import attribute
-from .lint.weight_scales import behind, factors_of, output_axis, rescale_of, weight_of
+from ...core.files import replacing
+from ...options import WeightScale
+from ..lint.rules_products import activation_of
+from ..onnx_file import names
+from ..onnx_file.bodies import nodes_of
+from ..onnx_file.indexed import Indexed, Operand, Product
+from ..onnx_file.loading import load_graph
+from ..onnx_file.tensors import attribute
+from ..onnx_file.weight_scales import behind, factors_of, output_axis, rescale_of, weight_of
 
 #: The one scale of all weights in the form `mul`.
 UNIT = "unit_scale"

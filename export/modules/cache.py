@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ...quantize.codes.encoding import CODE
 from . import operators
-from .layers import OwnIndex
+from .layer_kinds import OwnIndex
 
 
 class QuantizedCache(nn.Module):
@@ -50,7 +50,7 @@ def cache_shapes(text: PreTrainedConfig) -> tuple[tuple[int, int], tuple[int, in
             (text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim),
             (text.num_attention_heads, text.v_head_dim),
         )
-    if text.model_type == "falcon":  # each key head once (`own`)
+    if text.model_type == "falcon":  # each key head once (`replaced_attention`)
         heads = text.num_kv_heads if text.new_decoder_architecture or not text.multi_query else 1
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return (heads, size), (heads, size)

@@ -17,7 +17,7 @@ from pathlib import Path
 import onnx
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
 
-from .. import names
+from . import names
 from .bodies import graphs_of, nodes_of, one_value_a_name
 from .constants import Constants, Numbers
 from .external import Storage

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.export.graph.modules import GraphPlan
-from fp8q.export.graph.naming import SCOPES, name_nodes, read_sizes_first
+from fp8q.export.graph.renaming import SCOPES, name_nodes, read_sizes_first
 from fp8q.export.graph.trace import trace
+from fp8q.export.modules.graph_model import GraphPlan
 
 
 @pytest.fixture(scope="module")

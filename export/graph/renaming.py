@@ -1,8 +1,8 @@
 """What nodes, values and constants of the graph are called: after the Hugging Face module that made them.
 
 Names come from the module and from the order within it, never from a count over the whole graph: a layer's names are
-those of any layer of its kind but for the index, so one can be made from another (`stamp`), and whoever reads a name
-knows where to look.
+those of any layer of its kind but for the index, so one can be made from another (`layer_copies`), and whoever reads a
+name knows where to look.
 """
 
 import ast
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
-from .. import names
+from ..onnx_file import names
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 

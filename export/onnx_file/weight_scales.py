@@ -9,7 +9,7 @@ s0 is a power of two (fp8q writes 1, and the scale itself behind the product).
 import numpy as np
 from onnx import NodeProto
 
-from .. import names
+from . import names
 from .constants import Numbers
 from .indexed import Indexed, Operand, Product
 from .tensors import attribute

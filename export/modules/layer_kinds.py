@@ -2,8 +2,8 @@
 
 A model has one to three kinds of layers, and torch's exporter takes more than a second for each layer that it traces.
 So of each kind the first is traced, which also computes what the others share (a mask), the second, which is the
-pattern of the others, and the last, which proves the pattern (`stamp`). In the place of the others the graph has a
-node, `operators.SKIPPED`.
+pattern of the others, and the last, which proves the pattern (`graph.layer_copies`). In the place of the others the
+graph has a node, `operators.SKIPPED`.
 
 Being of one kind is a strong claim, so it is told from all that a layer is: the classes of its modules, every
 attribute, the shapes and types of its tensors, here and in the file, and the values of those that no file holds. What

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from fp8q.export.graph.cache import cache_shapes
-from fp8q.export.graph.modules import GraphPlan, QuantizedAttention
+from fp8q.export.modules.cache import cache_shapes
+from fp8q.export.modules.graph_model import GraphPlan, QuantizedAttention
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """The layers that were not traced, made from one of their kind.
 
-In the small graph (`layers.skip`) a node `SKIPPED` stands for each of them. It is replaced by a copy of the nodes of
-its kind's second layer, in which the index in every name is another and the hidden states come from, and go to, where
-the node stood. What the layer reads of others (masks, rotary embeddings, constants) is read from the same value.
+In the small graph (`layer_kinds.skip`) a node `SKIPPED` stands for each of them. It is replaced by a copy of the nodes
+of its kind's second layer, in which the index in every name is another and the hidden states come from, and go to,
+where the node stood. What the layer reads of others (masks, rotary embeddings, constants) is read from the same value.
 
 That this gives what tracing would have given is not taken for granted: the same copy, made for the last layer of the
 kind, must be that layer as it was traced, node by node, name by name. If it is not, or if the graph is not a row of
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .layers import Kind, NotAlikeError
-from .operators import SKIPPED
+from ..modules.layer_kinds import Kind, NotAlikeError
+from ..modules.operators import SKIPPED
 
 #: Name of a stored tensor, and what a tensor of its kind is -> where it lies.
 Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
@@ -52,7 +52,7 @@ class Pattern:
 
 
 def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> None:
-    """Put the layers that `kinds` skipped into the graph, whose names are final (`naming.name_the_rest`).
+    """Put the layers that `kinds` skipped into the graph, whose names are final (`renaming.name_the_rest`).
 
     `place` says where the tensor of a layer lies, by its name. Raises NotAlikeError.
     """

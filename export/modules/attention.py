@@ -41,8 +41,8 @@ def attention(
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
     by slot.
 
-    Where TensorRT has no fused kernel or finds none (`modules.MIXED_LAYERS`), of capped logits, whose `softcap` it does
-    not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
+    Where TensorRT has no fused kernel or finds none (`graph_model.MIXED_LAYERS`), of capped logits, whose `softcap` it
+    does not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
     which is in FP32.
     """
     queries, keys, filled, bias = _mask[-1]

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from fp8q.export.forms import UNIT, form_of, in_form, link_data, other, write_form
-from fp8q.export.lint.loading import load_graph
-from fp8q.export.lint.weight_scales import weight_scales
+from fp8q.export.graph.weight_scale_form import UNIT, form_of, in_form, link_data, other, write_form
+from fp8q.export.onnx_file.loading import load_graph
+from fp8q.export.onnx_file.weight_scales import weight_scales
 
 Decoders = Callable[..., Any]
 LAYER = "model.layers.0"

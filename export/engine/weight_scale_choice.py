@@ -1,4 +1,4 @@
-"""Which of a graph's two forms (`forms`) an engine is built in.
+"""Which of a graph's two forms (`graph.weight_scale_form`) an engine is built in.
 
 TensorRT-RTX compiles both to the same products and kernels. Of TensorRT it is said that its dense products are of codes
 only where both sides have one scale each; which form it takes, its inspector says on the GPU. So the run's own form is
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ...core.errors import BackendError
 from ...core.reporter import Reporter
-from ..forms import form_of, link_data, other, write_form
-from ..lint.loading import load_graph
+from ..graph.weight_scale_form import form_of, link_data, other, write_form
+from ..onnx_file.loading import load_graph
 from .info import EngineInfo
 from .plan import Evidence
 

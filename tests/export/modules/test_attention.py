@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-from fp8q.export.graph.attention import plain_attention
-from fp8q.export.graph.modules import GraphPlan, QuantizedAttention
 from fp8q.export.graph.trace import trace
-from fp8q.export.names import module_of, product_of
+from fp8q.export.modules.attention import plain_attention
+from fp8q.export.modules.graph_model import GraphPlan, QuantizedAttention
+from fp8q.export.onnx_file.names import module_of, product_of
 from fp8q.quantize.reference.attention import attention_on_codes
 
 

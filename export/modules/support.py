@@ -22,8 +22,8 @@ from ...calibrate.model.classes import code_of
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.products import attention_modules
 from .cache import cache_shapes
-from .modules import text_input
-from .own import replace, replaceable, restore
+from .graph_model import text_input
+from .replaced_attention import replace, replaceable, restore
 from .rotary import fix_frequencies
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     where one can be.
 
     1. More experts than are worth a branch each. 2. Attention that does not go through transformers' interface, where
-       the graph's takes its place, and that has no other way to it (`own`). 3. Positions that are counted from the
-       cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A graph at which
-       the builder crashes. 5. Layers whose cache is written by no module that says which layer it is. 6. An attention
-       that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
+       the graph's takes its place, and that has no other way to it (`replaced_attention`). 3. Positions that are
+       counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4.
+       A graph at which the builder crashes. 5. Layers whose cache is written by no module that says which layer it is.
+       6. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None

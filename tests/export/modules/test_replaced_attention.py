@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, LlamaConfig, PreTrainedModel
 
-from fp8q.export.graph.cache import cache_shapes
-from fp8q.export.graph.own import alibi_slopes, bias, replace, replaceable, restore
+from fp8q.export.modules.cache import cache_shapes
+from fp8q.export.modules.replaced_attention import alibi_slopes, bias, replace, replaceable, restore
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
