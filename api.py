@@ -37,8 +37,8 @@ from .options import (
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.scales.decisions import load_scales, tensor_scale
-from .serve.local import answer
-from .serve.request import Completion
+from .serve.local.generation import answer
+from .serve.loop.request import Completion
 from .stages import (
     ahead,
     baselines,

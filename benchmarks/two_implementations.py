@@ -32,8 +32,8 @@ from fp8q.options import KvCache
 from fp8q.quantize.codes.encoding import CODE, encode
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
-from fp8q.serve.cache import HostCache
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.serve.loop.cache import HostCache
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
 from fp8q.validate.runtimes import float_model, reference

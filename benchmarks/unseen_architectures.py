@@ -59,7 +59,7 @@ from fp8q.export.modules.cache import cache_shapes
 from fp8q.export.modules.graph_model import GraphPlan, prepare
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import products_of, source_of
 

@@ -16,7 +16,7 @@ from ..core.errors import InputError, visible
 from ..options import GenerateOptions
 
 if TYPE_CHECKING:
-    from ..serve.request import Completion
+    from ..serve.loop.request import Completion
     from ..stages.generating import Comparison
     from .console import Terminal
 

@@ -17,11 +17,11 @@ from ..core.record import library_versions
 from ..core.run import Run
 from ..options import Baseline, BenchOptions, Precision
 from ..quantize.scales.serving_cost import largest_batch
-from ..serve.cuda import CudaDevice, CudaError
-from ..serve.meter import Held, Meter, open_meter
-from ..serve.rounds import Answers, Contender, measure
-from ..serve.sessions import SessionError, import_onnxruntime
-from ..serve.timing import million_tokens_cost, timing
+from ..serve.bench.meter import Held, Meter, open_meter
+from ..serve.bench.rounds import Answers, Contender, measure
+from ..serve.bench.timing import million_tokens_cost, timing
+from ..serve.loop.cuda import CudaDevice, CudaError
+from ..serve.loop.sessions import SessionError, import_onnxruntime
 from ..validate.bench import Bench, BenchProtocol, BenchRow
 from ..validate.capacity import Footprint, capacities, footprint
 from .adapters import note_base_alone

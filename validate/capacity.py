@@ -20,7 +20,7 @@ from ..options import Precision
 from ..quantize.reading.run_checkpoint import checkpoint_of, stored_tensors
 from ..quantize.scales.decisions import Scales, load_scales
 from ..quantize.scales.serving_cost import WIDE_BYTES, Cost, cost_of, largest_batch
-from ..serve.sessions import PAST
+from ..serve.loop.sessions import PAST
 from .bench import Capacity, Form
 
 

@@ -16,7 +16,7 @@ from ..export.lint.check import sound_graph
 from ..quantize.reading.run_checkpoint import checkpoint_of
 from ..quantize.reference.fp8_model import Reference, load_reference
 from ..quantize.reference.linear import Mode
-from ..serve.sessions import SessionError, open_session
+from ..serve.loop.sessions import SessionError, open_session
 from .compare import FLOAT32, Forward, Opener
 
 #: The runtime of the checkpoint's own type.

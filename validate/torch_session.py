@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from ..serve.sessions import Pace
+from ..serve.loop.sessions import Pace
 
 
 class TorchSession:

@@ -1,5 +1,5 @@
 """Build engines from `model.onnx` and prove what runs in them; but for the session that runs one
-(`serve.engine_session`), the only file that imports TensorRT.
+(`serve.loop.engine_session`), the only file that imports TensorRT.
 
 One path for TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that the types are the
 graph's and nobody's choice. TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it finds.

@@ -15,10 +15,10 @@ from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
 from ...export.lint.rules import Promise
 from ...export.onnx_file.loading import load_graph
-from ..engine_session import RUNTIMES
-from ..here import AUTO, ENGINES, ONNX_RUNTIME
-from ..repository import COMPANIONS
-from ..text import ModelFileError, Vocabulary
+from ..loop.engine_session import RUNTIMES
+from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
+from ..loop.text import ModelFileError, Vocabulary
+from ..triton.repository import COMPANIONS
 from .folder import Model, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...core.errors import InputError
 from ...core.findings import Broken
-from ..engine_model import DESCRIPTION, EngineModel, declared
-from ..repository import INPUTS, OUTPUTS
-from ..triton_schema import import_schema
+from ..triton.engine_model import DESCRIPTION, EngineModel, declared
+from ..triton.repository import INPUTS, OUTPUTS
+from ..triton.schema import import_schema
 from .folder import Model, why
 from .rules import model_rule
 from .rules_config import AGAIN

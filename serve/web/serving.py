@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...core.errors import InputError
-from ..chat import ChatTemplate, Message
-from ..generate import Generator
-from ..request import CHARACTERS_A_POSITION, BusyError, Request
-from ..service import Ongoing, Service
+from ..local.chat_template import ChatTemplate, Message
+from ..loop.generate import Generator
+from ..loop.request import CHARACTERS_A_POSITION, BusyError, Request
+from ..loop.service import Ongoing, Service
 from .mailbox import Courier, Mailbox
 from .metrics import Metrics, ModelMetrics
 from .refusals import Refusal

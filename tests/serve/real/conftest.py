@@ -16,7 +16,7 @@ from tritonserver import BACKENDS, Server, install, serving
 
 from fp8q.core.reporter import SILENT
 from fp8q.options import TritonOptions
-from fp8q.serve.repository import write_repository
+from fp8q.serve.triton.repository import write_repository
 
 if TYPE_CHECKING:
     from fp8q.core.run import Run

@@ -20,7 +20,7 @@ from environments import UnavailableError
 
 from fp8q.core.reporter import SILENT
 from fp8q.options import TritonOptions
-from fp8q.serve.repository import write_repository
+from fp8q.serve.triton.repository import write_repository
 
 if TYPE_CHECKING:
     from tritonserver import Server
