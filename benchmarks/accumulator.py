@@ -38,10 +38,10 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.compare import BASELINE, Forward, compare
-from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import float_model, vocabulary
-from fp8q.validate.sums import adding
+from fp8q.validate.accuracy.adder_cost import adding
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.runtimes import float_model, vocabulary
 
 #: The longest sums of Llama 3.1 8B (4,096 and 14,336) and 70B (8,192 and 28,672), and shorter ones.
 LENGTHS = (512, 1024, 4096, 8192, 14_336, 28_672)

@@ -47,9 +47,9 @@ from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
-from fp8q.validate.runtimes import float_model, reference, session, vocabulary
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.runtimes import float_model, reference, session, vocabulary
 
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")

@@ -39,8 +39,8 @@ from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import group_of, tensor_scale
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpora, sources
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 OUTLIER, OUTLIER_CHANNELS = 64.0, 4
 

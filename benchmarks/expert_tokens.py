@@ -44,8 +44,8 @@ from fp8q.quantize.scales.decisions import group_of
 from fp8q.quantize.scales.policy import select
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpora, sources
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 #: Stretches of each expert, and those of them that the model runs with.

@@ -35,8 +35,8 @@ from fp8q.quantize.reference.kv_cache import FP8Layer
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
 
 #: Row -> which parts of the cache are codes, and whether keys are stored less their channels' means.
 CACHES = {

@@ -25,8 +25,8 @@ from fp8q.core.reporter import SILENT
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.formats import TWO_TERMS
 from fp8q.quantize.scales.decisions import PROBABILITY_SCALES
-from fp8q.validate.compare import BASELINE, Forward, compare
-from fp8q.validate.perplexity import cut
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
 
 #: The least probability that two terms hold to eight significant bits.
 EXACT_FROM = 2.0**-14

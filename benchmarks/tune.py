@@ -28,7 +28,7 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.candidates import batches_of
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.tuning.joint import measure
 
 #: Of the mix's KL on the evaluation text over the default's, and of the prediction over the windows held out.

@@ -36,7 +36,7 @@ from fp8q.serve.loop.cache import HostCache
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.runtimes import float_model, reference
+from fp8q.validate.accuracy.runtimes import float_model, reference
 
 LIMITS = {
     "logit_difference": 1e-4,

@@ -54,8 +54,8 @@ from fp8q.quantize.weights.gptq import (
 from fp8q.quantize.weights.sequential import ProductInput, Sequence, exact_input, product_input
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 LIMIT_DEMO, LIMIT_RATIO = 400.0, 0.95
 MEASURED: tuple[WeightRounding, ...] = ("nearest", "gptq")

@@ -64,8 +64,8 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
     import torch
 
     from ..calibrate.model.source import load_model
-    from ..validate.runtimes import open_reference
-    from ..validate.torch_session import TorchSession
+    from ..validate.accuracy.runtimes import open_reference
+    from ..validate.accuracy.torch_session import TorchSession
 
     if runtime == "bf16":
         source = source_of(run)

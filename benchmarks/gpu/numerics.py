@@ -128,9 +128,9 @@ def perplexity(setting: Setting, part: Part) -> None:
     from fp8q.core.run import Run
     from fp8q.quantize.reference.fp8_model import load_reference
     from fp8q.stages.corpora import load_tokens
-    from fp8q.validate.compare import BASELINE, compare
-    from fp8q.validate.perplexity import Evaluation, cut
-    from fp8q.validate.runtimes import logits_of, vocabulary
+    from fp8q.validate.accuracy.compare import BASELINE, compare
+    from fp8q.validate.accuracy.perplexity import Evaluation, cut
+    from fp8q.validate.accuracy.runtimes import logits_of, vocabulary
 
     with tempfile.TemporaryDirectory() as directory:
         texts = Path(directory) / "run", str(DEMO / "evaluation.txt"), CalibrateOptions(samples=64, seq_len=256)

@@ -258,6 +258,8 @@ class TwoTerms:
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7)
 E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, ieee=True)
 E4M3FNUZ = Format("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, unsigned_zero=True)
+#: What safetensors calls the type of the codes.
+CODE_DTYPE = "F8_E4M3"
 FORMATS = {kind.name: kind for kind in (E4M3, E5M2, E4M3FNUZ)}
 INT8 = Integers("int8", bits=8)
 TWO_TERMS = TwoTerms(E4M3)

@@ -27,8 +27,8 @@ from fp8q.stages import choosing, corpora, measuring
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import opened, products_of, source_of
 from fp8q.stages.steps import Notes
-from fp8q.validate.accuracy import load_accuracy
-from fp8q.validate.tables import fact_rows
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.report.rows import fact_rows
 
 from ..conftest import KeepingGraphs, MadeOnce, Result, Texts
 

@@ -32,12 +32,12 @@ from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import graphs
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.accuracy import load_accuracy
-from fp8q.validate.report import render
-from fp8q.validate.sensitivity.alone import Float
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.report.report import render
 from fp8q.validate.sensitivity.gradients import predict
+from fp8q.validate.sensitivity.single_site import Float
 from fp8q.validate.sensitivity.site import AS_IT_IS
-from fp8q.validate.sensitivity.sites import Quantizer, sites_of
+from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 
 from ..calibrate.model.damage import rewrite
 from ..conftest import KeepingGraphs, Result, Texts, WithoutGraphs

@@ -15,7 +15,7 @@ from fp8q.serve.bench.rounds import Answers, Contender
 from fp8q.serve.bench.timing import Answer
 from fp8q.stages import benching, steps
 from fp8q.stages.steps import Notes
-from fp8q.validate.capacity import Footprint
+from fp8q.validate.bench.capacity import Footprint
 
 
 def made(root: Path, name: str, fingerprint: str, *stages: str) -> Run:

@@ -23,10 +23,10 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.stages import corpora, measuring, other_text
 from fp8q.stages.steps import Notes
-from fp8q.validate.accuracy import Protocol, load_accuracy
-from fp8q.validate.compare import compare
-from fp8q.validate.report import render
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.document import Protocol, load_accuracy
+from fp8q.validate.accuracy.runtimes import float_model
+from fp8q.validate.report.report import render
 from tests.conftest import KeepingGraphs, Result
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.linting import LintedRun
 from fp8q.stages.sources import opened
 from fp8q.stages.steps import Notes
-from fp8q.validate.tables import fact_rows
+from fp8q.validate.report.rows import fact_rows
 
 from ...calibrate.model.damage import rewrite
 from ...mixtures import random_mixture, starve

@@ -18,7 +18,7 @@ from fp8q.serve.loop.request import Completion, Request
 from fp8q.serve.loop.sessions import open_session
 from fp8q.serve.loop.text import Vocabulary
 from fp8q.stages.sources import source_of
-from fp8q.validate.runtimes import open_reference
+from fp8q.validate.accuracy.runtimes import open_reference
 
 if TYPE_CHECKING:
     from fp8q.core.run import Run

@@ -179,7 +179,7 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
     assert scales.weights.keys() == load_scales(run).weights.keys() - {*found.chosen.recipe.skip}
     reference, exact = load_reference(copy.model, "exact", torch.float32), source_of(copy)
     text = evaluation(copy, None, ValidateOptions(), SILENT)
-    from fp8q.validate.runtimes import float_model
+    from fp8q.validate.accuracy.runtimes import float_model
 
     forward = float_model(exact, torch.float32, "cpu")
     written = measure(
