@@ -1,10 +1,10 @@
 """The same tokens through every runtime, one after the other, each compared with BF16 and, where it runs, with FP32.
 
 A runtime is loaded, run over a chunk of windows, and given up again: the peak of memory is that of the largest, not of
-all. What others are compared with leaves its logits on disk (`stored_logits`), and a chunk is as many windows as a tenth of the
-free disk has room for: most texts are one chunk. Windows go through a runtime in batches that do not depend on the
-chunks, so that the numbers do not either. What is found of a chunk is saved at its end: whoever was killed goes on at
-the next runtime. One that fails is left out, and the others go on.
+all. What others are compared with leaves its logits on disk (`stored_logits`), and a chunk is as many windows as a
+tenth of the free disk has room for: most texts are one chunk. Windows go through a runtime in batches that do not
+depend on the chunks, so that the numbers do not either. What is found of a chunk is saved at its end: whoever was
+killed goes on at the next runtime. One that fails is left out, and the others go on.
 """
 
 import ctypes

@@ -71,7 +71,7 @@ COMPILED = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8q.quantize import kernels as k
+from fp8q.quantize.codes import kernels as k
 pointers = {"x_at": "*i16", "scale_at": "*fp32", "codes_at": "*u8", "count": "i32"}
 fixed = {"bf16": True, "terms": 2, "divisor": 16.0, "block": k.BLOCK, "dropped": k._DROPPED, "largest": k._LARGEST}
 fixed |= {"smallest_normal": k._SMALLEST_NORMAL, "steps": k._STEPS, "excess": k._EXCESS}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8q.core import columns
 from fp8q.core.columns import Cell, Column, Table
 from fp8q.core.errors import InputError
 from fp8q.core.files import sha256_file, write_document
@@ -202,9 +203,9 @@ def test_rows_are_read_without_torch_and_without_matplotlib(evaluated_run: Run) 
 import sys
 from pathlib import Path
 from fp8q.core.run import Run
-from fp8q.validate import columns, tables
+from fp8q.validate.report import rows, tables
 run = Run(Path({str(evaluated_run.root)!r}))
-made = (tables.module_rows, tables.accuracy_rows, tables.size_rows, tables.stage_rows, tables.engine_rows)
+made = (rows.module_rows, rows.accuracy_rows, rows.size_rows, rows.stage_rows, rows.engine_rows)
 print(*(len(rows(run)) for rows in made))
 print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & set(sys.modules)))
 """
@@ -215,29 +216,29 @@ print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & 
 @pytest.mark.parametrize(
     ("written", "text"),
     [
-        (tables.share(0), "0"),
-        (tables.share(1), "100 %"),
-        (tables.share(0.97123), "97.12 %"),
-        (tables.share(0.00416), "0.42 %"),
-        (tables.share(3e-5), "0.003 %"),
-        (tables.share(1e-9), "<0.0001 %"),
-        (tables.increase(0.0031), "+0.31 %"),
-        (tables.increase(-0.0002), "−0.02 %"),
+        (columns.share(0), "0"),
+        (columns.share(1), "100 %"),
+        (columns.share(0.97123), "97.12 %"),
+        (columns.share(0.00416), "0.42 %"),
+        (columns.share(3e-5), "0.003 %"),
+        (columns.share(1e-9), "<0.0001 %"),
+        (columns.increase(0.0031), "+0.31 %"),
+        (columns.increase(-0.0002), "−0.02 %"),
         (tables.interval((-0.001, 0.0031)), "−0.10 to +0.31 %"),
-        (tables.decibels(31.54), "31.5"),
-        (tables.decibels(float("inf")), "exact"),
-        (tables.decibels(-2.04), "−2.0"),
-        (tables.magnitude(0.0123456), "0.01235"),
-        (tables.nats(0.000213334), "0.000213"),
-        (tables.size(0), "0 B"),
-        (tables.size(999), "999 B"),
-        (tables.size(8_130_000), "8.13 MB"),
-        (tables.size(999_700), "1 MB"),
-        (tables.size(2.4e12), "2.4 TB"),
-        (tables.duration(0.44), "0.4 s"),
-        (tables.duration(59.96), "1 min 0 s"),
-        (tables.duration(125), "2 min 5 s"),
-        (tables.duration(3780), "1 h 3 min"),
+        (columns.decibels(31.54), "31.5"),
+        (columns.decibels(float("inf")), "exact"),
+        (columns.decibels(-2.04), "−2.0"),
+        (columns.magnitude(0.0123456), "0.01235"),
+        (columns.nats(0.000213334), "0.000213"),
+        (columns.size(0), "0 B"),
+        (columns.size(999), "999 B"),
+        (columns.size(8_130_000), "8.13 MB"),
+        (columns.size(999_700), "1 MB"),
+        (columns.size(2.4e12), "2.4 TB"),
+        (columns.duration(0.44), "0.4 s"),
+        (columns.duration(59.96), "1 min 0 s"),
+        (columns.duration(125), "2 min 5 s"),
+        (columns.duration(3780), "1 h 3 min"),
     ],
 )
 def test_quantities_read_as_people_write_them(written: str, text: str) -> None:
@@ -251,8 +252,8 @@ def test_a_table_leaves_out_columns_that_apply_to_no_row() -> None:
         rows,
         (
             Column("name", lambda row: row[0], numeric=False),
-            Column("known", lambda row: row[1], tables.decibels),
-            Column("never", lambda row: row[2], tables.decibels),
+            Column("known", lambda row: row[1], columns.decibels),
+            Column("never", lambda row: row[2], columns.decibels),
         ),
         "nothing",
     )
