@@ -72,7 +72,7 @@ hostile: repository
 EXAMPLES ?= 1000
 .PHONY: described
 described: repository
-	$(BIN)/python -m tests.serve.described $(RUN) --examples $(EXAMPLES) --seed $(SEED)
+	$(BIN)/python -m tests.serve.web.schema_attack $(RUN) --examples $(EXAMPLES) --seed $(SEED)
 
 repository: install
 	@[[ -e $(RUN) || $(RUN) != runs/demo ]] || $(MAKE) demo

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
-from .calibrate.ranks.place import place
-from .errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
+from .calibrate.ranks.torchrun import place
+from .core.errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
+from .core.reporter import SILENT, Reporter
+from .core.run import Run
 from .options import (
     BenchOptions,
     CalibrateOptions,
@@ -32,13 +34,11 @@ from .options import (
     TuneOptions,
     ValidateOptions,
 )
-from .quantize.clip import saturation, scale_of, sqnr_db, squared_error, underflow
-from .quantize.formats import E4M3, E4M3FNUZ, E5M2, Format
-from .quantize.scales import load_scales, tensor_scale
-from .reporter import SILENT, Reporter
-from .run import Run
-from .serve.local import answer
-from .serve.request import Completion
+from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
+from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
+from .quantize.scales.decisions import load_scales, tensor_scale
+from .serve.local.generation import answer
+from .serve.loop.request import Completion
 from .stages import (
     ahead,
     baselines,
@@ -70,18 +70,18 @@ from .stages.steps import CALIBRATE_MODULES, Notes, alone, needs
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
     from .calibrate.ranks.world import World
+    from .core.columns import Table
     from .export.engine.info import EngineInfo
-    from .quantize.policy import Products
+    from .quantize.scales.policy import Products
     from .serve.web.server import Server
-    from .validate.accuracy import Accuracy
-    from .validate.bench import Bench
-    from .validate.columns import Table
-    from .validate.continuations import Continuations
-    from .validate.doctor.verdict import Checkup
-    from .validate.plots import Plot
+    from .validate.accuracy.continuations import Continuations
+    from .validate.accuracy.document import Accuracy
+    from .validate.advice.checkup import Checkup
+    from .validate.bench.document import Bench
+    from .validate.report.plots import Plot
+    from .validate.report.verdict import Verdict
     from .validate.sensitivity.document import Sensitivity
     from .validate.tuning.document import Tuning
-    from .validate.verdict import Verdict
 
 __all__ = [
     "E4M3",
@@ -392,7 +392,7 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
     first, from its files and from a few calibration windows through its BF16 and FP8 models.
 
     What needs the source model is `unknown` where that is gone. Raises nothing for what is bad (`refuse_bad` in
-    `validate.doctor.verdict` does).
+    `validate.advice.checkup` does).
     """
     return examining.examine(open_run(path), options, Notes(progress))
 
@@ -497,28 +497,28 @@ def report(path: Path, options: ReportOptions = ReportOptions(), progress: Repor
 
 def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
     """The report's tables of the run at `path`, beside the runs at `compare`; each shows itself in a notebook."""
-    from .validate.report import report_tables
+    from .validate.report.report import report_tables
 
     return report_tables(open_run(path), [open_run(other) for other in compare])
 
 
 def report_verdict(path: Path) -> "Verdict":
     """Is the model of the run at `path` still the same? It shows itself in a notebook."""
-    from .validate.report import report_verdict
+    from .validate.report.report import report_verdict
 
     return report_verdict(open_run(path))
 
 
 def report_continuations(path: Path) -> "Continuations":
     """What BF16 and FP8 of the run at `path` write after the same words; it shows itself in a notebook."""
-    from .validate.report import report_continuations
+    from .validate.report.report import report_continuations
 
     return report_continuations(open_run(path))
 
 
 def report_plots(path: Path) -> "dict[str, Plot]":
     """The report's plots of the run at `path`; each shows itself in a notebook."""
-    from .validate.report import report_plots
+    from .validate.report.report import report_plots
 
     return report_plots(open_run(path))
 

@@ -5,14 +5,14 @@
 
 Models: calibrated on 64 windows of 256 tokens, with one term an activation and with two; the reference, its wide parts
 in FP32 so that nothing but quantization is seen, its sums made in FP32, as Hopper's adder makes them, and promoted to
-FP32 every 128 products (`fp8q.quantize.adder`); beside them each product rounded once to BF16, which is as near as two
-correct programs come. KL of each against the FP32 model and against sums in FP32, and the BF16 model's own.
-Products: rows of activations (normal, Student's t with 3 degrees of freedom, and normal magnitudes against
-weights of one sign, where nothing cancels) through normal weights in per-channel scales; root mean square of the error
-over that of the sums, beside what rounding the operands to E4M3 makes, both of them or the weights alone, and what
-rounding the sum to BF16 makes. `ada` is the adder of 16 products at a time. Prints one JSON line.
-`--mmaemu` instead holds the adders bit for bit against the package mmaemu 0.1.0 (installed by hand), whose own results
-are those of an H100 and an RTX 4060; exit status 1 where a sum differs.
+FP32 every 128 products (`fp8q.quantize.reference.adder`); beside them each product rounded once to BF16, which is as
+near as two correct programs come. KL of each against the FP32 model and against sums in FP32, and the BF16 model's own.
+Products: rows of activations (normal, Student's t with 3 degrees of freedom, and normal magnitudes against weights of
+one sign, where nothing cancels) through normal weights in per-channel scales; root mean square of the error over that
+of the sums, beside what rounding the operands to E4M3 makes, both of them or the weights alone, and what rounding the
+sum to BF16 makes. `ada` is the adder of 16 products at a time. Prints one JSON line. `--mmaemu` instead holds the
+adders bit for bit against the package mmaemu 0.1.0 (installed by hand), whose own results are those of an H100 and an
+RTX 4060; exit status 1 where a sum differs.
 """
 
 import sys
@@ -28,19 +28,20 @@ from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import open_source
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import Accumulator, ScaleOptions, Terms
-from fp8q.quantize.adder import ADDERS, Adder, add_in
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import CODE, FP8Linear, encode
-from fp8q.quantize.reference import load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.codes.encoding import CODE, encode
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.adder import ADDERS, Adder, add_in
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.compare import BASELINE, Forward, compare
-from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import float_model, vocabulary
-from fp8q.validate.sums import adding
+from fp8q.validate.accuracy.adder_cost import adding
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.runtimes import float_model, vocabulary
 
 #: The longest sums of Llama 3.1 8B (4,096 and 14,336) and 70B (8,192 and 28,672), and shorter ones.
 LENGTHS = (512, 1024, 4096, 8192, 14_336, 28_672)

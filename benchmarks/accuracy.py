@@ -39,17 +39,17 @@ from transformers import AutoModelForCausalLM
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.products import attention_modules, matrix_products
 from fp8q.calibrate.model.source import Source, meta_model
-from fp8q.export.graph.cache import cache_shapes
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.export.modules.cache import cache_shapes
 from fp8q.options import KvCache, Terms, WeightRounding
-from fp8q.quantize.cost import Cost, cost_of
-from fp8q.quantize.scales import Scales, load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.scales.decisions import Scales, load_scales
+from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
-from fp8q.validate.runtimes import float_model, reference, session, vocabulary
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.runtimes import float_model, reference, session, vocabulary
 
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")

@@ -25,15 +25,15 @@ from models import SHARED, Given, main_of
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import AdapterMode, CalibrateOptions
-from fp8q.quantize.reference import load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.runtimes import float_model
 
 SAMPLES = 32
 STORIES, HELD_OUT = SHARED / "data" / "tinystories-train-1000.txt", 0.1

@@ -30,8 +30,8 @@ from fp8q.api import (
     scales,
     validate,
 )
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.core.run import Run
+from fp8q.quantize.scales.decisions import load_scales
 
 MODELS = ("demo", "llama", "qwen2", "gemma", "gpt2", "opt", "stories260k")
 #: What each is measured with beside "off", the defaults; all from the same statistics.

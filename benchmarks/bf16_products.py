@@ -38,10 +38,10 @@ from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model import bf16_products
 from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.core.reporter import SILENT
 from fp8q.options import CalibrateOptions
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3
-from fp8q.reporter import SILENT
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.clip import scale_of
 
 WINDOW, BATCH = 256, 4
 #: Of calibration to the plain BF16 forward pass: without BF16 units, and with them.

@@ -40,7 +40,7 @@ from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.calibrate.model.products import observed_products
 from fp8q.calibrate.text.corpus import encode, windows
 from fp8q.calibrate.text.packing import prefix_of
-from fp8q.validate.perplexity import cut
+from fp8q.validate.accuracy.perplexity import cut
 
 Prompts = Sequence[npt.NDArray[np.int64]]
 #: How far `auto` may be from serving: in perplexity, a fraction, and in octaves, the mean over the tensors. What is

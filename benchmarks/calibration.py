@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM
 from fp8q.calibrate.measure.in_memory import measure
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
-from fp8q.reporter import SILENT
+from fp8q.core.reporter import SILENT
 
 LIMIT_RATIO = 1.15
 

@@ -28,8 +28,8 @@ from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
-from fp8q.reporter import SILENT
-from fp8q.validate.certificate import HARMLESS, next_exceeds, octaves_beyond
+from fp8q.core.reporter import SILENT
+from fp8q.validate.advice.certificate import HARMLESS, next_exceeds, octaves_beyond
 
 MODELS = ("demo", "llama", "qwen2", "gemma", "opt", "stories260k")
 SIZES, DRAWS, MOST_OFF = (8, 32, 64), 64, 0.25

@@ -29,17 +29,18 @@ from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.core.reporter import SILENT
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3, E5M2, Format
-from fp8q.quantize.kv_cache import FP8Cache
-from fp8q.quantize.linear import FP8Linear, Mode, encode, replace_linears
-from fp8q.quantize.scales import group_of, tensor_scale
-from fp8q.quantize.weights import channel_scales
-from fp8q.reporter import SILENT
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.codes.formats import E4M3, E5M2, Format
+from fp8q.quantize.reference.kv_cache import FP8Cache
+from fp8q.quantize.reference.linear import FP8Linear, Mode, replace_linears
+from fp8q.quantize.scales.clip import scale_of
+from fp8q.quantize.scales.decisions import group_of, tensor_scale
+from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpora, sources
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 OUTLIER, OUTLIER_CHANNELS = 64.0, 4
 

@@ -27,7 +27,7 @@ from result import arguments, described, publish
 from tune import kl_of
 
 from fp8q.api import DoctorOptions, SensitivityOptions, TuneOptions, doctor, sensitivity, tune
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.stages import tuning
 
 MODELS = ("demo", "llama", "qwen2", "gemma", "opt")

@@ -25,12 +25,12 @@ from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.products import observed_products, output_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
-from fp8q.files import sha256_file
-from fp8q.headers import read_header
-from fp8q.quantize.clip import bf16_ceil
-from fp8q.quantize.scales import load_scales
-from fp8q.quantize.stored import stored_tensors
-from fp8q.run import Run
+from fp8q.core.files import sha256_file
+from fp8q.core.headers import read_header
+from fp8q.core.run import Run
+from fp8q.quantize.reading.run_checkpoint import stored_tensors
+from fp8q.quantize.scales.clip import bf16_ceil
+from fp8q.quantize.scales.decisions import load_scales
 
 #: Octaves by which the outlier grows: more than E4M3 has. By 16, in models whose channels are alike, products still err
 #: by no more than 5 to 7 %, which is to be watched.

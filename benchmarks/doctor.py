@@ -24,10 +24,10 @@ from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, DoctorOptions, calibrate, doctor
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.core.run import Run
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import graphs
-from fp8q.validate.doctor.verdict import Checkup
+from fp8q.validate.advice.checkup import Checkup
 
 MODELS = ("demo", "llama", "qwen2", "gemma", "gpt2", "opt", "stories260k")
 

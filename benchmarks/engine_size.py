@@ -23,7 +23,7 @@ from fp8q.api import CalibrateOptions, EngineOptions, ExportOptions, build_engin
 from fp8q.export.engine.info import engines_of
 from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.options import Precision
-from fp8q.quantize.scales import load_scales
+from fp8q.quantize.scales.decisions import load_scales
 
 
 def wide_layer(path: Path) -> Path:

@@ -30,21 +30,22 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.in_memory import measure as calibrated
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.calibrate.model.experts import routed_products
+from fp8q.calibrate.model.expert_modules import routed_products
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.core.reporter import SILENT
 from fp8q.options import ScaleOptions
-from fp8q.quantize.clip import saturation, scale_of, squared_error
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import FP8Linear, code_tables, encode, replace_linears
-from fp8q.quantize.policy import select
-from fp8q.quantize.scales import group_of
-from fp8q.quantize.weights import channel_scales
-from fp8q.reporter import SILENT
+from fp8q.quantize.codes.encoding import code_tables, encode
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.linear import FP8Linear, replace_linears
+from fp8q.quantize.scales.clip import saturation, scale_of, squared_error
+from fp8q.quantize.scales.decisions import group_of
+from fp8q.quantize.scales.policy import select
+from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpora, sources
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 #: Stretches of each expert, and those of them that the model runs with.

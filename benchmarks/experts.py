@@ -33,13 +33,13 @@ from safetensors import safe_open
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fp8q import api
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import profiles
-from fp8q.quantize.scales import load_scales
-from fp8q.quantize.stored import stored_arrays, stored_tensors
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.reading.run_checkpoint import stored_arrays, stored_tensors
+from fp8q.quantize.scales.decisions import load_scales
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
 WIDTH, INNER, PROMPT, PAST, REPEATS = 512, 256, 128, 64, 9

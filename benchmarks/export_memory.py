@@ -22,7 +22,7 @@ from shutil import rmtree
 from result import arguments, described, publish
 from synthetic import DEMO, sampled, write_checkpoint
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 LIMIT_BYTES = 1_500_000_000
 
@@ -32,7 +32,7 @@ def measure(checkpoint: str, out: str) -> None:
     from fp8q.api import CalibrateOptions
     from fp8q.calibrate.model.source import open_source
     from fp8q.calibrate.model.tokenizer import load_tokenizer
-    from fp8q.reporter import SILENT
+    from fp8q.core.reporter import SILENT
     from fp8q.stages import corpora, measuring
     from fp8q.stages.steps import Notes
 
@@ -51,8 +51,8 @@ def write(checkpoint: str, out: str) -> None:
     """The stages `quantize` and `export`, each named on standard output when it begins."""
     print("start", flush=True)
     from fp8q.calibrate.model.source import open_source
+    from fp8q.core.reporter import SILENT
     from fp8q.options import ExportOptions, ScaleOptions
-    from fp8q.reporter import SILENT
     from fp8q.stages import choosing, graphs, sources
     from fp8q.stages.steps import Notes
 

@@ -24,7 +24,7 @@ from result import arguments, described, publish
 from synthetic import DEMO, sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.run import GRAPH, GRAPH_FP32, Run
+from fp8q.core.run import GRAPH, GRAPH_FP32, Run
 
 #: Layers -> seconds.
 LIMIT_SECONDS = {32: 30.0, 80: 45.0}
@@ -37,8 +37,8 @@ def calibrate(checkpoint: str, out: str) -> None:
     from fp8q.api import CalibrateOptions
     from fp8q.calibrate.model.source import open_source
     from fp8q.calibrate.model.tokenizer import load_tokenizer
+    from fp8q.core.reporter import SILENT
     from fp8q.options import ScaleOptions
-    from fp8q.reporter import SILENT
     from fp8q.stages import choosing, corpora, measuring, sources
     from fp8q.stages.steps import Notes
 
@@ -54,8 +54,8 @@ def calibrate(checkpoint: str, out: str) -> None:
 def export(checkpoint: str, out: str) -> None:
     """The stage `export`; its seconds go into a file beside the run."""
     print("start", flush=True)
+    from fp8q.core.reporter import SILENT
     from fp8q.options import ExportOptions
-    from fp8q.reporter import SILENT
     from fp8q.stages import graphs
     from fp8q.stages.steps import Notes
 

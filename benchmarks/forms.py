@@ -29,11 +29,11 @@ from fp8q.api import (
     export,
     scales,
 )  # fmt: skip
-from fp8q.export import names
+from fp8q.core.run import Run
 from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.export.engine.program import Program, Statement
+from fp8q.export.onnx_file import names
 from fp8q.options import Terms, WeightScale
-from fp8q.run import Run
 from fp8q.stages.engines import EngineView
 
 TARGETS = ("sm89", "sm120")

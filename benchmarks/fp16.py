@@ -18,16 +18,16 @@ import torch
 from models import Given, main_of
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import Terms
-from fp8q.quantize.linear import FP8Linear
-from fp8q.quantize.reference import Reference, load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.reference.fp8_model import Reference, load_reference
+from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.compare import BASELINE, Forward, compare
-from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import float_model, logits_of, vocabulary
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary
 
 TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 ITSELF, AS_THEY_ARE = "the model itself", "activations as they are"

@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.runtimes import float_model
 
 SAMPLES = 32
 #: Row -> rows and columns of the weight that one scale is for; 0: all of them.

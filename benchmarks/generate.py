@@ -27,11 +27,11 @@ import numpy as np
 from models import small_models
 from result import arguments, described, publish
 
-from fp8q.run import GRAPH_FP32, Run
-from fp8q.serve.generate import Generator
-from fp8q.serve.request import Request
-from fp8q.serve.sessions import OnnxRuntimeSession
-from fp8q.serve.text import Vocabulary
+from fp8q.core.run import GRAPH_FP32, Run
+from fp8q.serve.loop.generate import Generator
+from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
+from fp8q.serve.loop.text import Vocabulary
 
 ROWS, PROMPT, FLOOD_PROMPT, WAITING = 8, 16, 64, 16
 LOOP_STEPS = 100

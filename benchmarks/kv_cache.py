@@ -26,17 +26,17 @@ from transformers.cache_utils import DynamicLayer
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ScaleOptions
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.kv_cache import FP8Layer
-from fp8q.quantize.reference import load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.reference.kv_cache import FP8Layer
+from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import cut
 
 #: Row -> which parts of the cache are codes, and whether keys are stored less their channels' means.
 CACHES = {

@@ -28,10 +28,10 @@ from models import DEMO
 from openai_client import Client, Heard
 from result import ROOT, arguments, described, publish
 
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import TritonOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.serve.repository import write_repository
+from fp8q.serve.triton.repository import write_repository
 from serve import HOST, served
 
 sys.path.insert(0, str(ROOT / "tests" / "serve" / "real" / "rig"))

@@ -53,8 +53,8 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     from fp8q.api import CalibrateOptions
     from fp8q.calibrate.model.source import open_source
     from fp8q.calibrate.model.tokenizer import load_tokenizer
-    from fp8q.reporter import SILENT
-    from fp8q.run import Run
+    from fp8q.core.reporter import SILENT
+    from fp8q.core.run import Run
     from fp8q.stages import choosing, corpora, measuring, sources
     from fp8q.stages.steps import Notes
 

@@ -25,10 +25,10 @@ from models import Given, given, small_models
 from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, SensitivityOptions, calibrate, sensitivity
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.sensitivity.document import Loss, Sensitivity
 
 LIMITS = {"passes": 6.0, "rank_correlation": 0.9}

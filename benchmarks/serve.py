@@ -28,11 +28,11 @@ from generate import PROMPT, ROWS, demo, prompt
 from openai_client import together
 from result import arguments, described, publish
 
-from fp8q.run import GRAPH_FP32, Run
-from fp8q.serve.generate import Generator
-from fp8q.serve.request import Request
-from fp8q.serve.sessions import OnnxRuntimeSession
-from fp8q.serve.text import Vocabulary
+from fp8q.core.run import GRAPH_FP32, Run
+from fp8q.serve.loop.generate import Generator
+from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
+from fp8q.serve.loop.text import Vocabulary
 
 HOST = "127.0.0.1"
 LIMITS = {"share_of_eight": 0.8, "overhead_ms": 1.0}
@@ -47,7 +47,7 @@ def serve(run: Run, threads: int, pipe: Connection) -> None:
     """Serve until told to end, in a process of its own."""
     from threading import Thread
 
-    from fp8q.errors import InputError
+    from fp8q.core.errors import InputError
     from fp8q.serve.web.gate import names_of
     from fp8q.serve.web.server import Server
     from fp8q.serve.web.serving import Model, Serving

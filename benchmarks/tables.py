@@ -40,7 +40,7 @@ from pages import (
     weights,
 )
 
-from fp8q.validate.plots import Plot
+from fp8q.validate.report.plots import Plot
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- table (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -22,13 +22,13 @@ from models import Given, cut_text, given, small_models
 from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions, calibrate, tune
-from fp8q.quantize.reference import load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.candidates import batches_of
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.tuning.joint import measure
 
 #: Of the mix's KL on the evaluation text over the default's, and of the prediction over the windows held out.

@@ -27,15 +27,16 @@ from result import arguments, described, publish
 from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
+from fp8q.core.run import Run
 from fp8q.options import KvCache
-from fp8q.quantize.linear import CODE, FP8Linear, encode
-from fp8q.quantize.reference import Reference, load_reference
-from fp8q.run import Run
-from fp8q.serve.cache import HostCache
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.quantize.codes.encoding import CODE, encode
+from fp8q.quantize.reference.fp8_model import Reference, load_reference
+from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.serve.loop.cache import HostCache
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.runtimes import float_model, reference
+from fp8q.validate.accuracy.runtimes import float_model, reference
 
 LIMITS = {
     "logit_difference": 1e-4,

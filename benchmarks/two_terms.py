@@ -22,15 +22,16 @@ from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
 from fp8q.calibrate.measure.statistics import load_record
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.graph import operators, trace
-from fp8q.export.graph.modules import GraphLinear, GraphPlan, rounded
-from fp8q.quantize.formats import TWO_TERMS
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.export.graph import trace
+from fp8q.export.modules import operators
+from fp8q.export.modules.graph_model import GraphLinear, GraphPlan, rounded
+from fp8q.quantize.codes.formats import TWO_TERMS
+from fp8q.quantize.scales.decisions import load_scales
 
 Form = Callable[[GraphLinear, torch.Tensor], torch.Tensor]
 WRITTEN = "product and sum in FP32"

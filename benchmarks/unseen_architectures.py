@@ -51,15 +51,15 @@ from fp8q.api import (
 )  # fmt: skip
 from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
-from fp8q.calibrate.model.experts import experts_of
-from fp8q.calibrate.model.latent import cache_heads
+from fp8q.calibrate.model.expert_modules import experts_of
+from fp8q.calibrate.model.latent_attention import cache_heads
 from fp8q.calibrate.model.source import meta_model, open_source
-from fp8q.export.graph.cache import cache_shapes
-from fp8q.export.graph.modules import GraphPlan, prepare
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.core.run import Run
+from fp8q.export.modules.cache import cache_shapes
+from fp8q.export.modules.graph_model import GraphPlan, prepare
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import products_of, source_of
 

@@ -23,9 +23,9 @@ import torch
 from result import arguments, described, publish
 from torch import nn
 
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import encode
-from fp8q.quantize.weight_mse import mse_scales
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.weights.mse import mse_scales
 
 #: Of the clock, of the processors.
 Seconds = tuple[float, float]

@@ -33,14 +33,17 @@ from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.products import observed_products, output_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.core.record import peak_memory_bytes, reset_peak_memory
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, WeightRounding
-from fp8q.quantize.clip import lost_share, scale_of
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.linear import encode
-from fp8q.quantize.scales import Scales, group_of
-from fp8q.quantize.sequential import ProductInput, Sequence, exact_input, product_input
-from fp8q.quantize.weight_descent import descend
-from fp8q.quantize.weight_rounding import (
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.clip import lost_share, scale_of
+from fp8q.quantize.scales.decisions import Scales, group_of
+from fp8q.quantize.weights.channels import WeightMethod, channel_scales
+from fp8q.quantize.weights.coordinate_descent import descend
+from fp8q.quantize.weights.gptq import (
     DAMPING,
     Compensation,
     compensated_codes,
@@ -48,14 +51,11 @@ from fp8q.quantize.weight_rounding import (
     made_up_for,
     rounded_in_turn,
 )
-from fp8q.quantize.weights import WeightMethod, channel_scales
-from fp8q.record import peak_memory_bytes, reset_peak_memory
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.weights.sequential import ProductInput, Sequence, exact_input, product_input
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
-from fp8q.validate.compare import Forward, compare
-from fp8q.validate.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 LIMIT_DEMO, LIMIT_RATIO = 400.0, 0.95
 MEASURED: tuple[WeightRounding, ...] = ("nearest", "gptq")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, TEXT, Options, option
+from ..options.declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, TEXT, Options, option
 
 #: Marks what may be a path or a name on the hub: in a file of options a path is relative to that file.
 PATH_OR_NAME = "a path, or a name on the hub"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, ArgumentCollection, Parameter
 
 from .. import __version__
-from ..calibrate.ranks.place import place
-from ..declare import OPTIONS, first_given
-from ..errors import GateError, InputError, UnfinishedError
+from ..calibrate.ranks.torchrun import place
+from ..core.errors import GateError, InputError, UnfinishedError
 from ..options import (
     BenchOptions,
     CalibrateOptions,
@@ -34,6 +33,7 @@ from ..options import (
     TuneOptions,
     ValidateOptions,
 )
+from ..options.declare import OPTIONS, first_given
 from . import config
 from .arguments import (
     Against,

@@ -19,9 +19,9 @@ from cyclopts import ArgumentCollection, Token
 from cyclopts.argument import Argument
 
 from .. import __version__
-from ..declare import FromText
-from ..errors import InputError
+from ..core.errors import InputError
 from ..options import AS_THE_RUN_HAS_IT, Clipping
+from ..options.declare import FromText
 from .arguments import PATH_OR_NAME, Common
 
 #: What a text of calibration or evaluation may end with; a hub name does not.
@@ -138,7 +138,7 @@ def path_or_name(text: str, folder: Path) -> str:
 
     A hub name stays: what reads as one, ends unlike a text, and lies neither in `folder` nor in the working directory.
     """
-    from ..calibrate.hub import is_hub_name
+    from ..calibrate.input.hub import is_hub_name
 
     head, equals, weight = text.rpartition("=")
     if equals and not lies_at(folder, text) and lies_at(folder, head):

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import visible
+from ..core.errors import visible
 from . import progress
 
 #: Columns of a table that no terminal bounds.

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, api
+from ..core.columns import Column, Table, magnitude, share
 from ..options import DoctorOptions
-from ..validate.columns import Column, Table, magnitude, share
-from ..validate.tables import layer_of
+from ..validate.report.rows import layer_of
 from . import doctor
 
 if TYPE_CHECKING:
-    from ..validate.doctor.verdict import Check, Checkup
+    from ..validate.advice.checkup import Check, Checkup
     from .console import Terminal
 
 #: Entries of one check that are shown; the rest are counted.
@@ -44,7 +44,7 @@ def show(speak: "Terminal", run: Path, options: DoctorOptions, as_json: bool) ->
     """Show the checklist of `run`: the worst last, where a terminal leaves the eye. Raises GateError where one is
     bad.
     """
-    from ..validate.doctor.verdict import refuse_bad
+    from ..validate.advice.checkup import refuse_bad
     from . import views
 
     found = api.doctor(run, options, speak)

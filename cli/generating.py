@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import api
-from ..errors import InputError, visible
+from ..core.errors import InputError, visible
 from ..options import GenerateOptions
 
 if TYPE_CHECKING:
-    from ..serve.request import Completion
+    from ..serve.loop.request import Completion
     from ..stages.generating import Comparison
     from .console import Terminal
 

@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 
-from ..errors import INTERRUPTED, BackendError, Fp8qError, InputError
+from ..core.errors import INTERRUPTED, BackendError, Fp8qError, InputError
 from .signals import KEPT, deafen, listen
 
 
@@ -49,7 +49,7 @@ def command() -> int:
 
 def _run() -> int:
     """Run the command; returns its exit code, or raises what it does."""
-    from ..calibrate.ranks.place import place
+    from ..calibrate.ranks.torchrun import place
 
     place()  # variables that make no sense
     for argument in sys.argv[1:]:
@@ -69,7 +69,7 @@ def ended(error: BaseException) -> tuple[int, str | None]:
     from cyclopts import CycloptsError
     from safetensors import SafetensorError
 
-    from ..files import refusal
+    from ..core.files import refusal
     from .streams import OutputClosedError
 
     if isinstance(error, OSError | SafetensorError) and (refused := refusal(error)):
@@ -112,6 +112,6 @@ def exhausted(error: BaseException) -> str | None:
 
 def _told_elsewhere(error: BaseException) -> bool:
     """Whether another rank has said it, on its own standard error."""
-    from ..calibrate.ranks.place import place
+    from ..calibrate.ranks.torchrun import place
 
     return bool(getattr(error, "told", False)) and place().rank > 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from ..undo import all_open
+from ..core.undo import all_open
 
 KEPT = "what is finished is kept, and the same command goes on from there"
 #: What each signal is told as; the exit code is 128 and its number, as shells have it.

@@ -10,13 +10,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Fp8qError, visible
-from ..run import Run
-from ..validate.accuracy import load_accuracy
-from ..validate.bench import Bench, bench_table, capacity_table
-from ..validate.certificate import record_table, text_table
-from ..validate.columns import (
-    Table,
+from ..core.columns import Table
+from ..core.errors import Fp8qError, visible
+from ..core.run import Run
+from ..validate.accuracy.document import load_accuracy
+from ..validate.advice.certificate import record_table, text_table
+from ..validate.advice.expert_coverage import expert_table
+from ..validate.bench.document import Bench, bench_table, capacity_table
+from ..validate.report.rows import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
+from ..validate.report.tables import (
     accuracy_table,
     against_table,
     delayed_table,
@@ -29,8 +31,6 @@ from ..validate.columns import (
     stage_table,
     wide_cache_table,
 )
-from ..validate.experts import expert_table
-from ..validate.tables import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
 
 if TYPE_CHECKING:
     from ..api import Inspection
@@ -221,7 +221,7 @@ def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> 
     if as_json:
         emit({"engines": [asdict(view) for view in found]})
         return
-    from ..export.names import product_of
+    from ..export.onnx_file.names import product_of
 
     for view in found:
         codes = (

@@ -3,8 +3,7 @@
 Frozen; nonsense is refused when they are made. Nothing heavy is imported here: `--help` must answer at once.
 """
 
-from .built import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
-from .measured import (
+from .calibrate import (
     AS_THE_RUN_HAS_IT,
     DEFAULT_SAMPLES,
     DEFAULT_SEQ_LEN,
@@ -23,7 +22,9 @@ from .measured import (
     WeightMethod,
     WeightRounding,
 )
-from .proven import (
+from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
+from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
+from .validate import (
     FLOAT,
     RUNTIMES,
     WITHOUT_FP8,
@@ -36,7 +37,6 @@ from .proven import (
     TuneOptions,
     ValidateOptions,
 )
-from .used import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 
 __all__ = [
     "AS_THE_RUN_HAS_IT",

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.run import Run
 from ..options import ExportOptions
-from ..run import Run
 from .steps import Notes
 
 

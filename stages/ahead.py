@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibrate.given import exists, local_path
-from ..errors import InputError
+from ..calibrate.input.untrusted import exists, local_path
+from ..core.errors import InputError
+from ..core.reporter import SILENT
+from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
-from ..reporter import SILENT
-from ..run import Run
 from .adapters import check_attention
 from .measuring import streamed
 from .other_text import cut_for
@@ -23,7 +23,7 @@ from .validating import check_accumulator, check_comparable, check_runtimes
 
 if TYPE_CHECKING:
     from ..calibrate.model.source import Source
-    from ..quantize.policy import Products
+    from ..quantize.scales.policy import Products
     from .corpora import Collected
 
 
@@ -46,7 +46,7 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         )
     check_attention([adapter.name for adapter in source.adapters], export)
     if options.weight_rounding == "sequential":
-        from ..quantize.sequential import check_sequential
+        from ..quantize.weights.sequential import check_sequential
 
         check_sequential(source, device())
     elif streamed(source, options.stream, Notes(SILENT)):

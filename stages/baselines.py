@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..files import replacing
+from ..core.files import replacing
+from ..core.run import Run
 from ..options import Baseline
-from ..quantize.stored import checkpoint_of
-from ..run import Run
+from ..quantize.reading.run_checkpoint import checkpoint_of
 from .graphs import clipping_of, say
 from .sources import source_of
 from .steps import Notes, stage
@@ -28,8 +28,8 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.trace import export_baseline, promised_groups
     from ..export.lint.check import lint
-    from ..quantize.baselines import write_bf16, write_int8
-    from ..quantize.scales import load_scales
+    from ..quantize.checkpoint.baselines import write_bf16, write_int8
+    from ..quantize.scales.decisions import load_scales
 
     run.refuse_without_graph()
     scales, record = load_scales(run), run.record()

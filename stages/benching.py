@@ -11,19 +11,19 @@ from typing import get_args
 
 import numpy as np
 
-from ..errors import InputError
-from ..files import replacing, write_document
+from ..core.errors import InputError
+from ..core.files import replacing, write_document
+from ..core.record import library_versions
+from ..core.run import Run
 from ..options import Baseline, BenchOptions, Precision
-from ..quantize.cost import largest_batch
-from ..record import library_versions
-from ..run import Run
-from ..serve.cuda import CudaDevice, CudaError
-from ..serve.meter import Held, Meter, open_meter
-from ..serve.rounds import Answers, Contender, measure
-from ..serve.sessions import SessionError, import_onnxruntime
-from ..serve.timing import million_tokens_cost, timing
-from ..validate.bench import Bench, BenchProtocol, BenchRow
-from ..validate.capacity import Footprint, capacities, footprint
+from ..quantize.scales.serving_cost import largest_batch
+from ..serve.bench.meter import Held, Meter, open_meter
+from ..serve.bench.rounds import Answers, Contender, measure
+from ..serve.bench.timing import million_tokens_cost, timing
+from ..serve.loop.cuda import CudaDevice, CudaError
+from ..serve.loop.sessions import SessionError, import_onnxruntime
+from ..validate.bench.capacity import Footprint, capacities, footprint
+from ..validate.bench.document import Bench, BenchProtocol, BenchRow
 from .adapters import note_base_alone
 from .generating import TORCH_RUNTIMES, runtime_here, session_of
 from .graphs import files_of
@@ -87,7 +87,7 @@ def bench(run: Run, against: Sequence[Path], options: BenchOptions, plot: Path |
 
 
 def _draw(found: Bench, plot: Path) -> None:
-    from ..validate.bench_plot import bench_plot
+    from ..validate.bench.plot import bench_plot
 
     with replacing(plot) as partial:
         partial.write_text(bench_plot(found).wide, encoding="utf-8")

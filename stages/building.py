@@ -3,9 +3,9 @@
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
-from ..quantize.scales import load_scales
-from ..run import Run
+from ..quantize.scales.decisions import load_scales
 from .adapters import check_adapter, note_base_alone
 from .graphs import files_of
 from .other_text import positions

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.run import Run
 from ..options import ScaleOptions
-from ..run import Run
 from .choosing import choose_scales, recorded
 from .graphs import clipping_of
 from .resuming import Saved
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from ..calibrate.measure.statistics import Statistics
     from ..calibrate.model.source import Source
-    from ..quantize.rounded import Rounded
-    from ..quantize.scales import Scales, TensorScale
+    from ..quantize.scales.decisions import Scales, TensorScale
+    from ..quantize.weights.rounding_progress import Rounded
     from ..validate.sensitivity.site import Predicted
     from ..validate.tuning.candidates import Candidates, Kind
     from ..validate.tuning.choices import Form, Mix, RoundingName, Shape
@@ -74,7 +74,7 @@ class Prepared:
 
     def rescaled(self, mix: "Mix") -> list[str]:
         """The tensors whose form `mix` leaves as it is, and whose scale is not the one that would be chosen."""
-        from ..quantize.scales import CACHE_PARTS
+        from ..quantize.scales.decisions import CACHE_PARTS
 
         found = [
             name
@@ -103,7 +103,7 @@ class Prepared:
     def _own_runner(self) -> "Runner":
         import torch
 
-        from ..quantize.reference import load_reference
+        from ..quantize.reference.fp8_model import load_reference
 
         reference = load_reference(self.run.model, "exact", torch.float32, device())
         return lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits
@@ -120,7 +120,7 @@ def prepare(
     """Choose scales and round weights in every way, those of `gptq` by the windows `rounding`, and predict what each
     choice loses on the windows `choosing` (each int64 [windows, seq_len]). What is found is kept in `folder`.
     """
-    from ..quantize.scales import load_scales
+    from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.gradients import summed
     from ..validate.tuning.choices import CACHES
     from ..validate.tuning.rounding import gather, round_weights
@@ -153,7 +153,7 @@ def _candidates(
 
     from ..calibrate.measure.statistics import load_statistics
     from ..calibrate.model.source import load_model
-    from ..quantize.rounded import Rounded
+    from ..quantize.weights.rounding_progress import Rounded
     from ..validate.tuning.candidates import Candidates
     from ..validate.tuning.choices import ROUNDINGS, TERMS
 
@@ -178,7 +178,7 @@ def _candidates(
 
 def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes) -> dict[str, float]:
     """The scale of every cache tensor; none, with a note, where one of them has none."""
-    from ..quantize.scales import kv_cache_scales
+    from ..quantize.scales.decisions import kv_cache_scales
 
     try:
         return {name: found.scale for name, found in kv_cache_scales(statistics, options.clip).items()}
@@ -234,7 +234,7 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
 
 def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
     """The mix that a run has."""
-    from ..quantize.scales import CACHE_PARTS
+    from ..quantize.scales.decisions import CACHE_PARTS
     from ..validate.tuning.choices import TERMS, Mix
 
     forms = {terms: form for form, terms in TERMS.items()}

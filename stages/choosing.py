@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
-from ..files import replacing, write_document
+from ..core.errors import InputError
+from ..core.files import replacing, write_document
+from ..core.run import Run
 from ..options import RescaleOptions, ScaleOptions
-from ..run import Run
 from .corpora import load_tokens
 from .graphs import has_graphs
 from .steps import Notes, arithmetic, device, stage
@@ -16,20 +16,20 @@ from .steps import Notes, arithmetic, device, stage
 if TYPE_CHECKING:
     from ..calibrate.measure.statistics import Statistics
     from ..calibrate.model.source import Source
-    from ..quantize.policy import Products
-    from ..quantize.scales import Scales
-    from ..quantize.weights import Rounding
+    from ..quantize.scales.decisions import Scales
+    from ..quantize.scales.policy import Products
+    from ..quantize.weights.channels import Rounding
 
 
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from ..calibrate.measure.statistics import load_statistics
-    from ..export.graph.carry import carry_graphs
-    from ..quantize import experts
-    from ..quantize.checkpoint import quantize_checkpoint
-    from ..quantize.experts import starved
-    from ..quantize.inherit import remarks
-    from ..quantize.policy import parted, parted_experts, taken_along
+    from ..export.graph.reuse import carry_graphs
+    from ..quantize.checkpoint.writer import quantize_checkpoint
+    from ..quantize.reading.inherited_scales import remarks
+    from ..quantize.scales import expert_scales
+    from ..quantize.scales.expert_scales import starved
+    from ..quantize.scales.policy import parted, parted_experts, taken_along
 
     inputs, inherit = _inputs(run, options), {"inherit": True} if options.inherit else {}
     chosen = asdict(options.clip) | {
@@ -71,7 +71,7 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         groups, few = statistics.record.groups, starved(statistics, options.min_expert_tokens)
         compensated = options.weight_rounding != "nearest"
         if not options.inherit:
-            for line in experts.remarks(statistics, few, options.min_expert_tokens, compensated):
+            for line in expert_scales.remarks(statistics, few, options.min_expert_tokens, compensated):
                 notes.note(line)
         layers = statistics.record.experts or {}
         split = parted(groups.values(), scales, layers), parted_experts(layers, scales)
@@ -100,13 +100,13 @@ def _rounding(
 ) -> "Iterator[Rounding]":
     """How weights are rounded; `sequential` is done here, on the run's windows, in a folder that depends on `key`."""
     from ..calibrate.measure.statistics import load_statistics
-    from ..quantize.clip import lost_share
-    from ..quantize.experts import starved
-    from ..quantize.inherit import kept_weights
-    from ..quantize.scales import group_of
-    from ..quantize.sequential import Sequence
-    from ..quantize.weight_rounding import Compensations
-    from ..quantize.weights import Rounding
+    from ..quantize.reading.inherited_scales import kept_weights
+    from ..quantize.scales.clip import lost_share
+    from ..quantize.scales.decisions import group_of
+    from ..quantize.scales.expert_scales import starved
+    from ..quantize.weights.channels import Rounding
+    from ..quantize.weights.gptq import Compensations
+    from ..quantize.weights.sequential import Sequence
 
     statistics, method, kept = load_statistics(run), options.weight_method, kept_weights(source, options)
     record, few = statistics.record, starved(statistics, options.min_expert_tokens)
@@ -151,10 +151,10 @@ def recorded(run: Run) -> ScaleOptions:
 
 def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
     """Decide every tensor of `products`; the weights' part is filled in when they are written."""
-    from ..quantize.experts import starved
-    from ..quantize.inherit import inherited_activations, inherited_cache
-    from ..quantize.policy import match_terms, select, whole_groups
-    from ..quantize.scales import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
+    from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
+    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
+    from ..quantize.scales.expert_scales import starved
+    from ..quantize.scales.policy import match_terms, select, whole_groups
 
     chosen, skipped = select(products, options.skip, options.only)
     if options.inherit:

@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import BackendError, InputError
-from ..files import write_document
+from ..core.errors import BackendError, InputError
+from ..core.files import write_document
+from ..core.run import Run
 from ..options import GenerateOptions
-from ..run import Run
 from .corpora import load_tokens
 from .generating import compare_all
 from .graphs import fp8_files
 from .steps import CALIBRATE_MODULES, Notes, needs, stage
 
 if TYPE_CHECKING:
-    from ..validate.continuations import Continuations
+    from ..validate.accuracy.continuations import Continuations
 
 #: Tokens of text that are gone on from, and tokens that are written.
 PROMPT_TOKENS, TOKENS = 32, 48
@@ -45,7 +45,7 @@ def write_continuations(run: Run, count: int, notes: Notes) -> None:
 def _continued(run: Run, count: int) -> "Continuations":
     from transformers import AutoTokenizer
 
-    from ..validate.continuations import Continuation, Continuations
+    from ..validate.accuracy.continuations import Continuation, Continuations
 
     ids = load_tokens(run, run.evaluation)
     length = min(PROMPT_TOKENS, len(ids))

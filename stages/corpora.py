@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from ..errors import InputError
-from ..files import Strict, reading, replacing
+from ..core.errors import InputError
+from ..core.files import Strict, reading, replacing
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CalibrateOptions
-from ..reporter import Reporter
-from ..run import Run
 from .steps import Notes, stage
 from .texts import Text, Tokens, check_apart, hold_out, read, share_out
 

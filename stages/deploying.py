@@ -4,9 +4,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
-from ..run import Run
 from .adapters import note_base_alone
 from .graphs import fp8_files
 from .other_text import positions
@@ -14,7 +14,7 @@ from .steps import Notes, stage
 
 if TYPE_CHECKING:
     from ..export.engine.profiles import Profile
-    from ..serve.repository import Engine, OwnEngine
+    from ..serve.triton.repository import Engine, OwnEngine
 
 BUILT = "build-engine"
 
@@ -25,8 +25,8 @@ def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
     Elsewhere than in RUN/triton it is written each time: the run's record is of its own files. Raises InputError for a
     place where something of somebody else's lies.
     """
-    from ..serve.ownership import refuse_foreign
-    from ..serve.repository import write_repository
+    from ..serve.triton.ownership import refuse_foreign
+    from ..serve.triton.repository import write_repository
 
     note_base_alone(run, "the Triton repository serves", notes)
     inputs = fp8_files(run) | engine_files(run)
@@ -59,7 +59,7 @@ def engine_files(run: Run) -> dict[str, str]:
 def own_engines(run: Run) -> "list[OwnEngine]":
     """The engines that the Python model runs itself."""
     from ..export.engine.info import load_engines
-    from ..serve.repository import OwnEngine
+    from ..serve.triton.repository import OwnEngine
 
     return [
         OwnEngine(info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT))
@@ -74,8 +74,8 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
     Raises InputError where it is asked for and Triton has no type for a tensor of it.
     """
     from ..export.engine.info import load_engines
-    from ..serve.engine_model import describe
-    from ..serve.repository import Engine
+    from ..serve.triton.engine_model import describe
+    from ..serve.triton.repository import Engine
 
     plans = bool(engine_files(run)) and run.record().stages[BUILT].options.get("runtime") == "tensorrt"
     if not plans and not asked:

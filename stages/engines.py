@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..errors import BackendError, GateError, InputError
-from ..record import FP8_STAGES
-from ..run import Run
+from ..core.errors import BackendError, GateError, InputError
+from ..core.record import FP8_STAGES
+from ..core.run import Run
 
 if TYPE_CHECKING:
-    from ..export.engine.anatomy import AttentionRow, ProductRow, WideRow
     from ..export.engine.info import EngineInfo
+    from ..export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
     from ..export.engine.numbers import Difference
     from ..export.engine.plan import Plan
     from ..export.engine.proof import Pledge
-    from ..quantize.scales import Scales
+    from ..quantize.scales.decisions import Scales
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     from ..export.engine.info import load_engines
     from ..export.engine.proof import Pledge
     from ..export.lint.check import promised_attention, promised_terms, sound_graph
-    from ..quantize.scales import load_scales
+    from ..quantize.scales.decisions import load_scales
 
     run.refuse_without_graph()
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -95,7 +95,7 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
 
 def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
     """Read one engine."""
-    from ..export.engine.anatomy import attention_rows, product_rows, wide_rows
+    from ..export.engine.kernel_rows import attention_rows, product_rows, wide_rows
     from ..export.engine.numbers import CODES, FACTORS, INPUT
     from ..export.engine.proof import prove
     from ..export.engine.two_terms import TERMS

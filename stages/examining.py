@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..calibrate.measure.statistics import load_record, load_statistics
-from ..errors import BackendError, InputError
+from ..core.errors import BackendError, InputError
+from ..core.run import Run
 from ..options import DoctorOptions
-from ..quantize.scales import Scales, load_scales
-from ..run import Run
+from ..quantize.scales.decisions import Scales, load_scales
 from .adapters import note_base_alone
 from .corpora import load_tokens
 from .graphs import exported_options
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from ..calibrate.model.decoder import Layers
     from ..calibrate.model.source import Source
-    from ..validate.doctor.beside import Pair
-    from ..validate.doctor.remedies import Remedies
-    from ..validate.doctor.stored import Tensor
-    from ..validate.doctor.text import Loops
-    from ..validate.doctor.verdict import Check, Checkup
+    from ..validate.advice.checkup import Check, Checkup
+    from ..validate.advice.hidden_states import Pair
+    from ..validate.advice.loops import Loops
+    from ..validate.advice.remedies import Remedies
+    from ..validate.advice.scale_checks import Tensor
 
 #: Tokens that go through both models at a time, whole windows.
 TOKENS = 1024
@@ -48,8 +48,8 @@ class Examined:
 
 def examine(run: Run, options: DoctorOptions, notes: Notes) -> "Checkup":
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
-    from ..validate.doctor.stored import stored_checks, tensors_of
-    from ..validate.doctor.verdict import Checkup, ranked
+    from ..validate.advice.checkup import Checkup, ranked
+    from ..validate.advice.scale_checks import stored_checks, tensors_of
 
     run.refuse_stale("measure", "quantize", "export")
     note_base_alone(run, "what runs is of", notes)
@@ -67,7 +67,7 @@ def examine(run: Run, options: DoctorOptions, notes: Notes) -> "Checkup":
 
 
 def _remedies(run: Run) -> "Remedies":
-    from ..validate.doctor.remedies import Remedies
+    from ..validate.advice.remedies import Remedies
 
     record, corpus = run.record(), load_record(run).corpus
     chosen = record.stages["quantize"].options
@@ -85,7 +85,7 @@ def _spread(windows: Tokens, count: int) -> Tokens:
 
 def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check], bool]":
     """The checks that run the model, and whether it was run."""
-    from ..validate.doctor.running import unknown
+    from ..validate.advice.model_checks import unknown
 
     try:
         needs("calibrate", CALIBRATE_MODULES)
@@ -102,10 +102,10 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     import torch
 
     from ..calibrate.model.source import load_model
-    from ..validate.doctor import running
-    from ..validate.doctor.beside import Pair
-    from ..validate.doctor.watching import Watcher
-    from ..validate.runtimes import open_reference
+    from ..validate.accuracy.runtimes import open_reference
+    from ..validate.advice import model_checks as running
+    from ..validate.advice.activation_watch import Watcher
+    from ..validate.advice.hidden_states import Pair
 
     where, remedies, scales = device(), what.remedies, what.scales
     model = load_model(source, torch.bfloat16, where).requires_grad_(False)
@@ -153,7 +153,7 @@ def _loops(run: Run, pair: "Pair", source: "Source", notes: Notes) -> "Loops | N
     import torch
     from transformers import DynamicCache
 
-    from ..validate.doctor.text import ANSWER, PROMPT, PROMPTS, Loops, greedy
+    from ..validate.advice.loops import ANSWER, PROMPT, PROMPTS, Loops, greedy
 
     windows = load_tokens(run, run.calibration)
     room = source.max_positions

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.record import FP8_STAGES
+from ..core.run import Run
 from ..options import GenerateOptions, Precision
-from ..record import FP8_STAGES
-from ..run import Run
-from ..serve.chat import ChatTemplate, Message
-from ..serve.generate import Generator
-from ..serve.local import answer, open_generator, open_run_session
-from ..serve.repository import weight_files
-from ..serve.request import Completion, Request, RequestError
-from ..serve.sessions import Session
+from ..serve.local.chat_template import ChatTemplate, Message
+from ..serve.local.generation import answer, open_generator, open_run_session
+from ..serve.loop.generate import Generator
+from ..serve.loop.request import Completion, Request, RequestError
+from ..serve.loop.sessions import Session
+from ..serve.triton.repository import weight_files
 from .adapters import check_adapter
 from .graphs import fp8_files
 from .sources import source_of
@@ -64,8 +64,8 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
     import torch
 
     from ..calibrate.model.source import load_model
-    from ..validate.runtimes import open_reference
-    from ..validate.torch_session import TorchSession
+    from ..validate.accuracy.runtimes import open_reference
+    from ..validate.accuracy.torch_session import TorchSession
 
     if runtime == "bf16":
         source = source_of(run)

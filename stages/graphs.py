@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import Fp8qError, InputError
-from ..files import replacing, sha256_file, write_document
+from ..core.errors import Fp8qError, InputError
+from ..core.files import replacing, sha256_file, write_document
+from ..core.record import FP8_STAGES, command
+from ..core.run import GRAPH, Run, graph_names, no_graph
 from ..options import Clipping, ExportOptions, Precision, Terms
-from ..quantize.stored import ATTENTION_SCALES, checkpoint_of
-from ..record import FP8_STAGES, command
-from ..run import GRAPH, Run, graph_names, no_graph
+from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of
 from .adapters import adapters_of, check_attention
 from .queries import measure_queries
 from .steps import Notes, stage
 
 if TYPE_CHECKING:
-    from ..findings import Finding
+    from ..core.findings import Finding
 
 #: The stages that make something of an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")
@@ -46,11 +46,11 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     Raises NoGraphError, or what torch's exporter raised, where none can be made of the model, and the record says so.
     """
     from ..calibrate.measure.statistics import load_record
-    from ..export.forms import write_form
     from ..export.graph.trace import export_model
+    from ..export.graph.weight_scale_form import write_form
     from ..export.lint.check import lint, promised_attention, promised_terms
-    from ..quantize.scales import load_scales
-    from ..quantize.stored import stored_scales
+    from ..quantize.reading.run_checkpoint import stored_scales
+    from ..quantize.scales.decisions import load_scales
 
     scales = load_scales(run)
     check_attention(adapters_of(run), asked)
@@ -110,8 +110,8 @@ def why_no_graph(run: Run) -> str | None:
     import torch
     from transformers import AutoConfig
 
-    from ..export.graph.support import unsupported
     from ..export.graph.trace import empty_model
+    from ..export.modules.support import unsupported
 
     model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
     return unsupported(model.eval())
@@ -158,7 +158,7 @@ def write_attention(run: Run, asked: ExportOptions) -> int:
     not, take them away. Returns how many codes a query or a probability is, 0 for none.
     """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
-    from ..quantize.attention import attention_scales, save_scales
+    from ..quantize.reference.attention import attention_scales, save_scales
 
     stored = run.model / ATTENTION_SCALES
     for path in (stored, run.attention):
@@ -198,7 +198,7 @@ def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
 def has_graphs(run: Run) -> bool:
     """Whether the graphs in the run are what this version exported.
 
-    A checkpoint that they no longer fit took them away (`export.graph.carry`).
+    A checkpoint that they no longer fit took them away (`export.graph.reuse`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__ or exported.refused:

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import load_statistics
+from ..core.run import Run
 from ..options import Clipping
-from ..quantize.scales import load_scales
-from ..run import Run
+from ..quantize.scales.decisions import load_scales
 from .graphs import clipping_of
 from .measuring import measure_text
 from .steps import CALIBRATE_MODULES, Notes, needs
 
 if TYPE_CHECKING:
-    from ..validate.certificate import Certificate
-    from ..validate.experts import ExpertRow
-    from ..validate.findings import AgainstRow, DelayedRow, Finding
-    from ..validate.tables import ModuleRow
+    from ..validate.advice.certificate import Certificate
+    from ..validate.advice.expert_coverage import ExpertRow
+    from ..validate.advice.findings import AgainstRow, DelayedRow, Finding
+    from ..validate.report.rows import ModuleRow
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Inspection:
 
 def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Notes) -> Inspection:
     """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
-    from ..validate.certificate import certificate
-    from ..validate.experts import expert_rows
-    from ..validate.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
-    from ..validate.tables import module_rows, wide_cache_rows
+    from ..validate.advice.certificate import certificate
+    from ..validate.advice.expert_coverage import expert_rows
+    from ..validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
+    from ..validate.report.rows import module_rows, wide_cache_rows
 
     run.refuse_stale("measure", "quantize")
     modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from ..calibrate.given import exists
-from ..errors import GateError, InputError
-from ..files import disk_errors, read_document
-from ..run import Run
+from ..calibrate.input.untrusted import exists
+from ..core.errors import GateError, InputError
+from ..core.files import disk_errors, read_document
+from ..core.run import Run
 from .graphs import graphs_of
 from .opening import open_run
 
 if TYPE_CHECKING:
+    from ..core.findings import Finding
     from ..export.lint.rules import Promise
-    from ..export.lint.tensors import Array
-    from ..findings import Finding
+    from ..export.onnx_file.tensors import Array
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -129,8 +129,8 @@ def lint_checkpoint(path: Path) -> Linted:
 def lint_graph(path: Path, run: Run | None) -> Linted:
     """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
     from ..export.lint.check import FORM, lint_graph
-    from ..export.lint.loading import load_graph
     from ..export.lint.rules_products import is_fp8
+    from ..export.onnx_file.loading import load_graph
 
     graph = load_graph(path)
     around = run or run_around(path)
@@ -156,8 +156,8 @@ def promise(run: Run) -> "Promise":
     """
     from ..export.lint.check import promised_attention, promised_terms
     from ..export.lint.rules import Promise
-    from ..quantize.scales import Scales, load_scales
-    from ..quantize.stored import stored_scales
+    from ..quantize.reading.run_checkpoint import stored_scales
+    from ..quantize.scales.decisions import Scales, load_scales
 
     scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
     weight_scales: Mapping[str, Array]
@@ -177,7 +177,7 @@ def check_findings(linted: Linted | LintedRun) -> None:
     """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
     missing or cut short.
     """
-    from ..findings import places
+    from ..core.findings import places
 
     errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InputError
-from ..files import write_document
+from ..core.errors import InputError
+from ..core.files import write_document
+from ..core.run import Run
 from ..options import SensitivityOptions
-from ..run import Run
 from .adapters import note_base_alone
 from .corpora import load_tokens
 from .measuring import beyond
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import torch
 
     from ..calibrate.model.source import Source
-    from ..validate.sensitivity.alone import Prefix
     from ..validate.sensitivity.document import Sensitivity
+    from ..validate.sensitivity.single_site import Prefix
     from ..validate.sensitivity.site import Predicted, Site
-    from ..validate.sensitivity.sites import Quantizer
+    from ..validate.sensitivity.site_quantizers import Quantizer
 
 #: Tokens that go through the model at a time, whole windows.
 TOKENS = 1024
@@ -84,13 +84,13 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
 
     from ..calibrate.measure.statistics import load_record
     from ..calibrate.model.source import load_model
-    from ..quantize.reference import load_reference
-    from ..quantize.scales import load_scales
-    from ..validate.sensitivity.alone import Prefix
-    from ..validate.sensitivity.compensated import Gathered, left_of_sites
+    from ..quantize.reference.fp8_model import load_reference
+    from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
     from ..validate.sensitivity.gradients import summed
-    from ..validate.sensitivity.sites import Quantizer, sites_of
+    from ..validate.sensitivity.single_site import Prefix
+    from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
 
     scales, where = load_scales(run), device()
     model = load_model(source, torch.float32, where).requires_grad_(False)
@@ -140,12 +140,12 @@ def _locate_streamed(
     import torch
 
     from ..calibrate.measure.statistics import load_record
-    from ..quantize.reference import open_codes
-    from ..quantize.scales import load_scales
+    from ..quantize.reference.fp8_model import open_codes
+    from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.document import Sensitivity, ranked
     from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.layerwise import PASSES, Layerwise, Task
-    from ..validate.sensitivity.sites import sites_of
+    from ..validate.sensitivity.site_quantizers import sites_of
 
     scales, where = load_scales(run), device()
     sites = sites_of(scales, load_record(run).groups)
@@ -185,7 +185,7 @@ def _tell(
     notes: Notes,
 ) -> None:
     """Say beforehand what it is going to take, by one window."""
-    from ..validate.sensitivity.alone import Float
+    from ..validate.sensitivity.single_site import Float
 
     begun = time.perf_counter()
     Float(quantizer, batches[0][:1], None, ())
@@ -213,7 +213,7 @@ def _predict(
     """Predict all sites on the batches that are not done, and gather `moments` on the way."""
     import torch
 
-    from ..validate.sensitivity.compensated import Gathered
+    from ..validate.sensitivity.gptq_prediction import Gathered
     from ..validate.sensitivity.gradients import predict
 
     gathered = Gathered(moments)
@@ -262,7 +262,7 @@ def _measure(
     notes: Notes,
 ) -> None:
     """Measure the chosen sites on the batches that are not done."""
-    from ..validate.sensitivity.alone import Float
+    from ..validate.sensitivity.single_site import Float
 
     remaining = range(len(progress.measured), len(batches) if worst else 0)
     with notes.track(f"Measuring the worst {len(worst)}", len(remaining) * len(worst), "passes") as advance:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
-from ..errors import InputError
-from ..files import Strict, disk_errors, sha256_file
+from ..core.errors import InputError
+from ..core.files import Strict, disk_errors, sha256_file
+from ..core.run import Run
+from ..core.undo import scratch
 from ..options import CalibrateOptions
-from ..run import Run
-from ..undo import scratch
 from .corpora import digest, load_tokens, opening_of
 from .other_text import read_other
 from .sources import source_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..calibrate.measure.moments import SecondMoments
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
-    from ..quantize.policy import Products
+    from ..quantize.scales.policy import Products
 
 
 class Task(Strict):
@@ -46,7 +46,7 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
     """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of
     `delayed`, and for what cannot be measured in parts.
     """
-    from ..quantize.delayed import no_scale
+    from ..quantize.scales.delayed import no_scale
 
     batches = -(-windows // options.batch_size)
     first, end = options.batches or (0, batches)

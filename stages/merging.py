@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
-from ..errors import InputError
-from ..files import sha256_file
+from ..core.errors import InputError
+from ..core.files import sha256_file
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import Bos
-from ..reporter import Reporter
-from ..run import Run
 from .adapters import adapters_of
 from .corpora import Opening, digest, load_tokens, opening_of, save_tokens
 from .sources import opened_as

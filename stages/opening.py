@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..errors import InputError
-from ..run import Run
+from ..core.errors import InputError
+from ..core.run import Run
 
 
 def open_run(path: Path) -> Run:

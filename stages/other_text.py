@@ -7,11 +7,11 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
-from ..files import reading
+from ..core.errors import InputError
+from ..core.files import reading
+from ..core.reporter import Reporter
+from ..core.run import Run
 from ..options import ValidateOptions
-from ..reporter import Reporter
-from ..run import Run
 from .corpora import load_tokens, opening_of
 from .texts import Text, Tokens, read
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..calibrate.text.packing import Packing
-    from ..validate.perplexity import Evaluation
+    from ..validate.accuracy.perplexity import Evaluation
 
 
 def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, report: Reporter) -> Text:
@@ -44,7 +44,7 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
     from transformers import AutoTokenizer
 
     from ..calibrate.text.packing import Packing
-    from ..validate.runtimes import vocabulary
+    from ..validate.accuracy.runtimes import vocabulary
 
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
     name, opening = str(run.record().stages["corpus"].options["eval_data"]), opening_of(run)
@@ -72,7 +72,7 @@ def cut_for(
     Raises InputError for more than the positions, and as `cut` does.
     """
     from ..calibrate.text.corpus import lower_default
-    from ..validate.perplexity import cut
+    from ..validate.accuracy.perplexity import cut
 
     (context, stride), window = asked, calibrated.size
     size = lower_default("--context", context, window, limit or window, "the model's positions", report)
@@ -123,7 +123,7 @@ def positions(run: Run) -> int | None:
     Raises InputError where that is missing or does not parse.
     """
     from ..calibrate.model.architecture import max_positions, text_fields
-    from ..quantize.stored import OWN_CONFIG, OWN_POSITIONS
+    from ..quantize.reading.run_checkpoint import OWN_CONFIG, OWN_POSITIONS
 
     config = run.model / "config.json"
     if not config.is_file():

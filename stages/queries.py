@@ -3,9 +3,9 @@
 Run once, when it is first asked for.
 """
 
-from ..errors import InputError
-from ..files import sha256_file
-from ..run import Run
+from ..core.errors import InputError
+from ..core.files import sha256_file
+from ..core.run import Run
 from .corpora import load_tokens
 from .measuring import streamed
 from .sources import source_of

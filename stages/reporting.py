@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InputError
-from ..run import Run
+from ..core.errors import InputError
+from ..core.run import Run
 from .steps import Notes, stage
 
 
@@ -13,7 +13,7 @@ def report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
 
     Raises InputError for a run that is put beside itself, or named twice.
     """
-    from ..validate.report import write_report
+    from ..validate.report.report import write_report
 
     roots = [each.root.resolve() for each in (run, *others)]
     for number, root in enumerate(roots):

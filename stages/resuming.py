@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from ..files import replacing
+from ..core.files import replacing
 
 
 @dataclass

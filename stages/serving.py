@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.run import Run
 from ..options import ServeOptions, model_name
-from ..run import Run
-from ..serve.chat import ChatTemplate
+from ..serve.local.chat_template import ChatTemplate
 from .adapters import check_adapter
 from .generating import open_model, open_template, runtime_here
 from .steps import needs

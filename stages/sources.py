@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.reporter import SILENT, Reporter
+from ..core.run import Run
 from ..options import AdapterMode, ScaleOptions
-from ..quantize.stored import ADAPTERS
-from ..reporter import SILENT, Reporter
-from ..run import Run
+from ..quantize.reading.run_checkpoint import ADAPTERS
 from .adapters import adapters_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
-    from ..quantize.policy import Products
+    from ..quantize.scales.policy import Products
 
 
 def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
@@ -34,10 +34,10 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         takes_quantizers,
     )
     from ..calibrate.model.source import meta_model
-    from ..export.graph.support import unsupported
-    from ..quantize.given import given_of
-    from ..quantize.inherit import check_inherit
-    from ..quantize.policy import Products, match_terms, select
+    from ..export.modules.support import unsupported
+    from ..quantize.reading.dequantized import given_of
+    from ..quantize.reading.inherited_scales import check_inherit
+    from ..quantize.scales.policy import Products, match_terms, select
 
     model = meta_model(source)
     check_forward(source)
@@ -86,9 +86,9 @@ def check_forward(source: "Source") -> None:
     """
     import torch
 
-    from ..calibrate.given import foreign
+    from ..calibrate.input.silence import quiet
+    from ..calibrate.input.untrusted import foreign
     from ..calibrate.model.source import meta_model, no_model
-    from ..calibrate.silence import quiet
 
     model = meta_model(source)
     with foreign(lambda error: no_model(source, error)), quiet(), torch.inference_mode():
@@ -110,12 +110,12 @@ def opened(
 ) -> "Source":
     """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for, and `adapters`."""
     from ..calibrate.model.source import open_source
-    from ..quantize.given import recognize
+    from ..quantize.reading.dequantized import recognize
 
     source = open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
     if not adapters:
         return source
-    from ..calibrate.model.beside import remarks, with_adapters
+    from ..calibrate.model.adapter_base import remarks, with_adapters
 
     source = with_adapters(source, adapters, mode)
     for remark in remarks(source):
@@ -150,7 +150,7 @@ def source_of(run: Run) -> "Source":
         )
     if not (names := adapters_of(run)):
         return source
-    from ..calibrate.model.beside import with_adapters
+    from ..calibrate.model.adapter_base import with_adapters
 
     return with_adapters(source, [run.model / ADAPTERS / name for name in names], "beside")
 
@@ -179,7 +179,7 @@ def check_same(source: "Source", world: "World") -> None:
 
 def check_weights(run: Run, source: "Source", report: Reporter) -> None:
     """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
-    from ..calibrate.model.weights import check_finite
+    from ..calibrate.checkpoint.weights import check_finite
 
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:

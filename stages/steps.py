@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from .. import __version__
-from ..calibrate.ranks.place import place
-from ..errors import BackendError, InputError
-from ..files import keeping_locks
-from ..record import StageLog, library_versions
-from ..reporter import Reporter
-from ..run import Run
+from ..calibrate.ranks.torchrun import place
+from ..core.errors import BackendError, InputError
+from ..core.files import keeping_locks
+from ..core.record import StageLog, library_versions
+from ..core.reporter import Reporter
+from ..core.run import Run
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")

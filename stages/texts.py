@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.reporter import Reporter
 from ..options import DEFAULT_SAMPLES, CalibrateOptions
-from ..reporter import Reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,10 +11,10 @@ from math import expm1, isfinite, log1p
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import GateError, InputError
-from ..files import write_document
+from ..core.errors import GateError, InputError
+from ..core.files import write_document
+from ..core.run import Run
 from ..options import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions
-from ..run import Run
 from .adapters import note_base_alone
 from .candidates import Prepared, batches_of, parted, prepare
 from .choosing import quantize, recorded

@@ -5,9 +5,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.run import Run
 from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
-from ..run import Run
 from .adapters import adapters_of
 from .corpora import load_tokens
 from .graphs import files_of, fp8_files
@@ -16,10 +16,10 @@ from .sources import source_of
 from .steps import Notes, arithmetic, device, note_other_arithmetic, stage
 
 if TYPE_CHECKING:
-    from ..validate.accuracy import Accuracy
-    from ..validate.adapted import Found
-    from ..validate.compare import Outcome
-    from ..validate.perplexity import Evaluation
+    from ..validate.accuracy.adapters import Found
+    from ..validate.accuracy.compare import Outcome
+    from ..validate.accuracy.document import Accuracy
+    from ..validate.accuracy.perplexity import Evaluation
 
 
 def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes) -> "Accuracy":
@@ -28,7 +28,7 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     Raises UnfinishedError, when what the others found is written, for runtimes that failed, and GateError for one that
     loses more than `options.max_ppl_increase`.
     """
-    from ..validate.accuracy import load_accuracy, save_accuracy
+    from ..validate.accuracy.document import load_accuracy, save_accuracy
 
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
@@ -95,9 +95,9 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
 
     Raises BackendError where no runtime runs.
     """
-    from ..validate.compare import BASELINE, compare_in_turn
-    from ..validate.runtimes import openers, vocabulary
-    from ..validate.sums import compare_sums, cost, sample
+    from ..validate.accuracy.adder_cost import compare_sums, cost, sample
+    from ..validate.accuracy.compare import BASELINE, compare_in_turn
+    from ..validate.accuracy.runtimes import openers, vocabulary
 
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
@@ -119,16 +119,16 @@ def _with_adapters(
     """The same with each adapter beside the run's model on, and why a runtime failed; nothing where there is none."""
     if not adapters_of(run):
         return {}, {}
-    from ..validate.adapted import compare_adapted
+    from ..validate.accuracy.adapters import compare_adapted
 
     return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), device(), folder, notes)
 
 
 def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
     """What was found, by how often tokens occur in the calibration text, and with the place where numbers stop."""
-    from ..validate.blame import blamed
-    from ..validate.compare import BASELINE
-    from ..validate.frequency import by_frequency
+    from ..validate.accuracy.compare import BASELINE
+    from ..validate.accuracy.nonfinite import blamed
+    from ..validate.report.token_frequency import by_frequency
 
     accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
     calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)

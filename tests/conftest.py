@@ -27,13 +27,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from fp8q.export.graph.modules import GraphPlan
-    from fp8q.reporter import Reporter
+    from fp8q.core.reporter import Reporter
+    from fp8q.export.modules.graph_model import GraphPlan
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
@@ -58,7 +58,7 @@ collect_ignore = ["elsewhere"]
 #: when the others have done; each the beginning of a group's name.
 LONGEST = (
     "faults/test_campaign", "architecture", "pipeline", "calibrate/ranks", "test_merge", "cli/test_signals",
-    "cli/test_scales", "quantize/test_kv_cache", "export/engine", "validate/tuning/test_culprits", "validate",
+    "cli/test_scales", "quantize/reference/test_kv_cache", "export/engine", "validate/tuning/test_culprits", "validate",
 )  # fmt: skip
 
 
@@ -343,8 +343,8 @@ def keeping_graphs(made_once: MadeOnce) -> KeepingGraphs:
     @contextmanager
     def keeping() -> Iterator[None]:
         from fp8q.export.graph import trace
-        from fp8q.export.graph.carry import layout
-        from fp8q.quantize.stored import ADAPTERS
+        from fp8q.export.graph.reuse import layout
+        from fp8q.quantize.reading.run_checkpoint import ADAPTERS
 
         traced = tracing()  # also where another `with` is within this one
 
@@ -410,7 +410,7 @@ def exact_logits() -> Callable[[Run, "np.ndarray"], "np.ndarray"]:
     """
     import torch
 
-    from fp8q.quantize.reference import load_reference
+    from fp8q.quantize.reference.fp8_model import load_reference
 
     def logits(run: Run, ids: "np.ndarray") -> "np.ndarray":
         reference = load_reference(run.model, "exact", torch.float32)

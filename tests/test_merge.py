@@ -18,12 +18,12 @@ import pytest
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import open_source
-from fp8q.errors import InputError
-from fp8q.files import sha256_file
+from fp8q.core.errors import InputError
+from fp8q.core.files import sha256_file
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ScaleOptions
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import choosing, merging, sources
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.steps import Notes

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fp8q import api
-from fp8q.run import Run
-from fp8q.validate.notebook import execute
-from fp8q.validate.tables import accuracy_rows, module_rows
+from fp8q.core.run import Run
+from fp8q.validate.report.notebook import execute
+from fp8q.validate.report.rows import accuracy_rows, module_rows
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 

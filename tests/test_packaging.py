@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 import fp8q
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"calibrate", "options", "cli", "quantize", "export", "validate", "serve", "stages"}
+FOLDERS = {"calibrate", "core", "options", "cli", "quantize", "export", "validate", "serve", "stages"}
 HEAVY = {
     "torch",
     "transformers",

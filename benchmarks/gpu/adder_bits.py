@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from fp8q.quantize.linear import CODE
+from fp8q.quantize.codes.encoding import CODE
 
 #: Products of codes x [rows, in] and weight [out, in], float32 [rows, out].
 Sums = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -14,7 +14,7 @@ import torch
 
 from fp8q.calibrate.measure import observe
 from fp8q.calibrate.measure.histogram import PATTERNS
-from fp8q.quantize.linear import TRITON
+from fp8q.quantize.codes.encoding import TRITON
 
 from .llama import TINY, Decoder, Shape, wide
 from .timing import Part, Setting, seconds

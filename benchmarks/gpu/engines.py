@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.options import WeightScale
-from fp8q.run import Run
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 
 from .timing import Part, Setting
@@ -117,7 +117,7 @@ class OnProvider(OnnxRuntimeSession):
     def _load(self, path: Path, threads: int) -> Any:
         options = self._runtime.SessionOptions()
         options.log_severity_level = 3
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # as in `serve.sessions`
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # as in `serve.loop.sessions`
         session = self._runtime.InferenceSession(str(path), options, providers=[self.provider])
         if session.get_providers()[0] != self.provider:
             raise RuntimeError(f"it fell back to {session.get_providers()}")

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from fp8q.quantize.linear import CODE, FP8Linear
+from fp8q.quantize.codes.encoding import CODE
+from fp8q.quantize.reference.linear import FP8Linear
 
 #: Makes a product of `outputs` by `inputs`, on a device.
 Kind = Callable[[int, int, str], nn.Module]

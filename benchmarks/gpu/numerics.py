@@ -1,6 +1,6 @@
 """Numerics: is what `FP8Linear` computes on the GPU what the reference on the CPU stands for?
 
-Codes byte by byte; sums of codes against FP64 and, bit for bit, against the adders of `quantize.adder`, with
+Codes byte by byte; sums of codes against FP64 and, bit for bit, against the adders of `quantize.reference.adder`, with
 `use_fast_accum` and without; how many bits the adder keeps (`adder_bits`); whole layers, of widths that are no
 multiples of 16 too; perplexity of the demo; and Transformer Engine's scales for those of `delayed`.
 """
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from fp8q.options import CalibrateOptions, Clipping
-from fp8q.quantize.adder import add_products
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.delayed import amax_in_use
-from fp8q.quantize.formats import E4M3, TWO_TERMS
-from fp8q.quantize.linear import TRITON, FP8Linear, Mode, encode, encode_terms, encode_two, scaled_product
+from fp8q.quantize.codes.encoding import TRITON, encode, encode_terms, encode_two
+from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
+from fp8q.quantize.reference.adder import add_products
+from fp8q.quantize.reference.linear import FP8Linear, Mode, scaled_product
+from fp8q.quantize.scales.clip import scale_of
+from fp8q.quantize.scales.delayed import amax_in_use
 
 from .adder_bits import cuts, kept_bits
 from .timing import Part, Setting
@@ -123,13 +124,13 @@ def layers(length: int, setting: Setting, part: Part) -> None:
 def perplexity(setting: Setting, part: Part) -> None:
     """Perplexity of the demo in FP8: of the reference on the CPU, and of the same on the GPU."""
     from fp8q.api import calibrate
-    from fp8q.quantize.reference import load_reference
-    from fp8q.reporter import SILENT
-    from fp8q.run import Run
+    from fp8q.core.reporter import SILENT
+    from fp8q.core.run import Run
+    from fp8q.quantize.reference.fp8_model import load_reference
     from fp8q.stages.corpora import load_tokens
-    from fp8q.validate.compare import BASELINE, compare
-    from fp8q.validate.perplexity import Evaluation, cut
-    from fp8q.validate.runtimes import logits_of, vocabulary
+    from fp8q.validate.accuracy.compare import BASELINE, compare
+    from fp8q.validate.accuracy.perplexity import Evaluation, cut
+    from fp8q.validate.accuracy.runtimes import logits_of, vocabulary
 
     with tempfile.TemporaryDirectory() as directory:
         texts = Path(directory) / "run", str(DEMO / "evaluation.txt"), CalibrateOptions(samples=64, seq_len=256)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fp8q.quantize.linear import CODE, TRITON, FP8Linear, encode, encode_terms, encode_two
+from fp8q.quantize.codes.encoding import CODE, TRITON, encode, encode_terms, encode_two
+from fp8q.quantize.reference.linear import FP8Linear
 
 from .timing import Part, Setting, Work, copies, seconds
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fp8q.serve.meter import Meter, open_meter
+from fp8q.serve.bench.meter import Meter, open_meter
 
 T = TypeVar("T")
 #: A part ends within eight minutes: it begins nothing new after these.

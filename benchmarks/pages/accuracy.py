@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from markdown import Figures, load, table
 
-from fp8q.validate.plots import BLUE, GREEN, INK, MUTED, VERMILLION, Plot, plot
+from fp8q.validate.report.plots import BLUE, GREEN, INK, MUTED, VERMILLION, Plot, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -101,7 +101,7 @@ def calibration() -> str:
     return table(head, rows)
 
 
-def bf16_products() -> str:
+def without_bf_units() -> str:
     """Render the time that calibration and validation take with and without BF16 units."""
     kinds = load("bf16_products")["kinds"]
     rows = []
@@ -115,7 +115,7 @@ def bf16_products() -> str:
     return table(head, rows)
 
 
-def bf16_divergence() -> str:
+def apart_from_bf_units() -> str:
     """Render how far widened products are from those of BF16 units."""
     rows = []
     for name, found in load("bf16_products")["kinds"]["native"]["models"].items():
@@ -192,7 +192,7 @@ TABLES = (
     accumulator_products,
     accumulator_models,
     calibration,
-    bf16_products,
-    bf16_divergence,
+    without_bf_units,
+    apart_from_bf_units,
     limits,
 )

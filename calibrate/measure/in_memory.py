@@ -5,8 +5,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ...reporter import Reporter
-from ..model.experts import routed_products
+from ...core.reporter import Reporter
+from ..model.expert_modules import routed_products
 from ..model.products import observed_products, output_axis
 from .measurement import Measurement
 from .observe import Watch, probe_groups

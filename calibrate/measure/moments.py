@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...files import reading, replacing
-from ...run import Run
+from ...core.files import reading, replacing
+from ...core.run import Run
 
 
 @contextmanager

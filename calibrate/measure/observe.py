@@ -19,7 +19,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..model.experts import Shown, experts_of, routed_products, seen_at, showing
+from ..model.expert_modules import Shown, experts_of, routed_products, seen_at, showing
 from ..model.products import attention_modules
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import InputError
-from ...reporter import Reporter
+from ...core.errors import InputError
+from ...core.reporter import Reporter
 from ..model.products import attention_modules
-from .interface import attending, attention_of
+from .attention_interface import attending, attention_of
 from .observe import Observer
 from .statistics import TensorStatistics
 

@@ -19,13 +19,13 @@ import numpy.typing as npt
 from pydantic import AfterValidator, Field
 from safetensors.numpy import load_file, save_file
 
-from ...errors import InputError
-from ...files import Strict, read_document, reading, replacing, write_document
-from ...run import Run
+from ...core.errors import InputError
+from ...core.files import Strict, read_document, reading, replacing, write_document
+from ...core.run import Run
 from .histogram import Histogram
 
 if TYPE_CHECKING:
-    from ..model.adapter import Adapter
+    from ..checkpoint.adapter import Adapter
 
 #: How the name of a weight's statistics ends.
 WEIGHT = ".weight.amax_channels"

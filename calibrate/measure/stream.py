@@ -20,17 +20,17 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from ...errors import InputError
-from ...reporter import Reporter
-from ..model.addition import lay_beside
+from ...core.errors import InputError
+from ...core.reporter import Reporter
+from ..input.silence import quiet
+from ..model.adapter_addition import lay_beside
 from ..model.bf16_products import widen_products
 from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
-from ..model.experts import routed_products
+from ..model.expert_modules import routed_products
 from ..model.materialize import Materializer
 from ..model.products import language_modules, observed_products, output_head
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
-from ..silence import quiet
 from .in_memory import weight_amax
 from .measurement import Measurement
 from .observe import Watch, noting_groups

@@ -1,1 +1,1 @@
-"""A checkpoint, read: which files, whether they make a model, its modules, and its weights, a layer at a time."""
+"""A checkpoint's model: whether its files make one, its modules, and its weights, a layer at a time."""

@@ -1,8 +1,8 @@
 """Which models can be calibrated, told from config.json and the model's modules, before any work.
 
-fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`experts`), and those inside models
-that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask, a
-recurrent state is no KV cache.
+fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`expert_modules`), and those inside
+models that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask,
+a recurrent state is no KV cache.
 """
 
 import re
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError
-from ..given import exists, foreign, one_line, read_json
+from ...core.errors import InputError
+from ..checkpoint.config_fields import POSITIONS, check_fields
+from ..checkpoint.recognizer import QUANTIZATION_KEYS
+from ..input.untrusted import exists, foreign, one_line, read_json
 from .classes import nested, own_attention
-from .coded import QUANTIZATION_KEYS
-from .fields import POSITIONS, check_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +149,7 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
     """Raise InputError when `model` (the meta device will do) is a mixture of experts in a form that could not be taken
     apart.
     """
-    from .experts import Experts
+    from .expert_modules import Experts
 
     taken: tuple[str, ...] = ()
     for module_name, module in model.named_modules():

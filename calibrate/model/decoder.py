@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .products import language_modules
 from .source import Source
 

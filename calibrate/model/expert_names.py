@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from .experts import FUSED, experts_of
-from .weights import Part
+from ..checkpoint.weights import Part
+from .expert_modules import FUSED, experts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .expert_modules import experts_of, fused
 from .expert_names import expert_names
-from .experts import experts_of, fused
-from .latent import cache_heads
+from .latent_attention import cache_heads
 
 
 def load_tensors(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .source import Source
 
 

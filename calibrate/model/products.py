@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..silence import muted, quiet
+from ..input.silence import muted, quiet
 from .classes import beside, decoder
-from .experts import experts_of
+from .expert_modules import experts_of
 
 #: What ModelOpt's registry is known to hold. It is not asked of these: its import takes as long as torch's and
 #: transformers' together.

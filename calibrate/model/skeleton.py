@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .classes import made
-from .experts import unfold
-from .latent import cache_heads
+from .expert_modules import unfold
+from .latent_attention import cache_heads
 
 #: Values of computed buffers that are let be, however small the weights.
 BUFFERS = 1 << 28

@@ -4,7 +4,7 @@
 files, then the model itself on the meta device, where loading costs no memory and still tells of missing, unexpected
 and misshapen tensors. Last it reads every byte once, for the fingerprint that ties statistics, scales and engines to
 just these weights. transformers never chooses a file: it is handed the tensors of these, codes as the numbers they
-stand for (`coded`).
+stand for (`checkpoint.recognizer`).
 """
 
 import hashlib
@@ -18,22 +18,22 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import BackendError, InputError
-from ...reporter import SILENT, Reporter
-from ..given import foreign, local_path, one_line
-from ..hub import fetch_model, is_hub_name
-from ..silence import quiet
+from ...core.errors import BackendError, InputError
+from ...core.reporter import SILENT, Reporter
+from ..checkpoint.companions import check_companions, tokenizer_digests
+from ..checkpoint.config_fields import check_sizes
+from ..checkpoint.recognizer import Recognizer, no_codes
+from ..checkpoint.weights import Coding, Part, Weights, find_weights, read_headers
+from ..input.hub import fetch_model, is_hub_name
+from ..input.silence import quiet
+from ..input.untrusted import foreign, local_path, one_line
 from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
-from .coded import Recognizer, no_codes
-from .companions import check_companions, tokenizer_digests
-from .fields import check_sizes
-from .weights import Coding, Part, Weights, find_weights, read_headers
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from .adapter import Adapter
+    from ..checkpoint.adapter import Adapter
 
 #: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
@@ -243,7 +243,7 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     model.config.use_cache = False
     widen_products(model, dtype, device)
     if source.on:
-        from .addition import lay_beside
+        from .adapter_addition import lay_beside
 
         lay_beside(model, source.on, dtype, device)
     return model

@@ -12,7 +12,7 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..silence import quiet
+from ..input.silence import quiet
 from .load import load_tensors
 from .skeleton import empty
 

@@ -3,10 +3,10 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...errors import InputError
-from ..given import foreign, one_line
-from ..silence import muted, quiet
-from .companions import REMEDY
+from ...core.errors import InputError
+from ..checkpoint.companions import REMEDY
+from ..input.silence import muted, quiet
+from ..input.untrusted import foreign, one_line
 from .source import Source
 
 if TYPE_CHECKING:

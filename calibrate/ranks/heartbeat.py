@@ -16,8 +16,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from ...errors import INTERRUPTED, TERMINATED, BackendError, Fp8qError
-from ...files import Strict
+from ...core.errors import INTERRUPTED, TERMINATED, BackendError, Fp8qError
+from ...core.files import Strict
 
 #: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more,
 #: for it may be waiting itself.

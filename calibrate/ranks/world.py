@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import BackendError, Fp8qError, InputError
-from ...record import library_versions
-from ...undo import at_end
+from ...core.errors import BackendError, Fp8qError, InputError
+from ...core.record import library_versions
+from ...core.undo import at_end
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
 from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of
-from .place import Place, place
+from .torchrun import Place, place
 
 if TYPE_CHECKING:
     import torch

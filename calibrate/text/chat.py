@@ -10,8 +10,8 @@ are given one that stays the same, so that the same chats are the same tokens to
 import json
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError
-from ..given import one_line
+from ...core.errors import InputError
+from ..input.untrusted import one_line
 from .rows import Render, fault
 from .template import Template, TemplateError
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
-from ...reporter import SILENT, Reporter
-from ..given import foreign, one_line
-from ..silence import muted
+from ...core.errors import InputError
+from ...core.reporter import SILENT, Reporter
+from ..input.silence import muted
+from ..input.untrusted import foreign, one_line
 from .documents import load_documents, load_texts
 from .overlap import check_disjoint
 from .packing import Packing

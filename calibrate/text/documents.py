@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
-from ...files import regular_file
-from ...reporter import SILENT, Reporter
-from ..given import AGAIN, exists, local_path, one_line, read_bytes
-from ..hub import is_hub_name
+from ...core.errors import InputError
+from ...core.files import regular_file
+from ...core.reporter import SILENT, Reporter
+from ..input.hub import is_hub_name
+from ..input.untrusted import AGAIN, exists, local_path, one_line, read_bytes
 from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
 from .rows import Documents, Reading, choose_column, documents, kinds_of
 from .tables import read_hub, read_parquet, read_saved

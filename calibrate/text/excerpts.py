@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ...errors import InputError
+from ...core.errors import InputError
 
 PIECES = 1024
 

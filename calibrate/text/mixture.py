@@ -13,8 +13,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
-from ..given import local_path
+from ...core.errors import InputError
+from ..input.untrusted import local_path
 
 _WEIGHT = re.compile(r"(.+)=([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)", re.DOTALL)
 

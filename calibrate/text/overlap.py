@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
-from ...reporter import SILENT, Reporter
+from ...core.errors import InputError
+from ...core.reporter import SILENT, Reporter
 
 RUN = 64
 #: Longer than what many texts have in common: licences and other boilerplate.

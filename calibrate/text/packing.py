@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
-from ..given import foreign, one_line
-from ..silence import muted
+from ...core.errors import InputError
+from ..input.silence import muted
+from ..input.untrusted import foreign, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

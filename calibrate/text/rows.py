@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import InputError
-from ...reporter import SILENT, Reporter
+from ...core.errors import InputError
+from ...core.reporter import SILENT, Reporter
 
 #: How much of a text is read, in bytes or characters: some 8 million tokens, eight times what calibration takes by
 #: default.

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError
-from ...files import regular_file
-from ...reporter import Reporter
-from ...undo import scratch
-from ..given import AGAIN, foreign, one_line
-from ..hub import hub_errors, network_errors, quiet_hub
+from ...core.errors import InputError
+from ...core.files import regular_file
+from ...core.reporter import Reporter
+from ...core.undo import scratch
+from ..input.hub import hub_errors, network_errors, quiet_hub
+from ..input.untrusted import AGAIN, foreign, one_line
 from .excerpts import spread, told
 from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
 

@@ -1,5 +1,5 @@
 """Build engines from `model.onnx` and prove what runs in them; but for the session that runs one
-(`serve.engine_session`), the only file that imports TensorRT.
+(`serve.loop.engine_session`), the only file that imports TensorRT.
 
 One path for TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that the types are the
 graph's and nobody's choice. TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it finds.
@@ -20,25 +20,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import BackendError, InputError
-from ...files import PARTIAL, replacing, write_document
-from ...findings import places
+from ...core.errors import BackendError, InputError
+from ...core.files import PARTIAL, replacing, write_document
+from ...core.findings import places
+from ...core.reporter import Reporter
+from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
-from ...quantize.stored import checkpoint_of
-from ...reporter import Reporter
-from ...run import Run, graph_names
-from .. import names
+from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..lint.check import lint, promised_attention, sound_graph
-from ..lint.loading import load_graph
+from ..onnx_file import names
+from ..onnx_file.loading import load_graph
 from . import targets
 from .build_progress import Progress
 from .failures import explain
 from .info import LISTED, EngineInfo, engines_of
-from .other_form import in_better_form
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
 from .profiles import Profile, profiles
 from .script import write_script
 from .targets import Runtime
+from .weight_scale_choice import in_better_form
 
 #: What an engine's files end in; ONNX where it was built of another form of the graph.
 WRITTEN = (".plan", ".json", ".sh", ".onnx")
@@ -83,7 +83,8 @@ def load(runtime: Runtime) -> Any:
 
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it,
-    how trtexec builds it, and the graph where it was built of another form of it (`other_form`); returns the files.
+    how trtexec builds it, and the graph where it was built of another form of it (`weight_scale_choice`); returns the
+    files.
 
     `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is
     noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays, with its

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .. import names
+from ..onnx_file import names
 
 #: Lines that say nothing of what went wrong: no driver on a machine that builds ahead of time, and the parser's place
 #: in the file.

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...errors import GateError, InputError
-from ...files import Strict, read_document
+from ...core.errors import GateError, InputError
+from ...core.files import Strict, read_document
+from ...core.record import command
+from ...core.run import Run
 from ...options import Precision, WeightScale
-from ...quantize.stored import ADAPTERS
-from ...record import command
-from ...run import Run
+from ...quantize.reading.run_checkpoint import ADAPTERS
 from . import targets
 from .profiles import Profile
 from .targets import Runtime

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .. import names
+from ..onnx_file import names
 from .program import LAYER, Buffer, Program, read_programs, type_name
 
 Profile = int

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from ...errors import InputError
-from ...files import Strict
+from ...core.errors import InputError
+from ...core.files import Strict
 
 Range = tuple[int, int, int]
 Shape = tuple[int, ...]

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from onnx import numpy_helper
 
-from ...errors import InputError
-from .. import names
-from ..lint.external import stored_at
-from ..lint.indexed import Indexed, Operand
-from ..lint.indexed import Product as GraphProduct
+from ...core.errors import InputError
 from ..lint.rules_products import activation_of, quantize_of
-from ..lint.tensors import bytes_of
-from ..lint.weight_scales import output_axis, weight_of, weight_scales
+from ..onnx_file import names
+from ..onnx_file.external import stored_at
+from ..onnx_file.indexed import Indexed, Operand
+from ..onnx_file.indexed import Product as GraphProduct
+from ..onnx_file.tensors import bytes_of
+from ..onnx_file.weight_scales import output_axis, weight_of, weight_scales
 
 Codes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from .. import names
-from ..lint.indexed import Indexed
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
 from .plan import Evidence, Kernel, Plan, evidence
 from .program import Buffer, Pool, read_pool

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from onnx import TensorProto
 
-from ...files import replacing
-from ..lint.loading import load_graph
+from ...core.files import replacing
+from ..onnx_file.loading import load_graph
 from .info import EngineInfo
 from .profiles import Profile
 from .targets import TITLES

@@ -11,7 +11,7 @@ import re
 from importlib.util import find_spec
 from typing import Literal
 
-from ...errors import BackendError, InputError
+from ...core.errors import BackendError, InputError
 
 Runtime = Literal["tensorrt", "tensorrt-rtx"]
 #: Runtime -> the module it is imported as.

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product as pairs
 
-from ...quantize.formats import TWO_TERMS
+from ...quantize.codes.formats import TWO_TERMS
 from .numbers import MOVES, OPERANDS, Difference, moved, quantizer_of
 from .plan import Plan
 from .program import Pool, Program, Statement, Tensor

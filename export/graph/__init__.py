@@ -1,4 +1,1 @@
-"""Model to ONNX: what takes the place of its modules, the trace, the passes over it.
-
-The only room of export that needs torch.
-"""
+"""Model to ONNX: the trace and the passes over it. All but `weight_scale_form` and `reuse` needs torch."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...calibrate.model.adapter import ENDS, PREFIX, TENSORS, Adapter, Part, open_adapter
-from ...calibrate.model.addition import beside
-from ...quantize.stored import ADAPTERS
+from ...calibrate.checkpoint.adapter import ENDS, PREFIX, TENSORS, Adapter, Part, open_adapter
+from ...calibrate.model.adapter_addition import beside
+from ...quantize.reading.run_checkpoint import ADAPTERS
 
 #: What the module is called that a product's adapter is in the traced model.
 CHILD = "adapter"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from .. import names
+from ..onnx_file import names
 
 
 @dataclass(frozen=True)

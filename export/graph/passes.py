@@ -19,9 +19,9 @@ from onnx_ir.passes.common import (
     RemoveUnusedOpsetsPass,
 )
 
-from ...headers import read_header
+from ...core.headers import read_header
 from .adapters import initializer_name
-from .naming import values_of
+from .renaming import values_of
 
 if TYPE_CHECKING:
     from onnxscript.rewriter.pattern import RewriteRule

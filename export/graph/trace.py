@@ -22,20 +22,21 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ...calibrate.measure.statistics import StatisticsRecord
 from ...calibrate.model.skeleton import computed_buffers, skeleton
 from ...calibrate.model.tensor_names import renamed_in
-from ...errors import BackendError
-from ...files import replacing
-from ...quantize.linear import CODE
-from ...quantize.scales import Scales
-from ...reporter import Reporter
-from ...run import Run, graph_names
-from . import naming, operators, passes
+from ...core.errors import BackendError
+from ...core.files import replacing
+from ...core.reporter import Reporter
+from ...core.run import Run, graph_names
+from ...quantize.codes.encoding import CODE
+from ...quantize.scales.decisions import Scales
+from ..modules import operators
+from ..modules.cache import cache_shapes
+from ..modules.graph_model import Graph, GraphPlan, prepare
+from ..modules.layer_kinds import NotAlikeError, kinds_of, layer_prefix, skip
+from . import passes, renaming
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
-from .branches import branch_experts
-from .cache import cache_shapes
+from .expert_branches import branch_experts
 from .heads import split_by_heads
-from .layers import NotAlikeError, kinds_of, layer_prefix, skip
-from .modules import Graph, GraphPlan, prepare
-from .stamp import stamp
+from .layer_copies import stamp
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]
@@ -115,8 +116,8 @@ def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str
 def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
     """The ONNX model of the checkpoint in `directory`, its initializers external data there.
 
-    Of each kind of layers a few are traced, and the others are made from them (`layers`, `stamp`); all are traced where
-    that cannot be. `ran` is called with the number of layers that the model has run.
+    Of each kind of layers a few are traced, and the others are made from them (`layer_kinds`, `layer_copies`); all are
+    traced where that cannot be. `ran` is called with the number of layers that the model has run.
     """
     try:
         return stamped(directory, plan, ran)
@@ -213,15 +214,15 @@ def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
 
 def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Model:
     """`model` after all passes, in place."""
-    naming.name_interface(model, sorted(graph.attention))
-    naming.read_sizes_first(model)
-    naming.name_nodes(model, graph.attention.values())
+    renaming.name_interface(model, sorted(graph.attention))
+    renaming.read_sizes_first(model)
+    renaming.name_nodes(model, graph.attention.values())
     passes.point_at_weights(model, tensors)
     named = frozenset(model.graph.initializers)
     passes.simplify(model)
     split_by_heads(model)
     passes.widen_initializers(model)
-    naming.name_the_rest(model, named)
+    renaming.name_the_rest(model, named)
     passes.strip(model)
     return model
 

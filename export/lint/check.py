@@ -9,12 +9,15 @@ held against `scales.json` and against the interface that serving relies on. The
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ...errors import InputError
-from ...files import read_document
-from ...findings import Finding
-from ...quantize.scales import AttentionScales, Scales
-from ...run import Run
-from .. import names
+from ...core.errors import InputError
+from ...core.files import read_document
+from ...core.findings import Finding
+from ...core.run import Run
+from ...quantize.scales.decisions import AttentionScales, Scales
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed
+from ..onnx_file.loading import load_graph
+from ..onnx_file.tensors import Array
 from . import (  # noqa: F401  # enter their rules
     rules_codes,
     rules_form,
@@ -24,10 +27,7 @@ from . import (  # noqa: F401  # enter their rules
     rules_storage,
     rules_terms,
 )
-from .indexed import Indexed
-from .loading import load_graph
 from .rules import RULES, Promise, Rule
-from .tensors import Array
 
 #: The rule that the others take for granted.
 FORM = "F314"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...findings import Broken, Finding, Severity, listed
-from .. import names
-from .indexed import Indexed
-from .tensors import Array
+from ...core.findings import Broken, Finding, Severity, listed
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed
+from ..onnx_file.tensors import Array
 
 Scope = Literal["any", "promised", "foreign"]
 

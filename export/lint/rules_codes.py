@@ -6,11 +6,11 @@ from functools import cache
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from ...findings import Broken
-from .indexed import FP8_TYPES, Indexed
+from ...core.findings import Broken
+from ..onnx_file.indexed import FP8_TYPES, Indexed
+from ..onnx_file.schemas import STANDARD, schema_of
+from ..onnx_file.tensors import attribute, type_name
 from .rules import rule
-from .schemas import STANDARD, schema_of
-from .tensors import attribute, type_name
 
 #: DequantizeLinear has `output_dtype` from this opset on.
 FIRST_STATED = 23

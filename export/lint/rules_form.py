@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto, NodeProto, TensorProto
 
-from ...findings import LONGEST_TEXT, Broken
-from .indexed import READ, Indexed
+from ...core.findings import LONGEST_TEXT, Broken
+from ..onnx_file.indexed import READ, Indexed
+from ..onnx_file.schemas import STANDARD, Schema, newest_schema, schema_of
 from .rules import rule
-from .schemas import STANDARD, Schema, newest_schema, schema_of
 
 AGAIN = "export the graph again"
 #: The attributes that name an element type.

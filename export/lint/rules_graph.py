@@ -5,12 +5,12 @@ from collections import Counter
 from onnx import IR_VERSION, GraphProto, helper
 from onnx import __version__ as onnx_version
 
-from ...findings import Broken
-from .bodies import branches, has_body, made_in
-from .indexed import Indexed
+from ...core.findings import Broken
+from ..onnx_file.bodies import branches, has_body, made_in
+from ..onnx_file.indexed import Indexed
+from ..onnx_file.schemas import STANDARD, schema_of
 from .rules import rule
 from .rules_codes import scales
-from .schemas import STANDARD, schema_of
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU
 #: provider lacks Q/DQ on BF16.

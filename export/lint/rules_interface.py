@@ -4,14 +4,14 @@ import re
 
 from onnx import TensorProto, ValueInfoProto
 
-from ...findings import Broken
-from .. import names
-from .indexed import Indexed
+from ...core.findings import Broken
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed
+from ..onnx_file.tensors import type_name
+from ..onnx_file.weight_scales import weight_of
 from .rules import Promise, promise_rule
 from .rules_products import activation_of, quantize_of
 from .rules_terms import end_of
-from .tensors import type_name
-from .weight_scales import weight_of
 
 #: Input -> its dimensions. Each layer has a key and a value of `PAST` dimensions, and answers with one of `NEW`.
 INPUTS = {

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from ...findings import Broken
-from .. import names
-from .indexed import Indexed, Operand, Product
+from ...core.findings import Broken
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed, Operand, Product
+from ..onnx_file.tensors import attribute, type_name
+from ..onnx_file.weight_scales import factors_of, output_axis, rescale_of, weight_of, weight_scales
 from .rules import Promise, promise_rule, rule
-from .tensors import attribute, type_name
-from .weight_scales import factors_of, output_axis, rescale_of, weight_of, weight_scales
 
 #: FP8 tensor cores work on 16 bytes at a time.
 ALIGNMENT = 16

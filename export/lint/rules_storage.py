@@ -13,12 +13,12 @@ from pathlib import Path
 from onnx import TensorProto, helper
 from onnx.external_data_helper import uses_external_data
 
-from ...errors import InputError
-from ...findings import Broken
-from ...headers import Stored, read_header
-from .indexed import FP8_TYPES, Indexed
+from ...core.errors import InputError
+from ...core.findings import Broken
+from ...core.headers import Stored, read_header
+from ..onnx_file.indexed import FP8_TYPES, Indexed
+from ..onnx_file.tensors import bytes_of, elements_of, type_name
 from .rules import rule
-from .tensors import bytes_of, elements_of, type_name
 
 AGAIN = "export the graph again"
 #: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.

@@ -12,14 +12,14 @@ Of attention in FP8 the first inputs, queries and probabilities, are such, along
 
 from onnx import NodeProto, TensorProto
 
-from ...findings import Broken
-from ...quantize.formats import TWO_TERMS
-from .. import names
-from .indexed import Indexed, Product
+from ...core.findings import Broken
+from ...quantize.codes.formats import TWO_TERMS
+from ..onnx_file import names
+from ..onnx_file.indexed import Indexed, Product
+from ..onnx_file.tensors import attribute, type_name
+from ..onnx_file.weight_scales import behind
 from .rules import Promise, promise_rule
 from .rules_products import activation_of, quantize_of
-from .tensors import attribute, type_name
-from .weight_scales import behind
 
 _AGAIN = "run `fp8q export` again"
 _HALVES = 2

@@ -5,9 +5,9 @@ Any checkpoint of a form that is read can be checked, whoever exported it. Heade
 
 from pathlib import Path
 
-from ...errors import InputError
-from ...findings import Finding
-from ..forms.read import Checkpoint, open_checkpoint
+from ...core.errors import InputError
+from ...core.findings import Finding
+from ..reading.fp8_tensors import Checkpoint, open_checkpoint
 from . import rules_files, rules_modules, rules_scales, rules_values  # noqa: F401  # enter their rules
 from .rules import RULES
 

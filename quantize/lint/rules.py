@@ -7,8 +7,8 @@ the rule is there: what transformers 5.14, compressed-tensors 0.20 and vLLM make
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...findings import Broken, Finding, Severity, listed
-from ..forms.read import Checkpoint
+from ...core.findings import Broken, Finding, Severity, listed
+from ..reading.fp8_tensors import Checkpoint
 
 Check = Callable[[Checkpoint], Broken]
 #: What to do where only whoever exported the checkpoint can mend it.

@@ -1,7 +1,7 @@
 """Rules C101 to C103: what a loader looks at before any scale."""
 
-from ...findings import Broken
-from ..forms.read import CODES, Checkpoint
+from ...core.findings import Broken
+from ..reading.fp8_tensors import CODES, Checkpoint
 from .rules import AGAIN, checkpoint_rule
 
 #: Types of eight bits that are no E4M3.

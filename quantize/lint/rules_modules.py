@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...findings import Broken
-from ..forms.declared import Declared
-from ..forms.read import Checkpoint
+from ...core.findings import Broken
+from ..reading.fp8_tensors import Checkpoint
+from ..reading.quantization_config import Declared
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import WIDE, readable
 from .rules_values import EXPERT

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Literal, NamedTuple
 
-from ...findings import Broken
-from ..forms.read import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
+from ...core.findings import Broken
+from ..reading.fp8_tensors import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
 from .rules import AGAIN, checkpoint_rule
 
 #: Numbers that a scale may have: no output side of a weight is so long.

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...findings import Broken
-from ..formats import E4M3
-from ..forms.read import Checkpoint, Float32s
+from ...core.findings import Broken
+from ..codes.formats import E4M3
+from ..reading.fp8_tensors import Checkpoint, Float32s
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import readable, scales
 

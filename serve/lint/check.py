@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ...findings import Finding
-from ...run import Run
+from ...core.findings import Finding
+from ...core.run import Run
 from . import rules_config, rules_files, rules_python, rules_run, rules_tensors  # noqa: F401  # enter their rules
 from .folder import Repository, open_repository
 from .rules import RULES

@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
-from ...files import read_document, regular_file
-from ..engine_model import DESCRIPTION, EngineModel
-from ..repository import LOOP
-from ..triton_schema import import_schema
+from ...core.errors import InputError
+from ...core.files import read_document, regular_file
+from ..triton.engine_model import DESCRIPTION, EngineModel
+from ..triton.repository import LOOP
+from ..triton.schema import import_schema
 
 CONFIG = "config.pbtxt"
 LARGEST_CONFIG = 16 << 20

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...findings import Broken, Finding, Severity, listed
-from ...run import Run
+from ...core.findings import Broken, Finding, Severity, listed
+from ...core.run import Run
 from .folder import Model, Repository
 
 #: For any repository; for the Python models that fp8q wrote; for its plain engines; for a run.

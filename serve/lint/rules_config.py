@@ -1,8 +1,8 @@
 """Rules R101 to R105: what Triton looks at before any backend does."""
 
-from ...errors import InputError
-from ...files import regular_file
-from ...findings import Broken
+from ...core.errors import InputError
+from ...core.files import regular_file
+from ...core.findings import Broken
 from ...options import model_name
 from .folder import CONFIG, PLATFORMS, Model, Repository, why
 from .rules import model_rule, repository_rule

@@ -5,12 +5,12 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import InputError
+from ...core.errors import InputError
+from ...core.files import NO_FILES, regular_file
+from ...core.findings import Broken
 from ...export.engine.header import read_header
-from ...files import NO_FILES, regular_file
-from ...findings import Broken
-from ..engine_model import EngineModel
-from ..images import RELEASES, release_in
+from ..triton.engine_model import EngineModel
+from ..triton.images import RELEASES, release_in
 from .folder import Model, Repository
 from .rules import model_rule, repository_rule
 

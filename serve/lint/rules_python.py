@@ -7,18 +7,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import InputError
+from ...core.errors import InputError
+from ...core.files import DAMAGE, regular_file
+from ...core.findings import Broken
+from ...core.run import GRAPH_FP32
 from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
-from ...export.lint.loading import load_graph
 from ...export.lint.rules import Promise
-from ...files import DAMAGE, regular_file
-from ...findings import Broken
-from ...run import GRAPH_FP32
-from ..engine_session import RUNTIMES
-from ..here import AUTO, ENGINES, ONNX_RUNTIME
-from ..repository import COMPANIONS
-from ..text import ModelFileError, Vocabulary
+from ...export.onnx_file.loading import load_graph
+from ..loop.engine_session import RUNTIMES
+from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
+from ..loop.text import ModelFileError, Vocabulary
+from ..triton.repository import COMPANIONS
 from .folder import Model, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN

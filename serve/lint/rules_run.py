@@ -1,11 +1,11 @@
 """Rules R119 and R120: what a run's record says of its engines and of its repository."""
 
-from ...errors import InputError
+from ...core.errors import InputError
+from ...core.files import read_document
+from ...core.findings import Broken
+from ...core.record import command
+from ...core.run import Run
 from ...export.engine.info import EngineInfo
-from ...files import read_document
-from ...findings import Broken
-from ...record import command
-from ...run import Run
 from .rules import run_rule
 
 ENGINES = "build-engine"

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...errors import InputError
-from ...findings import Broken
-from ..engine_model import DESCRIPTION, EngineModel, declared
-from ..repository import INPUTS, OUTPUTS
-from ..triton_schema import import_schema
+from ...core.errors import InputError
+from ...core.findings import Broken
+from ..triton.engine_model import DESCRIPTION, EngineModel, declared
+from ..triton.repository import INPUTS, OUTPUTS
+from ..triton.schema import import_schema
 from .folder import Model, why
 from .rules import model_rule
 from .rules_config import AGAIN

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..request import Piece
-from ..service import Failed
+from ..loop.request import Piece
+from ..loop.service import Failed
 from .answers import Collected, Writer
 from .mailbox import Arrived
 from .metrics import ModelMetrics

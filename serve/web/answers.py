@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any, Protocol
 
-from ..request import Piece
-from ..text import REPLACEMENT, Vocabulary
+from ..loop.request import Piece
+from ..loop.text import REPLACEMENT, Vocabulary
 
 #: What OpenAI gives for a probability of 0, whose logarithm JSON has no word for.
 LOWEST = -9999.0

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from ... import __version__
-from ..request import Request as Asked
+from ..loop.request import Request as Asked
 from .answering import Answer, Told
 from .answers import ChatForm, CompletionForm, Writer
 from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject

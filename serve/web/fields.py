@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from ..request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHARACTERS, MOST_STOP_WORDS, Request
+from ..loop.request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHARACTERS, MOST_STOP_WORDS, Request
 from .refusals import Refusal
 
 #: Prompts in one request, and messages of a chat.

@@ -12,8 +12,8 @@ from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
-from ..request import Piece
-from ..service import Failed
+from ..loop.request import Piece
+from ..loop.service import Failed
 
 
 class Arrived(NamedTuple):

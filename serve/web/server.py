@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .app import application
 from .serving import Serving
 

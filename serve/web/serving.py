@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ...errors import InputError
-from ..chat import ChatTemplate, Message
-from ..generate import Generator
-from ..request import CHARACTERS_A_POSITION, BusyError, Request
-from ..service import Ongoing, Service
+from ...core.errors import InputError
+from ..local.chat_template import ChatTemplate, Message
+from ..loop.generate import Generator
+from ..loop.request import CHARACTERS_A_POSITION, BusyError, Request
+from ..loop.service import Ongoing, Service
 from .mailbox import Courier, Mailbox
 from .metrics import Metrics, ModelMetrics
 from .refusals import Refusal

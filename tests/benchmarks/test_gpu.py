@@ -18,8 +18,8 @@ from gpu.products import break_even
 from gpu.timing import Part, Setting, shown
 
 from fp8q.calibrate.measure.histogram import PATTERNS
-from fp8q.quantize.adder import Adder, add_in, add_products
-from fp8q.run import Run
+from fp8q.core.run import Run
+from fp8q.quantize.reference.adder import Adder, add_in, add_products
 
 ROOT = Path(__file__).resolve().parents[2]
 

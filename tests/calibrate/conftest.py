@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from fp8q.reporter import SILENT
+from fp8q.calibrate.model.source import Source, open_source
+from fp8q.core.reporter import SILENT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -30,6 +31,12 @@ class Notebook:
 
     def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
         return SILENT.track(description, total, unit)
+
+
+@pytest.fixture(scope="module")
+def demo(demo_checkpoint: Path) -> Source:
+    """The demo."""
+    return open_source(str(demo_checkpoint))
 
 
 @pytest.fixture

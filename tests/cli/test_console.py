@@ -13,8 +13,8 @@ from hypothesis import strategies
 
 from fp8q.cli import console, views
 from fp8q.cli.console import Terminal, one_line
-from fp8q.errors import visible
-from fp8q.findings import Finding
+from fp8q.core.errors import visible
+from fp8q.core.findings import Finding
 from fp8q.stages.linting import Linted
 
 

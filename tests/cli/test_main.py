@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 
 from fp8q.cli.main import ended
 from fp8q.cli.streams import OutputClosedError
-from fp8q.errors import BackendError, GateError, InputError
-from fp8q.files import REFUSALS
-from fp8q.run import Run
+from fp8q.core.errors import BackendError, GateError, InputError
+from fp8q.core.files import REFUSALS
+from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from fp8q import api
 from fp8q.cli import commands, config
 from fp8q.cli.arguments import Common
-from fp8q.declare import SCALES, Options, between, option
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.options import (
     BenchOptions,
     CalibrateOptions,
@@ -29,6 +28,7 @@ from fp8q.options import (
     TritonOptions,
     ValidateOptions,
 )
+from fp8q.options.declare import SCALES, Options, between, option
 
 Fp8q = Callable[..., Any]
 CLASSES = (

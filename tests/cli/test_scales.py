@@ -12,10 +12,10 @@ import onnx
 import pytest
 from safetensors.torch import load_file
 
-from fp8q.export.graph.carry import carry_graphs
-from fp8q.files import sha256_file
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.core.files import sha256_file
+from fp8q.core.run import Run
+from fp8q.export.graph.reuse import carry_graphs
+from fp8q.quantize.scales.decisions import load_scales
 
 Fp8q = Callable[..., Any]
 

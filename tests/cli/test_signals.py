@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from fp8q import __version__
-from fp8q.run import Run
-from fp8q.undo import all_open, at_end, scratch, undoing
+from fp8q.core.run import Run
+from fp8q.core.undo import all_open, at_end, scratch, undoing
 
 INTERRUPTED = "fp8q: interrupted; what is finished is kept, and the same command goes on from there\n"
 STOPPED = "fp8q: stopped by SIGTERM; what is finished is kept, and the same command goes on from there\n"
@@ -29,8 +29,8 @@ from pathlib import Path
 import fp8q.cli.doctor
 from fp8q.cli.console import Terminal
 from fp8q.cli.main import main
-from fp8q.run import Run
-from fp8q.undo import undoing
+from fp8q.core.run import Run
+from fp8q.core.undo import undoing
 
 def ready():
     os.write(1, b"ready\\n")  # no stream of Python's, which a handler may not enter twice
@@ -60,7 +60,7 @@ def in_a_weak_reference():
     del thing
 
 def where_standard_error_is_muted():
-    from fp8q.calibrate.silence import muted
+    from fp8q.calibrate.input.silence import muted
     with muted():
         ready()
 

@@ -7,7 +7,7 @@ import pytest
 from environments import UnavailableError
 
 from fp8q import api
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 from ..architectures import Architecture, random_checkpoint, texts
 from ..conftest import Texts, WithoutGraphs

@@ -20,11 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.core.run import Run
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.perplexity import cut
-from fp8q.validate.runtimes import reference
+from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.runtimes import reference
 
 from ..architectures import ARCHITECTURES, Architecture
 from ..mixtures import MIXTURES

@@ -19,11 +19,11 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from fp8q.core.reporter import SILENT
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.forms import in_form
+from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.options import WeightScale
-from fp8q.reporter import SILENT
 
 Array = npt.NDArray[np.generic]
 NUMPY: dict[int, Any] = {

@@ -42,11 +42,10 @@ if os.environ.get("FP8Q_FUZZ") != "1":  # what libraries read when they are impo
 import world as worlds
 from case import ON_A_RUN, Case, copy_world
 from cases import SUBJECTS, draw_case
+from findings import Findings, table
 from kills import kill_cases
 from options_drawn import names
 from oracle import Result, Snapshot, Verdict, judge, result, snapshot
-
-from findings import Findings, table
 
 #: A case that takes longer hangs.
 HANG_S = 60.0

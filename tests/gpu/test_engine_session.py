@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.export.engine.targets import Runtime, available_runtimes, can_do_fp8, gpu_target
-from fp8q.run import Run
-from fp8q.serve.local import generate, open_run_session
-from fp8q.serve.request import Request
-from fp8q.serve.sessions import Batch, Session
+from fp8q.serve.local.generation import generate, open_run_session
+from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.sessions import Batch, Session
 
 pytestmark = pytest.mark.gpu
 #: Logits of BF16 arithmetic on FP8 codes beside those of FP32 arithmetic on the same codes.

@@ -7,10 +7,11 @@ import pytest
 import torch
 from gpu.adder_bits import cuts, kept_bits
 
-from fp8q.quantize.adder import ADDERS, add_products
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3, TWO_TERMS
-from fp8q.quantize.linear import CODE, FP8Linear, Mode, encode, encode_terms, encode_two, scaled_product
+from fp8q.quantize.codes.encoding import CODE, encode, encode_terms, encode_two
+from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
+from fp8q.quantize.reference.adder import ADDERS, add_products
+from fp8q.quantize.reference.linear import FP8Linear, Mode, scaled_product
+from fp8q.quantize.scales.clip import scale_of
 
 pytestmark = pytest.mark.gpu
 PATTERNS = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.model.products import attention_modules, matrix_products, output_axis, output_head
+from fp8q.core.files import share
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.info import load_engines
-from fp8q.export.graph.modules import GraphPlan
-from fp8q.files import share
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.export.modules.graph_model import GraphPlan
 
 from ..architectures import ARCHITECTURES, TINY, Architecture, random_checkpoint, texts
 

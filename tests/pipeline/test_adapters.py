@@ -15,20 +15,20 @@ import torch
 from safetensors import safe_open
 
 from fp8q import api
+from fp8q.calibrate.checkpoint.adapter import open_adapter
 from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.adapter import open_adapter
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
-from fp8q.quantize.reference import load_reference
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.serve.web.server import Server
 from fp8q.stages import choosing, corpora, measuring
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import opened, products_of, source_of
 from fp8q.stages.steps import Notes
-from fp8q.validate.accuracy import load_accuracy
-from fp8q.validate.tables import fact_rows
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.report.rows import fact_rows
 
 from ..conftest import KeepingGraphs, MadeOnce, Result, Texts
 

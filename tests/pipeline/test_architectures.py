@@ -25,13 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.engines import check_views
-from fp8q.validate.accuracy import load_accuracy
+from fp8q.validate.accuracy.document import load_accuracy
 
 PROMPTS = (5, 9, 2)
 STEPS = 10

@@ -17,15 +17,15 @@ from transformers.models.llama import modeling_llama
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_arrays, load_statistics
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.files import read_document
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.build import build_engines
-from fp8q.files import read_document
-from fp8q.quantize.attention import attention_on_codes
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.scales import AttentionScales, load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.attention import attention_on_codes
+from fp8q.quantize.scales.decisions import AttentionScales, load_scales
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 
 ATTENTION = "model.layers.0.self_attn"

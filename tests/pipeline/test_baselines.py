@@ -20,17 +20,17 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8q import api
-from fp8q.errors import GateError, InputError
+from fp8q.core.errors import GateError, InputError
+from fp8q.core.files import read_document
+from fp8q.core.run import Run
 from fp8q.export.engine.info import engines_of, load_engines
-from fp8q.files import read_document
 from fp8q.options import Baseline, Precision
-from fp8q.quantize.scales import Scales, load_scales
-from fp8q.quantize.stored import checkpoint_of
-from fp8q.run import Run
+from fp8q.quantize.reading.run_checkpoint import checkpoint_of
+from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.bench import Bench
-from fp8q.validate.report import summary
-from fp8q.validate.tables import accuracy_rows, engine_rows, module_rows, size_rows
+from fp8q.validate.bench.document import Bench
+from fp8q.validate.report.report import summary
+from fp8q.validate.report.rows import accuracy_rows, engine_rows, module_rows, size_rows
 
 MODULES = 7
 RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8")

@@ -23,11 +23,11 @@ from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.source import load_model, open_source
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpora import load_tokens
 
 from ..conftest import MadeOnce, Result, Texts

@@ -20,16 +20,16 @@ from tritonclient.grpc import model_config_pb2
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
+from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.lint.check import lint
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
-from fp8q.serve.engine_model import describe, engine_config
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.triton.engine_model import describe, engine_config
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.accuracy import load_accuracy
-from fp8q.validate.accuracy import load_tokens as load_nll
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.accuracy.document import load_tokens as load_nll
 
 from ..graphs import products_of_the_demo
 

@@ -16,12 +16,12 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.export.engine.plan import read_plan
-from fp8q.export.forms import UNIT, in_form
-from fp8q.export.lint.external import Places, read_tensor
-from fp8q.export.lint.loading import load_graph
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.export.graph.weight_scale_form import UNIT, in_form
+from fp8q.export.onnx_file.external import Places, read_tensor
+from fp8q.export.onnx_file.loading import load_graph
+from fp8q.quantize.scales.decisions import load_scales
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
 

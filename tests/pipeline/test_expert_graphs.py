@@ -16,14 +16,14 @@ import torch
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_record
+from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.export.graph.trace import graph_plan, whole
-from fp8q.export.lint.bodies import branches, nodes_of
 from fp8q.export.lint.check import lint
+from fp8q.export.onnx_file.bodies import branches, nodes_of
 from fp8q.options import CalibrateOptions, GenerateOptions, Terms
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.engines import check_views
 
 from ..conftest import KeepingGraphs, MadeOnce, Texts

@@ -21,23 +21,23 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.calibrate.model.experts import experts_of
+from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
-from fp8q.quantize.card import plain
-from fp8q.quantize.linear import FP8Linear
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.quantize.stored import stored_arrays
-from fp8q.run import Run
+from fp8q.quantize.checkpoint.model_card import plain
+from fp8q.quantize.reading.run_checkpoint import stored_arrays
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import graphs
 from fp8q.stages.corpora import load_tokens
-from fp8q.validate.accuracy import load_accuracy
-from fp8q.validate.report import render
-from fp8q.validate.sensitivity.alone import Float
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.report.report import render
 from fp8q.validate.sensitivity.gradients import predict
+from fp8q.validate.sensitivity.single_site import Float
 from fp8q.validate.sensitivity.site import AS_IT_IS
-from fp8q.validate.sensitivity.sites import Quantizer, sites_of
+from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 
 from ..calibrate.model.damage import rewrite
 from ..conftest import KeepingGraphs, Result, Texts, WithoutGraphs

@@ -12,13 +12,13 @@ import pytest
 from onnx import TensorProto
 
 from fp8q import api
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.run import GRAPH, GRAPH_FP32, Run
 from fp8q.export.engine.plan import read_plan
-from fp8q.export.forms import write_form
+from fp8q.export.graph.weight_scale_form import write_form
 from fp8q.export.lint.check import lint_graph
-from fp8q.export.lint.loading import load_graph
-from fp8q.quantize.scales import load_scales
-from fp8q.run import GRAPH, GRAPH_FP32, Run
+from fp8q.export.onnx_file.loading import load_graph
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.linting import promise
 

@@ -19,14 +19,14 @@ from torch import nn
 from fp8q import api
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.products import KNOWN, other_products, takes_quantizers
-from fp8q.quantize.clip import lost_share
-from fp8q.quantize.linear import encode
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.quantize.weight_mse import mse_scales
-from fp8q.quantize.weight_rounding import compensated_codes, compensation
-from fp8q.run import Run
-from fp8q.serve.sessions import OnnxRuntimeSession
+from fp8q.core.run import Run
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.clip import lost_share
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.weights.gptq import compensated_codes, compensation
+from fp8q.quantize.weights.mse import mse_scales
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.choosing import rescaled
 from fp8q.stages.corpora import load_tokens
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8q.calibrate.model.source import open_source
-from fp8q.export.graph.rotary import fix_frequencies
-from fp8q.serve.text import Vocabulary
+from fp8q.export.modules.rotary import fix_frequencies
+from fp8q.serve.loop.text import Vocabulary
 
 from ..conftest import Result, Texts
 

@@ -11,10 +11,10 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.export.graph.layers import NotAlikeError
-from fp8q.export.graph.modules import GraphPlan
 from fp8q.export.graph.trace import export_graphs, graph_plan, stamped, whole
-from fp8q.quantize.scales import load_scales
+from fp8q.export.modules.graph_model import GraphPlan
+from fp8q.export.modules.layer_kinds import NotAlikeError
+from fp8q.quantize.scales.decisions import load_scales
 
 from ..architectures import ARCHITECTURES
 from .conftest import what_it_is

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.stages.corpora import load_tokens
 
 

@@ -13,15 +13,15 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.proof import Pledge, broken, prove
 from fp8q.export.engine.two_terms import TERMS
-from fp8q.export.forms import in_form
+from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.export.lint.check import lint_graph, promised_attention
-from fp8q.export.lint.indexed import Indexed
-from fp8q.export.lint.loading import load_graph
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.export.onnx_file.indexed import Indexed
+from fp8q.export.onnx_file.loading import load_graph
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.linting import promise
 
 from .test_engine_proof import behind, named, shown

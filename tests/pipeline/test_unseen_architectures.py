@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8q.export.graph import modules as graph
-from fp8q.export.graph.attention import attention
+from fp8q.export.modules import graph_model as graph
+from fp8q.export.modules.attention import attention
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fp8q import api
-from fp8q.errors import UnfinishedError
-from fp8q.quantize.reference import load_reference
-from fp8q.run import Run
-from fp8q.serve.sessions import OnnxRuntimeSession
-from fp8q.validate import compare, runtimes
-from fp8q.validate.accuracy import load_accuracy, load_tokens, save_accuracy
+from fp8q.core.errors import UnfinishedError
+from fp8q.core.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.serve.loop.sessions import OnnxRuntimeSession
+from fp8q.validate.accuracy import compare, runtimes
+from fp8q.validate.accuracy.document import load_accuracy, load_tokens, save_accuracy
 
 SHORT = ("bf16", "reference", "onnxruntime")
 

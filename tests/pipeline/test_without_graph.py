@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.export.graph.trace import UntraceableError
-from fp8q.run import Run
-from fp8q.validate.accuracy import load_accuracy
+from fp8q.validate.accuracy.document import load_accuracy
 
 from ..conftest import MadeOnce, Result, Texts
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import choosing, corpora, measuring, sources
 from fp8q.stages.steps import Notes
 

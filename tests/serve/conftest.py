@@ -23,16 +23,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from fp8q.core.files import write_document
+from fp8q.core.run import Run
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
-from fp8q.files import write_document
-from fp8q.run import Run
-from fp8q.serve.cuda import memcpy_3d
-from fp8q.serve.device import ALIGNMENT, Copy
-from fp8q.serve.device_batch import DeviceBatch
-from fp8q.serve.generate import Generator
-from fp8q.serve.sessions import NEW, PAST, TOKEN_INPUTS, Batch, OnnxRuntimeSession
-from fp8q.serve.text import Vocabulary
+from fp8q.serve.loop.cuda import memcpy_3d
+from fp8q.serve.loop.device import ALIGNMENT, Copy
+from fp8q.serve.loop.device_batch import DeviceBatch
+from fp8q.serve.loop.generate import Generator
+from fp8q.serve.loop.sessions import NEW, PAST, TOKEN_INPUTS, Batch, OnnxRuntimeSession
+from fp8q.serve.loop.text import Vocabulary
 
 END = 15
 WEIGHTS = "model-00001-of-00001.safetensors"

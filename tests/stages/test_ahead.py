@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fp8q import api
-from fp8q.errors import Fp8qError, InputError
-from fp8q.run import Run
+from fp8q.core.errors import Fp8qError, InputError
+from fp8q.core.run import Run
 from fp8q.stages.ahead import nothing_left
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from fp8q.errors import BackendError, InputError
+from fp8q.core.errors import BackendError, InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import BenchOptions
-from fp8q.quantize.cost import Cost
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.serve.meter import Held, HostMeter
-from fp8q.serve.rounds import Answers, Contender
-from fp8q.serve.timing import Answer
+from fp8q.quantize.scales.serving_cost import Cost
+from fp8q.serve.bench.meter import Held, HostMeter
+from fp8q.serve.bench.rounds import Answers, Contender
+from fp8q.serve.bench.timing import Answer
 from fp8q.stages import benching, steps
 from fp8q.stages.steps import Notes
-from fp8q.validate.capacity import Footprint
+from fp8q.validate.bench.capacity import Footprint
 
 
 def made(root: Path, name: str, fingerprint: str, *stages: str) -> Run:

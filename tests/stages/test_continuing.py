@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fp8q.api import GenerateOptions, compare
-from fp8q.reporter import SILENT
+from fp8q.core.reporter import SILENT
 from fp8q.stages import continuing
 from fp8q.stages.steps import Notes
-from fp8q.validate.continuations import Continuations, load_continuations
-from fp8q.validate.report import report_continuations
+from fp8q.validate.accuracy.continuations import Continuations, load_continuations
+from fp8q.validate.report.report import report_continuations
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 
 @pytest.fixture(scope="module")

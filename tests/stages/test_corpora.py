@@ -16,11 +16,11 @@ from fp8q.calibrate.measure.statistics import StatisticsRecord
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.corpus import encode
-from fp8q.errors import InputError
-from fp8q.files import read_document
+from fp8q.core.errors import InputError
+from fp8q.core.files import read_document
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ValidateOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import corpora, measuring, other_text
 from fp8q.stages.steps import Notes
 

@@ -16,17 +16,17 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.errors import InputError
-from fp8q.files import sha256_file
+from fp8q.core.errors import InputError
+from fp8q.core.files import sha256_file
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ValidateOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages import corpora, measuring, other_text
 from fp8q.stages.steps import Notes
-from fp8q.validate.accuracy import Protocol, load_accuracy
-from fp8q.validate.compare import compare
-from fp8q.validate.report import render
-from fp8q.validate.runtimes import float_model
+from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.document import Protocol, load_accuracy
+from fp8q.validate.accuracy.runtimes import float_model
+from fp8q.validate.report.report import render
 from tests.conftest import KeepingGraphs, Result
 
 if TYPE_CHECKING:

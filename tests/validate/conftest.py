@@ -24,16 +24,16 @@ from fp8q.calibrate.measure.statistics import (
     TensorStatistics,
     save_statistics,
 )
-from fp8q.files import write_document
+from fp8q.core.files import write_document
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import Clipping
-from fp8q.quantize.clip import scale_of
-from fp8q.quantize.formats import E4M3
-from fp8q.quantize.scales import Scales, Skipped, WeightScales, activation_scales, kv_cache_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.validate.accuracy import save_accuracy
-from fp8q.validate.compare import compare
-from fp8q.validate.perplexity import cut
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.clip import scale_of
+from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales, kv_cache_scales
+from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.document import save_accuracy
+from fp8q.validate.accuracy.perplexity import cut
 
 KNOWN = np.array([448.0, 1, 1, 1, 2**-11, 2**-11, 2**-11, 2**-11], np.float32)
 OUT, WIDTH, VOCABULARY = 16, 32, 8

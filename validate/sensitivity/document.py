@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...files import Strict, read_document
-from ...quantize.scales import Scales
-from ...run import Run
+from ...core.files import Strict, read_document
+from ...core.run import Run
+from ...quantize.scales.decisions import Scales
 from .site import AS_IT_IS, TWO_TERMS, Kind, Predicted, Site
 
 

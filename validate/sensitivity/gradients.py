@@ -22,9 +22,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
-from ...calibrate.model.experts import sharers
+from ...calibrate.model.expert_modules import sharers
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
-from .sites import Quantizer
+from .site_quantizers import Quantizer
 
 #: Of the windows, one in so many tells what two terms would leave: next to nothing, so a half tells as much as all.
 TWO_TERMS_OF = 2

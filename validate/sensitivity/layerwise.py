@@ -30,14 +30,14 @@ from ...calibrate.measure.stream import Batches, Chain, HiddenStates, check_spac
 from ...calibrate.model.decoder import Call, LayersReached, NoChainError, standing_in
 from ...calibrate.model.products import output_head
 from ...calibrate.model.source import Source
-from ...errors import InputError
-from ...files import replacing
-from ...quantize.scales import Scales
-from ...reporter import Reporter
-from .compensated import Gathered, left_of_sites
+from ...core.errors import InputError
+from ...core.files import replacing
+from ...core.reporter import Reporter
+from ...quantize.scales.decisions import Scales
+from .gptq_prediction import Gathered, left_of_sites
 from .gradients import End, Seen, drawn_loss, found_back, log_probabilities, seeing, summed
 from .site import Predicted, Site
-from .sites import Coded, Held, Quantizer
+from .site_quantizers import Coded, Held, Quantizer
 
 Calls = Mapping[tuple[int, ...], list[Call]]
 #: What all of it takes, in passes forward.
@@ -49,7 +49,7 @@ Forward = Callable[[int, torch.Tensor, Seen, DynamicCache], End]
 @dataclass
 class Found:
     """What the steps that are done have found, in a file: the prediction of each step back, and what `gptq` would leave
-    of weights (`compensated.shares_left`).
+    of weights (`gptq_prediction.shares_left`).
     """
 
     path: Path

@@ -3,7 +3,7 @@
 One model in FP32 stands for every mix: weights are exchanged for the numbers of their codes, and hooks round what
 products get, as long as a mix is looked at. Scales are those that `fp8q scales` would choose, so that what is measured
 is what it would write; codes by `gptq` depend on the form of the activation too, since they make up for what that loses
-(`quantize.weight_rounding`).
+(`quantize.weights.gptq`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,10 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.products import attention_modules, observed_products, output_axis
-from ...quantize.kv_cache import FP8Cache, round_to_codes
-from ...quantize.scales import CACHE_PARTS, TensorScale
-from ...quantize.sequential import product_input
-from ...quantize.weights import Made
+from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
+from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
+from ...quantize.weights.channels import Made
+from ...quantize.weights.sequential import product_input
 from .choices import Form, Mix
 
 #: How codes were rounded, and for which form of the activation.

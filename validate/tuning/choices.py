@@ -11,8 +11,8 @@ from math import prod
 from typing import Literal, get_args
 
 from ...options import KvCache, Prefer
-from ...quantize.cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost
-from ...quantize.scales import CACHE_PARTS
+from ...quantize.scales.decisions import CACHE_PARTS
+from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost
 
 Form = Literal["one_term", "two_terms", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)

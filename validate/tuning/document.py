@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...files import Strict, read_document
+from ...core.files import Strict, read_document
+from ...core.run import Run
 from ...options import KvCache, Prefer
-from ...run import Run
 from .choices import Mix, Shape, changes, members
 
 

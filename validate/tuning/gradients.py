@@ -10,7 +10,7 @@ and the sum is over each one's.
 import torch
 from torch import nn
 
-from ...calibrate.model.experts import sharers
+from ...calibrate.model.expert_modules import sharers
 from ...calibrate.model.products import output_axis
 from ..sensitivity.gradients import along, drawn_loss, half_square, log_probabilities, seeing
 from ..sensitivity.site import Predicted

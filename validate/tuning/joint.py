@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 import torch
 
-from ...reporter import Reporter
+from ...core.reporter import Reporter
 
 Runner = Callable[[torch.Tensor], torch.Tensor]
 #: Of a normal deviate: 95 % lie within so many standard errors.

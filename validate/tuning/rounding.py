@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
-from ...calibrate.model.experts import seen_at
-from ...quantize.clip import lost_share
-from ...quantize.rounded import Rounded
-from ...quantize.sequential import rows_of
-from ...quantize.weight_rounding import Compensations
-from ...quantize.weights import QuantizedWeight, WeightMethod, quantize_weight
-from ...reporter import Reporter
+from ...calibrate.model.expert_modules import seen_at
+from ...core.reporter import Reporter
+from ...quantize.scales.clip import lost_share
+from ...quantize.weights.channels import QuantizedWeight, WeightMethod, quantize_weight
+from ...quantize.weights.gptq import Compensations
+from ...quantize.weights.rounding_progress import Rounded
+from ...quantize.weights.sequential import rows_of
 from .candidates import Candidates, Kind
 
 #: Says of a folder that what was gathered in it is complete.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...options import KvCache
-from ...quantize.scales import CACHE_PARTS
+from ...quantize.scales.decisions import CACHE_PARTS
 from .choices import FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
 from .frontier import Choice, Items, cheapest, loss_of, price_of, steps
 from .gradients import CODES, variant

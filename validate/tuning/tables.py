@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..columns import Column, Table, count, increase, nats, size
+from ...core.columns import Column, Table, count, increase, nats, size
 from .document import Change, Point, Tuning
 
 #: Points of the frontier that are shown; `--json` and `tune.json` have all.

@@ -17,9 +17,9 @@ from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_arrays, save_statistics
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.source import Source, load_model, open_source
-from fp8q.errors import InputError
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 
 from ...mixtures import MIXTURES, random_mixture, starve
 from ..model.damage import rewrite

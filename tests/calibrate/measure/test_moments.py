@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8q.calibrate.measure.moments import SecondMoments, gathering, load_moments, moments_file
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 
 def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:

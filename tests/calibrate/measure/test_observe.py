@@ -12,8 +12,8 @@ from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.observe import Watch, probe_groups
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, save_arrays
 from fp8q.calibrate.model.products import matrix_products, output_head
-from fp8q.quantize.formats import E4M3
-from fp8q.reporter import SILENT
+from fp8q.core.reporter import SILENT
+from fp8q.quantize.codes.formats import E4M3
 
 IDENTITY = ModelIdentity(name="demo", architecture="LlamaForCausalLM", fingerprint="0")
 CORPUS = Corpus(name="random tokens", fingerprint="0", windows=6, seq_len=32, batch_size=2)

@@ -23,7 +23,7 @@ from fp8q.calibrate.measure.statistics import (
     replace_record,
     save_arrays,
 )
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 MODEL = ModelIdentity(name="m", architecture="A", fingerprint="1", tokenizer="2")
 #: Three texts of 3, 2 and 1 batches, the first with a last batch of one window.

@@ -29,10 +29,10 @@ from fp8q.calibrate.measure.stream import HiddenStates, Stream, measure_streamed
 from fp8q.calibrate.model.decoder import Answer
 from fp8q.calibrate.model.memory import SHARE, available_bytes, container_bytes, weight_bytes
 from fp8q.calibrate.model.source import Source, load_model, open_source
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 from fp8q.stages.corpora import save_tokens
 from fp8q.stages.measuring import measure as measure_stage
 from fp8q.stages.measuring import streamed
@@ -285,8 +285,8 @@ import sys, numpy as np
 from pathlib import Path
 from fp8q.calibrate.model.source import open_source
 from fp8q.options import CalibrateOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.stages.measuring import measure
 from fp8q.stages.steps import Notes
 measure(Run(Path(sys.argv[1])), open_source(sys.argv[2]), CalibrateOptions(batch_size=2, stream=True), Notes(SILENT))

@@ -1,4 +1,4 @@
-"""The demo opened, and a copy of it to damage."""
+"""A copy of the demo to damage."""
 
 import json
 import shutil
@@ -6,14 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from fp8q.calibrate.model.source import Source, open_source
-
-
-@pytest.fixture(scope="module")
-def demo(demo_checkpoint: Path) -> Source:
-    """The demo."""
-    return open_source(str(demo_checkpoint))
 
 
 @pytest.fixture

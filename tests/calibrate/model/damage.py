@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8q.calibrate.model.source import open_source
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 
 def configure(path: Path, **changes: object) -> None:

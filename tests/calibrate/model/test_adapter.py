@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8q.calibrate.model.adapter import LoraConfig, check_names, open_adapter
-from fp8q.calibrate.model.beside import remarks, with_adapters
+from fp8q.calibrate.checkpoint.adapter import LoraConfig, check_names, open_adapter
+from fp8q.calibrate.model.adapter_base import remarks, with_adapters
 from fp8q.calibrate.model.source import Source
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 A = f"base_model.model.{Q}.lora_A.weight"

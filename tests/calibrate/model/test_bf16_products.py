@@ -30,9 +30,10 @@ from fp8q.calibrate.model.bf16_products import (
     widened_products,
 )
 from fp8q.calibrate.model.source import load_model, open_source
-from fp8q.quantize.linear import FP8Linear, encode
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.steps import Notes, note_other_arithmetic
 
 BF16 = torch.bfloat16

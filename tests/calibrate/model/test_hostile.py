@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 AGAIN = "copy or download it again"
 TOKENIZER = "copy the files of the tokenizer it was trained with beside config.json"

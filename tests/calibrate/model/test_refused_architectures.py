@@ -12,10 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from fp8q.calibrate.given import AGAIN
+from fp8q.calibrate.input.untrusted import AGAIN
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 from .damage import configure, refusal, rewrite
 

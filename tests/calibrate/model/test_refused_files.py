@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8q.calibrate.checkpoint.weights import check_finite
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.calibrate.model.weights import check_finite
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 from .damage import configure, refusal, rewrite
 

@@ -19,11 +19,11 @@ from transformers import (
     MptConfig,
 )
 
+from fp8q.calibrate.checkpoint.weights import check_finite
 from fp8q.calibrate.model.architecture import max_positions
 from fp8q.calibrate.model.bf16_products import widened_products
 from fp8q.calibrate.model.source import Source, load_model, meta_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.calibrate.model.weights import check_finite
 
 from .damage import configure, rewrite
 

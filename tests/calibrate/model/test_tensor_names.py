@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PreTra
 from transformers.models.exaone_moe.configuration_exaone_moe import ExaoneMoeConfig
 from transformers.models.hrm_text.configuration_hrm_text import HrmTextConfig
 
+from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.model.source import Source, load_model, open_source
-from fp8q.calibrate.model.weights import Weights
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.stages.sources import products_of
 
 

@@ -27,12 +27,12 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.calibrate.model.bf16_products import bf16_arithmetic
 from fp8q.calibrate.ranks.heartbeat import Failure, RankError
-from fp8q.calibrate.ranks.place import Place, place
+from fp8q.calibrate.ranks.torchrun import Place, place
 from fp8q.calibrate.ranks.world import World, _check_alike
-from fp8q.errors import BackendError, InputError
-from fp8q.files import write_document
+from fp8q.core.errors import BackendError, InputError
+from fp8q.core.files import write_document
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.run import Run
 from fp8q.stages.measuring import check_batches
 
 from ...mixtures import random_mixture, starve
@@ -190,8 +190,8 @@ from pathlib import Path
 from fp8q.calibrate.ranks.heartbeat import RankError
 from fp8q.calibrate.ranks.world import joined
 from fp8q.calibrate.measure.statistics import Statistics, StatisticsRecord, load_arrays, save_arrays
-from fp8q.errors import InputError
-from fp8q.files import read_document
+from fp8q.core.errors import InputError
+from fp8q.core.files import read_document
 folder = Path(sys.argv[1])
 try:
     with joined() as world:

@@ -16,7 +16,7 @@ from fp8q.calibrate.text.chat import messages, renderer
 from fp8q.calibrate.text.corpus import encode
 from fp8q.calibrate.text.documents import load_documents
 from fp8q.calibrate.text.rows import Reading
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Hub

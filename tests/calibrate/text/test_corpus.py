@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fp8q.calibrate.text.corpus import encode, fingerprint, hold_out, lower_default, windows
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Notebook

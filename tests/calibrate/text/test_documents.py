@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8q.calibrate.given import read_bytes
+from fp8q.calibrate.input.untrusted import read_bytes
 from fp8q.calibrate.text.documents import FORMS, load_texts
 from fp8q.calibrate.text.rows import Reading
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Hub, Notebook

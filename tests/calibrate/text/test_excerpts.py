@@ -18,7 +18,7 @@ from fp8q.calibrate.text import excerpts
 from fp8q.calibrate.text.documents import load_texts
 from fp8q.calibrate.text.excerpts import line_pieces, spread, text_pieces
 from fp8q.calibrate.text.rows import Reading
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Notebook
@@ -149,7 +149,7 @@ from pathlib import Path
 import datasets, pyarrow.parquet
 from fp8q.calibrate.text.rows import Reading
 from fp8q.calibrate.text.documents import load_texts
-from fp8q.record import reset_peak_memory, peak_memory_bytes
+from fp8q.core.record import reset_peak_memory, peak_memory_bytes
 reset_peak_memory()
 before = peak_memory_bytes()
 load_texts(sys.argv[1], Reading(limit=1_000_000))

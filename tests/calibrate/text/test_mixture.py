@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.calibrate.text.mixture import Part, interleave, largest_total, parse, shares
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 WEIGHTS = st.lists(st.fractions(Fraction(1, 100), 100), min_size=1, max_size=5)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8q.calibrate.text.overlap import Overlap, check_disjoint, overlap, repeated, shares
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
     from tests.calibrate.conftest import Notebook

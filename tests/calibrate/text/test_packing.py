@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fp8q.calibrate.text.packing import Packing, prefix_of
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 
 
 def packed(ids: list[int], size: int, prefix: tuple[int, ...], stride: int | None = None) -> list[list[int]]:

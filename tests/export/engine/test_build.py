@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from onnx import ModelProto, TensorProto
 
-from fp8q.errors import BackendError, GateError, InputError
+from fp8q.core.errors import BackendError, GateError, InputError
+from fp8q.core.files import disk_errors, read_document
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine import build as engine
 from fp8q.export.engine import targets
 from fp8q.export.engine.build import Job, build, build_engines
 from fp8q.export.engine.info import EngineInfo, check_share, load_engines
 from fp8q.export.engine.profiles import profiles
-from fp8q.files import disk_errors, read_document
 from fp8q.options import EngineOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
 
 Decoders = Callable[..., Any]
 Edit = Callable[[Path, Callable[[ModelProto], None]], None]

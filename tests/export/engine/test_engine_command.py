@@ -19,14 +19,14 @@ from onnx import ModelProto, NodeProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from fp8q import api
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.files import sha256_file, share
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.lint.external import Places, read_tensor
-from fp8q.files import sha256_file, share
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.export.onnx_file.external import Places, read_tensor
+from fp8q.quantize.scales.decisions import load_scales
 
 Fp8q = Callable[..., Any]
 Built = Callable[..., Path]

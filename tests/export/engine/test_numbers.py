@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
 from fp8q.export.engine.plan import Kernel, Plan, Product, read_plan
 from fp8q.export.engine.promise import promises
 from fp8q.export.engine.proof import Pledge, Proof, broken, prove
-from fp8q.export.lint.loading import load_graph
+from fp8q.export.onnx_file.loading import load_graph
 
 Engines = Callable[..., tuple[Any, bytes]]
 TARGETS = ("sm89", "sm120")

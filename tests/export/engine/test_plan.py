@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from onnx import TensorProto
 
-from fp8q.export import names
-from fp8q.export.engine.anatomy import AttentionRow, attention_rows, product_rows
+from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, product_rows
 from fp8q.export.engine.plan import Plan, Product, evidence, modules_by_types, read_inspector, read_plan
+from fp8q.export.onnx_file import names
 
 Engines = Callable[..., tuple[Any, bytes]]
 TARGETS = ("sm89", "sm120")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.export.engine.profiles import Profile, profiles
 from fp8q.options import EngineOptions
 

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8q.export import names
 from fp8q.export.engine.program import Pool, Program, Statement, Tensor, node_of, read_pool, read_programs
 from fp8q.export.engine.promise import promises
 from fp8q.export.engine.sizes import multiple, read_sizes
-from fp8q.export.lint.loading import load_graph
+from fp8q.export.onnx_file import names
+from fp8q.export.onnx_file.loading import load_graph
 
 Engines = Callable[..., tuple[Any, bytes]]
 TARGETS = ("sm89", "sm120")

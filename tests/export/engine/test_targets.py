@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fp8q.errors import BackendError, InputError
+from fp8q.core.errors import BackendError, InputError
 from fp8q.export.engine import targets
 from fp8q.export.engine.build import resolve
 from fp8q.options import EngineOptions

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from fp8q.export.lint.bodies import nodes_of, one_value_a_name
 from fp8q.export.lint.check import lint
+from fp8q.export.onnx_file.bodies import nodes_of, one_value_a_name
 
 from .test_lint_form import node, quantized
 

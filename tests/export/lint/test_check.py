@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
 from fp8q.export.lint.check import RULES, Finding, lint
 
 from . import cases_codes, cases_graph, cases_products, cases_storage

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from fp8q.errors import InputError
-from fp8q.export.lint import constants, loading
+from fp8q.core.errors import InputError
 from fp8q.export.lint.check import lint
+from fp8q.export.onnx_file import constants, loading
 
 FP8 = TensorProto.FLOAT8E4M3FN
 Change = Callable[[ModelProto], Any]

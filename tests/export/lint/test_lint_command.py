@@ -16,8 +16,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnxruntime import quantization
 
 from fp8q import api
-from fp8q.errors import InputError
-from fp8q.run import Run
+from fp8q.core.errors import InputError
+from fp8q.core.run import Run
 from fp8q.stages.linting import Linted
 
 from ...graphs import products_of_the_demo

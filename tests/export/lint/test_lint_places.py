@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from onnx import AttributeProto, ModelProto, TensorProto, helper
 
-from fp8q.errors import InputError
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.export.engine.build import build_engines
 from fp8q.export.lint.check import lint, sound_graph
 from fp8q.options import EngineOptions
-from fp8q.reporter import SILENT
-from fp8q.run import Run
-from fp8q.serve.repository import external_data
-from fp8q.validate.runtimes import session
+from fp8q.serve.triton.repository import external_data
+from fp8q.validate.accuracy.runtimes import session
 
 MISSING = "F402 external-missing: s: its file"
 COPY = "(tensors in it: 1); copy the graph's whole directory again"

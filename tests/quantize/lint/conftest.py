@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ...conftest import MadeOnce
-from ..forms import made
+from ..reading import fp8_checkpoints
 
 Tensors = dict[str, torch.Tensor]
 #: The goods: ModelOpt's with an FP8 cache, fp8 in blocks and with one scale a weight.
@@ -25,7 +25,7 @@ class Damaged:
         """Copy what is no weight to `folder`."""
         self.folder, self.form, self.saved = folder, form, False
         shutil.copytree(good, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-        self.tensors: Tensors = load_file(good / made.SINGLE)
+        self.tensors: Tensors = load_file(good / fp8_checkpoints.SINGLE)
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
 
     @property
@@ -44,7 +44,9 @@ class Damaged:
 
     def save(self) -> None:
         """Write it, as it is now."""
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, self.folder / made.SINGLE)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self.tensors.items()}, self.folder / fp8_checkpoints.SINGLE
+        )
         (self.folder / "config.json").write_text(json.dumps(self.config))
         self.saved = True
 
@@ -53,10 +55,16 @@ class Damaged:
 def goods(made_once: MadeOnce, demo_checkpoint: Path) -> dict[str, Path]:
     """Form -> a good checkpoint; nothing is changed in them."""
     return {
-        "compressed-tensors": made_once("lint-compressed", lambda folder: made.compressed(demo_checkpoint, folder)),
-        "modelopt": made_once("lint-modelopt", lambda folder: made.modelopt(demo_checkpoint, folder, cache=True)),
-        "fp8": made_once("lint-fp8", lambda folder: made.fine_grained(demo_checkpoint, folder)),
-        "fp8 tensor": made_once("lint-fp8-tensor", lambda folder: made.fine_grained(demo_checkpoint, folder, None)),
+        "compressed-tensors": made_once(
+            "lint-compressed", lambda folder: fp8_checkpoints.compressed(demo_checkpoint, folder)
+        ),
+        "modelopt": made_once(
+            "lint-modelopt", lambda folder: fp8_checkpoints.modelopt(demo_checkpoint, folder, cache=True)
+        ),
+        "fp8": made_once("lint-fp8", lambda folder: fp8_checkpoints.fine_grained(demo_checkpoint, folder)),
+        "fp8 tensor": made_once(
+            "lint-fp8-tensor", lambda folder: fp8_checkpoints.fine_grained(demo_checkpoint, folder, None)
+        ),
     }
 
 

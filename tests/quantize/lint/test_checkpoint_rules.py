@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.quantize.lint.check import RULES, lint_checkpoint
-from fp8q.run import Run
 
-from ..forms import made
+from ..reading import fp8_checkpoints
 from .conftest import FORMS, Damaged
 
 Q, K, V, O = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
@@ -114,7 +114,7 @@ def cache(it: Damaged, key: float, value: float | None = 0.05) -> None:
 
 def cut(it: Damaged) -> None:
     it.save()
-    os.truncate(it.folder / made.SINGLE, 3_000_000)
+    os.truncate(it.folder / fp8_checkpoints.SINGLE, 3_000_000)
 
 
 def head_in_codes(it: Damaged) -> None:
@@ -155,7 +155,7 @@ def of(what: Callable[[Damaged], str] | str) -> Callable[[Damaged], str]:
 
 
 CASES = {
-    "a file cut short": Case("C101", cut, of(made.SINGLE), also=frozenset()),
+    "a file cut short": Case("C101", cut, of(fp8_checkpoints.SINGLE), also=frozenset()),
     "codes in E5M2": Case("C102", lambda it: it.tensors.update(
         {f"{O}.weight": it.tensors[f"{O}.weight"].float().to(torch.float8_e5m2)}), of(f"{O}.weight")),
     "codes as bytes": Case("C102", lambda it: it.tensors.update(
@@ -274,12 +274,12 @@ def test_a_good_checkpoint_has_no_findings(form: str, goods: dict[str, Path]) ->
 
 @pytest.mark.parametrize("strategy", ["channel", "block"])
 def test_none_of_compressed_tensors_other_ways_has(strategy: str, demo_checkpoint: Path, tmp_path: Path) -> None:
-    assert api.lint(made.compressed(demo_checkpoint, tmp_path / "made", strategy)).findings == []
+    assert api.lint(fp8_checkpoints.compressed(demo_checkpoint, tmp_path / "made", strategy)).findings == []
 
 
 @pytest.mark.parametrize("configuration", ["FP8_PER_CHANNEL_PER_TOKEN_CFG", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"])
 def test_none_of_modelopts_other_ways_has(configuration: str, demo_checkpoint: Path, tmp_path: Path) -> None:
-    assert api.lint(made.modelopt(demo_checkpoint, tmp_path / "made", configuration)).findings == []
+    assert api.lint(fp8_checkpoints.modelopt(demo_checkpoint, tmp_path / "made", configuration)).findings == []
 
 
 def test_our_own_checkpoint_has_none(demo_run: Run) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.options import TritonOptions
-from fp8q.run import Run
 
 from ..conftest import make_wide_run, record_engine
 

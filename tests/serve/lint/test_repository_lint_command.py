@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp8q.run import Run
+from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
 NEITHER = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8q import api
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.serve.lint.check import RULES, lint_engines
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lint.md"

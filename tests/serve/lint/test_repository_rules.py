@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8q import api
-from fp8q.run import Run
+from fp8q.core.run import Run
 from fp8q.serve.lint.check import lint_engines
 
 from ..conftest import PLAN, record_engine

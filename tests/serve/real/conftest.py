@@ -14,12 +14,12 @@ from clients import Grpc, Http
 from environments import UnavailableError
 from tritonserver import BACKENDS, Server, install, serving
 
+from fp8q.core.reporter import SILENT
 from fp8q.options import TritonOptions
-from fp8q.reporter import SILENT
-from fp8q.serve.repository import write_repository
+from fp8q.serve.triton.repository import write_repository
 
 if TYPE_CHECKING:
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 RIG = Path(__file__).parent / "rig"
 #: Nothing here outlives this: a test run takes less, and a server that was forgotten ends.

@@ -24,7 +24,7 @@ from ..conftest import make_wide_run, record_engine
 if TYPE_CHECKING:
     from tritonserver import Server
 
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 
 @pytest.mark.parametrize(

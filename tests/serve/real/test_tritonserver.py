@@ -18,14 +18,14 @@ import tritonserver
 from clients import Http
 from environments import UnavailableError
 
+from fp8q.core.reporter import SILENT
 from fp8q.options import TritonOptions
-from fp8q.reporter import SILENT
-from fp8q.serve.repository import write_repository
+from fp8q.serve.triton.repository import write_repository
 
 if TYPE_CHECKING:
     from tritonserver import Server
 
-    from fp8q.run import Run
+    from fp8q.core.run import Run
 
 SCRIPT = Path(tritonserver.__file__)
 

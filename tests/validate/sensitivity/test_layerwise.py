@@ -15,9 +15,9 @@ from fp8q.api import CalibrateOptions, SensitivityOptions
 from fp8q.calibrate.model.memory import SHARE, weight_bytes
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.errors import InputError
-from fp8q.reporter import SILENT, Reporter, Silent
-from fp8q.run import Run
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT, Reporter, Silent
+from fp8q.core.run import Run
 from fp8q.stages import choosing, corpora, locating, measuring, sources
 from fp8q.stages.sources import source_of
 from fp8q.stages.steps import Notes

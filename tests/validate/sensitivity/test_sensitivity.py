@@ -17,17 +17,17 @@ from fp8q import api
 from fp8q.api import SensitivityOptions
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.source import load_model
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.run import Run
+from fp8q.core.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import locating
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.sources import source_of
-from fp8q.validate.sensitivity.alone import Float, Prefix
 from fp8q.validate.sensitivity.document import Sensitivity
 from fp8q.validate.sensitivity.gradients import predict, summed
+from fp8q.validate.sensitivity.single_site import Float, Prefix
 from fp8q.validate.sensitivity.site import AS_IT_IS, TWO_TERMS, Site
-from fp8q.validate.sensitivity.sites import Quantizer, sites_of
+from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 
 WINDOWS = 4
 MODULE, LAYER = "model.layers.2.mlp.down_proj", 2

@@ -1,9 +1,9 @@
-"""Costs by hand, and against `quantize.cost`."""
+"""Costs by hand, and against `quantize.scales.serving_cost`."""
 
 import pytest
 
-from fp8q.quantize.cost import Cost, cost_of
-from fp8q.quantize.scales import Scales, TensorScale, WeightScales
+from fp8q.quantize.scales.decisions import Scales, TensorScale, WeightScales
+from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.validate.tuning.choices import Group, Mix, Price, Shape, changes, members
 from fp8q.validate.tuning.solve import Correction, Losses, Problem, same
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.api import CalibrateOptions, SensitivityOptions, TuneOptions, ValidateOptions
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.sources import source_of
 

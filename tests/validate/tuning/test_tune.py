@@ -11,11 +11,11 @@ import torch
 
 from fp8q import api
 from fp8q.api import TuneOptions, ValidateOptions
-from fp8q.errors import GateError, InputError
-from fp8q.quantize.reference import load_reference
-from fp8q.quantize.scales import load_scales
-from fp8q.reporter import SILENT
-from fp8q.run import Run
+from fp8q.core.errors import GateError, InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.candidates import Prepared, batches_of, parted, prepare
 from fp8q.stages.corpora import load_tokens
 from fp8q.stages.other_text import evaluation
@@ -179,7 +179,7 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
     assert scales.weights.keys() == load_scales(run).weights.keys() - {*found.chosen.recipe.skip}
     reference, exact = load_reference(copy.model, "exact", torch.float32), source_of(copy)
     text = evaluation(copy, None, ValidateOptions(), SILENT)
-    from fp8q.validate.runtimes import float_model
+    from fp8q.validate.accuracy.runtimes import float_model
 
     forward = float_model(exact, torch.float32, "cpu")
     written = measure(

@@ -11,7 +11,7 @@ import numpy as np
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from fp8q.serve.repository import INPUTS
+from fp8q.serve.triton.repository import INPUTS
 
 #: Seconds that anything may take; what needs as long hangs.
 PATIENCE = 30.0

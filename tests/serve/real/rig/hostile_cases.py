@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from tritonclient.grpc import service_pb2
 
-from fp8q.serve.repository import INPUTS
+from fp8q.serve.triton.repository import INPUTS
 
 Port = Literal["http", "grpc"]
 #: Of JSON numbers, texts and structures, what programs trip over.

@@ -1,0 +1,272 @@
+"""A PEFT LoRA adapter: read from the files that PEFT's `save_pretrained` writes, without PEFT.
+
+A product y = W x becomes y + s · B(A x), with A [rank, in], B [out, rank] and s = alpha / rank, or alpha / √rank where
+`use_rslora` says so; `rank_pattern` and `alpha_pattern` give single modules their own, matched as PEFT matches them.
+Whatever else an adapter can be changes the model in another way. It is refused by name, and so is what this version
+does not know: an adapter of which a part is left out is another adapter, and nothing would show it.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
+
+from ...core.errors import InputError
+from ...core.files import sha256_file
+from ..input.untrusted import exists, foreign, local_path, one_line, read_json
+from .weights import ADAPTER, PICKLED, Header, read_headers
+
+if TYPE_CHECKING:
+    import torch
+
+#: PEFT's file of an adapter's tensors, what their names begin with, and how those of a module end.
+TENSORS, PREFIX, ENDS = "adapter_model.safetensors", "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+#: Types of tensors that are read.
+TYPES = ("F32", "F16", "BF16")
+#: How a fresh adapter may have been begun; others change the base's weights too, and loading them does so again.
+BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+#: Keys of adapter_config.json that say how it was trained, or where: nothing of them is in the sum.
+#: `fan_in_fan_out` says how the base stores its weights, which the base itself says.
+OF_TRAINING = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+#: Keys that make it another sum, and what they ask for.
+REFUSED = {
+    "use_dora": "DoRA (use_dora), which divides by the norms of the merged weights' rows",
+    "lora_bias": "a bias of B (lora_bias)",
+    "modules_to_save": "whole modules of its own (modules_to_save)",
+    "trainable_token_indices": "embeddings of single tokens (trainable_token_indices)",
+    "target_parameters": "parameters that are no module's weight (target_parameters)",
+    "layer_replication": "layers of the base taken several times (layer_replication)",
+    "alora_invocation_tokens": "an activation by tokens (alora_invocation_tokens)",
+    "use_qalora": "pooled inputs (use_qalora)",
+    "use_bdlora": "block-diagonal matrices (use_bdlora)",
+}
+#: What to do instead of what is refused.
+MERGE_YOURSELF = "merge it with PEFT's merge_and_unload, save the result with save_pretrained, and give that"
+Value = TypeVar("Value")
+Rank = Annotated[int, Field(ge=1, le=1 << 20)]
+Alpha = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class LoraConfig(BaseModel):
+    """What is read of adapter_config.json."""
+
+    r: Rank
+    lora_alpha: Alpha
+    peft_type: str = "LORA"
+    bias: str = "none"
+    init_lora_weights: bool | str = True
+    use_rslora: bool = False
+    rank_pattern: dict[str, PositiveInt] = {}
+    alpha_pattern: dict[str, Alpha] = {}
+    base_model_name_or_path: str | None = None
+
+    def rank(self, module: str) -> int:
+        """Its rank at `module`."""
+        return matched(self.rank_pattern, module, self.r)
+
+    def scale(self, module: str) -> float:
+        """The s of `module`."""
+        rank = self.rank(module)
+        return matched(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def matched(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
+    """What the first of `patterns` that matches the end of the name `module` has, as PEFT matches them."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an adapter adds at one module: the names of A and B in its file, its rank, and s."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that has been looked through; `parts` by module. `name`: the last part of its path."""
+
+    path: Path
+    name: str
+    config: LoraConfig
+    parts: Mapping[str, Part]
+    headers: Mapping[str, Header]
+    fingerprint: str
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """Its two files."""
+        return self.path / ADAPTER, self.path / TENSORS
+
+    @property
+    def patterned(self) -> bool:
+        """Whether single modules have ranks or alphas of their own."""
+        return bool(self.config.rank_pattern or self.config.alpha_pattern)
+
+    def read(self, module: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        """A [rank, in] and B [out, rank] of `module`, as they are stored."""
+        from safetensors import safe_open
+
+        with safe_open(self.path / TENSORS, framework="pt") as opened:
+            return opened.get_tensor(self.parts[module].a), opened.get_tensor(self.parts[module].b)
+
+    def added(self, module: str) -> "torch.Tensor":
+        """s · B A of `module`, float32 [out, in]."""
+        a, b = self.read(module)
+        product: torch.Tensor = self.parts[module].scale * (b.float() @ a.float())
+        return product
+
+
+def open_adapter(directory: str | Path) -> Adapter:
+    """Read the adapter in `directory`.
+
+    Raises InputError, naming what is wrong, for a path that holds none, for a kind that is no plain LoRA, and for
+    tensors that do not belong to it, are missing, are pickled, or hold NaN or Inf.
+    """
+    path = local_path(directory)
+    if not path.is_dir():
+        what = "is no directory" if path.exists() else "there is no such directory"
+        raise InputError(f"--adapter {directory}: {what}; give the one that PEFT's save_pretrained wrote")
+    config = read_lora(path)
+    if not exists(path / TENSORS):
+        pickled = next((each.name for each in sorted(path.iterdir()) if each.suffix in PICKLED), None)
+        found = f" but {pickled}, which can run code when read" if pickled else ""
+        raise InputError(
+            f"--adapter {directory}: has no {TENSORS}{found}; load it with PEFT where you trust it, and save_pretrained"
+        )
+    headers = read_headers((path / TENSORS,))
+    adapter = Adapter(path, path.resolve().name, config, _parts(path, config, headers), headers, _fingerprint(path))
+    _check_values(adapter)
+    return adapter
+
+
+def read_lora(path: Path) -> LoraConfig:
+    """adapter_config.json in the directory `path`. Raises InputError as `open_adapter` does."""
+    file = path / ADAPTER
+    if not exists(file):
+        raise InputError(f"--adapter {path}: has no {ADAPTER}; give the directory that PEFT's save_pretrained wrote")
+    raw = read_json(file)
+    if not isinstance(raw, dict):
+        raise InputError(f"{file}: is no JSON object; copy or download it again")
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise InputError(f"{file}: peft_type is {kind}, and LORA alone is read; {MERGE_YOURSELF}")
+    try:
+        config = LoraConfig.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InputError(f"{file}: {place}: {one_line_of(first)}; copy or download it again") from None
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        with foreign(partial(_no_pattern, file, pattern)):
+            re.compile(pattern)
+    _refuse_kinds(file, raw, config)
+    return config
+
+
+def _no_pattern(file: Path, pattern: str, error: BaseException) -> InputError:
+    return InputError(f"{file}: {pattern!r} is no regular expression ({one_line(error)}); copy or download it again")
+
+
+def one_line_of(error: Mapping[str, Any]) -> str:
+    """What pydantic says of one value, and the value."""
+    return f"{error['msg'][0].lower()}{error['msg'][1:]}, not {str(error['input'])[:60]!r}"
+
+
+def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> None:
+    """Raise InputError for what makes it anything but y + s · B(A x)."""
+    for key, value in raw.items():
+        if key in OF_TRAINING or key in LoraConfig.model_fields or not value:
+            continue
+        what = REFUSED.get(key, f"{key}, which is not known here")
+        raise InputError(f"{file}: asks for {what}, and plain LoRA alone is read; {MERGE_YOURSELF}")
+    if config.bias != "none":
+        raise InputError(
+            f"{file}: asks for biases of its own (bias is {config.bias!r}), and plain LoRA alone is read; "
+            f"{MERGE_YOURSELF}"
+        )
+    if config.init_lora_weights not in BEGINNINGS:
+        raise InputError(
+            f"{file}: was begun from the base's weights (init_lora_weights is {config.init_lora_weights!r}), which "
+            "changes them too; convert it with PEFT's path_initial_model_for_weight_conversion, or " + MERGE_YOURSELF
+        )
+
+
+def _parts(path: Path, config: LoraConfig, headers: Mapping[str, Header]) -> dict[str, Part]:
+    """The modules that the tensors are of. Raises InputError for others, and for an A without its B."""
+    file = path / TENSORS
+    for name, header in headers.items():
+        if not (name.startswith(PREFIX) and name.endswith(ENDS)):
+            what = "an embedding's" if "lora_embedding" in name else "none of a linear layer's A and B"
+            raise InputError(f"{file}: {name} is {what}, and plain LoRA alone is read; {MERGE_YOURSELF}")
+        if header.dtype not in TYPES or len(header.shape) != 2:
+            raise InputError(
+                f"{file}: {name} is {header.dtype} {list(header.shape)}, and what is read are matrices in "
+                f"{', '.join(TYPES)}; save the adapter again"
+            )
+    modules = dict.fromkeys(name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in headers)
+    if not modules:
+        raise InputError(f"{file}: holds no tensor; save the adapter again")
+    return {module: _part(file, config, headers, module) for module in modules}
+
+
+def _part(file: Path, config: LoraConfig, headers: Mapping[str, Header], module: str) -> Part:
+    a, b = (f"{PREFIX}{module}{end}" for end in ENDS)
+    if missing := next((name for name in (a, b) if name not in headers), None):
+        raise InputError(f"{file}: has no {missing}, whose other half is there; copy or download it again")
+    rank, found = config.rank(module), (headers[a].shape[0], headers[b].shape[1])
+    if found != (rank, rank):
+        raise InputError(
+            f"{file}: {module} has A {list(headers[a].shape)} and B {list(headers[b].shape)}, and {ADAPTER} gives it "
+            f"the rank {rank}; copy or download both files again"
+        )
+    return Part(a, b, rank, config.scale(module))
+
+
+def _check_values(adapter: Adapter) -> None:
+    """Raise InputError for NaN or Inf, or what becomes Inf in BF16."""
+    import torch
+
+    for module, part in adapter.parts.items():
+        for name, tensor in zip((part.a, part.b), adapter.read(module), strict=True):
+            bad = int((~torch.isfinite(tensor.to(torch.bfloat16))).sum())
+            if bad:
+                raise InputError(
+                    f"{adapter.path / TENSORS}: {name} holds {bad:,} values of {tensor.numel():,} that are not finite "
+                    "in BF16; take an earlier checkpoint of its training"
+                )
+
+
+def _fingerprint(path: Path) -> str:
+    """SHA-256, in hexadecimal, over both files."""
+    digests = (sha256_file(path / name) for name in (ADAPTER, TENSORS))
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def check_names(adapters: Iterable[Adapter]) -> None:
+    """Raise InputError for a name that no graph's file can have, and for two adapters of one name."""
+    seen: dict[str, Adapter] = {}
+    for adapter in adapters:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", adapter.name) or adapter.name.endswith("fp32"):
+            raise InputError(
+                f"--adapter {adapter.path}: its graph is called after the directory, and {adapter.name!r} is no name "
+                "for one; rename it, with up to 100 letters, digits, '.', '_' and '-', and no fp32 at its end"
+            )
+        if (other := seen.setdefault(adapter.name, adapter)) is not adapter:
+            raise InputError(
+                f"--adapter {adapter.path}: is called {adapter.name}, as {other.path} is; rename one of the directories"
+            )

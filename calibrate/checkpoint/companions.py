@@ -1,0 +1,117 @@
+"""What a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of chats, what is
+done to images, the licence. They are looked at before any library opens them, and go into the FP8 checkpoint as they
+are.
+"""
+
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import InputError
+from ...core.files import regular_file, sha256_file
+from ..input.untrusted import AGAIN, exists, read_json
+from .config_fields import check_token_ids, shown
+
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
+    "LICENSE*",
+)
+#: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
+VOCABULARY = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+)
+#: Bytes that the files of a tokenizer may have; the largest published tokenizer.json has 34 MB.
+COMPANION_BYTES = 512 << 20
+#: Token ids that a tokenizer may have beyond the rows of the model's embedding: tokenizers lists every hole.
+HOLES = 1 << 20
+REMEDY = "copy the files of the tokenizer it was trained with beside config.json"
+
+
+def companions(path: Path) -> Iterator[Path]:
+    """The companions in a checkpoint's directory, in name order; also what bears such a name and is no file. A folder
+    is one only where a file is expected.
+    """
+    for name in sorted(os.listdir(path)):
+        file = name.endswith((".json", ".jinja", ".model", ".txt"))
+        if any(fnmatchcase(name, pattern) for pattern in COMPANIONS) and (file or not (path / name).is_dir()):
+            yield path / name
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """The vocabulary files in a checkpoint's directory, tokenizer.json first."""
+    return [path / name for name in VOCABULARY if exists(path / name)]
+
+
+def tokenizer_digests(path: Path) -> dict[str, str]:
+    """File name -> SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
+    files = tokenizer_files(path)
+    return {file.name: sha256_file(file) for file in (files[:1] if files[0].name == VOCABULARY[0] else files)}
+
+
+def check_companions(path: Path, name: str, vocabulary: int) -> None:
+    """Look at the companions in the directory `path` of the checkpoint `name`, which has `vocabulary` rows in its
+    embedding.
+
+    Raises InputError, naming the file, where there is no tokenizer, for what is no file or cannot be read, does not
+    parse, is larger than anyone's, or gives a token an id that is far beyond the embedding.
+    """
+    if not tokenizer_files(path):
+        raise InputError(
+            f"{name}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the "
+            "one it was trained with beside config.json"
+        )
+    for file in [*companions(path), *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
+        if file.suffix == ".json":
+            _check_json(file, read_json(file, COMPANION_BYTES, finite=file.name not in VOCABULARY), vocabulary)
+        elif regular_file(file, AGAIN) > COMPANION_BYTES:
+            raise InputError(f"{file}: has more than {COMPANION_BYTES:,} bytes, as no tokenizer's file has; {REMEDY}")
+
+
+def _check_json(file: Path, content: Any, vocabulary: int) -> None:
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: holds no JSON object but {shown(content)}; {REMEDY}")
+    if file.name == "generation_config.json":
+        check_token_ids(file, content)
+    if content.get("fast_tokenizer_files"):
+        raise InputError(
+            f"{file}: fast_tokenizer_files has transformers read another file than tokenizer.json; take it out"
+        )
+    limit = vocabulary + HOLES
+    for token, number in _ids(file.name, content):
+        if isinstance(number, int) and number >= limit:
+            raise InputError(
+                f"{file}: gives {shown(token)} the id {number:,}, and the model's embedding ends at "
+                f"{vocabulary - 1:,}; {REMEDY}"
+            )
+
+
+def _ids(name: str, content: dict[str, Any]) -> Iterator[tuple[object, object]]:
+    """Tokens and the ids that a file gives them; what has another form is the library's to refuse."""
+    if name in ("vocab.json", "added_tokens.json"):
+        yield from content.items()
+    model, decoder = content.get("model"), content.get("added_tokens_decoder")
+    if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
+        yield from model["vocab"].items()
+    if isinstance(decoder, dict):
+        yield from ((token, int(number)) for number, token in decoder.items() if number.isdecimal())
+    added = content.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict):
+            yield token.get("content"), token.get("id")

@@ -1,0 +1,119 @@
+"""What config.json says, before transformers makes a model of it: values of the right kind, sizes that the weights bear
+out, and no word that would have another file loaded than those that fp8q reads.
+
+transformers checks the fields that a model type declares; what it reads of any configuration (windows, kinds of layers,
+token ids) it believes. And a skeleton of a billion layers is built layer by layer, though the headers of the weights
+tell at once that there are four.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import InputError
+from ..input.untrusted import AGAIN
+
+#: What configurations call the number of positions.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+#: What configurations call the number of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+#: Keys that have transformers read other files, or build another model, than config.json and the weights beside it.
+ELSEWHERE = {
+    "configuration_files": "has transformers read another file in its place",
+    "fusion_config": "has transformers replace parts of the model",
+}
+#: More experts than any model has (Doge's configuration says 16,384): a skeleton may make a module of each.
+EXPERTS = 1 << 16
+LARGEST_INT = 2**31 - 1
+_SIZE = re.compile(r"(\w+_(size|dim|heads|rank|groups)|n_(embd|inner|head|heads)|d_(model|ff|kv))")
+_NO_SIZE = re.compile(r"window|chunk|block|batch|cache|image|patch|kernel")
+_EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
+
+
+def check_fields(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise InputError, naming `file`, the key and what it holds, for a value of `config` that is of the wrong kind."""
+    for key, why in ELSEWHERE.items():
+        if config.get(key):
+            raise InputError(f"{file}: {key} {why}, which fp8q does not do; take it out, or give another model")
+    for key, value in config.items():
+        if key == "sliding_window" and value == 0 and _without_windows(config):
+            continue  # how transformers writes that no layer has one (Qwen2-MoE)
+        for keys, right, kind in KINDS:
+            if keys(key) and value is not None and not right(value):
+                raise InputError(f"{file}: {key} is {shown(value)}, and not {kind}; {AGAIN}")
+
+
+def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
+    """The same for the ids of special tokens alone: of generation_config.json."""
+    for key in TOKEN_IDS:
+        if config.get(key) is not None and not _ids(config[key]):
+            raise InputError(f"{file}: {key} is {shown(config[key])}, and not a token id or a list of them; {AGAIN}")
+
+
+def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[int, ...]]) -> None:
+    """Raise InputError, naming `file`, for a size in `config` that weights of these `shapes` cannot have: a layer has a
+    tensor at least, and what is so many wide or many has as many values.
+    """
+    values = sum(map(prod, shapes))
+    for key, size in config.items():
+        if not _count(size):
+            continue
+        if key in LAYERS and size > len(shapes):
+            held = f"hold {len(shapes):,} tensors"
+        elif _SIZE.fullmatch(key) and not _NO_SIZE.search(key) and size > values:
+            held = f"hold {values:,} values"
+        elif "expert" in key and size > EXPERTS:
+            held = "are not those of so many"
+        else:
+            continue
+        raise InputError(f"{file}: {key} is {size:,}, and the weights {held}; {AGAIN}")
+
+
+def shown(value: object) -> str:
+    """A value for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_INT
+
+
+def _without_windows(config: Mapping[str, Any]) -> bool:
+    layer_types = config.get("layer_types")
+    listed = isinstance(layer_types, list) and bool(layer_types)
+    return config.get("use_sliding_window") is False or (
+        listed and {*map(str, layer_types or ())} == {"full_attention"}
+    )
+
+
+def _ids(value: object) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return all(isinstance(each, int) and not isinstance(each, bool) for each in listed)
+
+
+def _strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _small(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
+
+
+#: Which keys, what their values must be unless they are null, and how to say it.
+KINDS: tuple[tuple[Callable[[str], object], Callable[[object], bool], str], ...] = (
+    ({"architectures", "layer_types"}.__contains__, _strings, "a list of names"),
+    ({*LAYERS, *POSITIONS, "sliding_window"}.__contains__, _count, f"a whole number from 1 to {LARGEST_INT:,}"),
+    (
+        {"vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"}.__contains__,
+        _count,
+        f"a whole number from 1 to {LARGEST_INT:,}",
+    ),
+    (set(TOKEN_IDS).__contains__, _ids, "a token id or a list of them"),
+    ({"auto_map", "rope_scaling", "rope_parameters"}.__contains__, lambda value: isinstance(value, dict), "an object"),
+    ({"transformers_weights"}.__contains__, lambda value: isinstance(value, str), "the name of a file"),
+    (_EPSILON.fullmatch, _small, "a number between 0 and 1"),
+)

@@ -1,0 +1,42 @@
+"""Checkpoints whose tensors are codes: told here, and read by whoever knows the codes.
+
+Nothing in this folder knows a format of codes. `open_source` is handed a `Recognizer`, which says what the tensors of a
+checkpoint stand for; the one here knows no codes, and refuses them.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import InputError
+from .weights import Coding, Header
+
+#: Under which keys of config.json it says how a checkpoint is quantized, and the file in which ModelOpt says it.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+MODELOPT_FILE = "hf_quant_config.json"
+#: The beginnings of safetensors' words for types that are codes.
+CODES = ("F8_", "F6_", "F4")
+
+#: Directory, what the user calls it, config.json, headers -> what the tensors stand for; None where they are numbers.
+#: Raises InputError for codes that it does not know.
+Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, Header]], Coding | None]
+
+
+def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, Header]) -> None:
+    """Raise InputError for a checkpoint that says that it is quantized, or holds tensors in FP8 or narrower types."""
+    quantization = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), None)
+    if quantization or (path / MODELOPT_FILE).is_file():
+        method = (
+            f" ({quantization['quant_method']})"
+            if isinstance(quantization, dict) and "quant_method" in quantization
+            else ""
+        )
+        raise InputError(
+            f"{name}: is quantized already{method}; give the checkpoint it was made from, in BF16, FP16 or FP32"
+        )
+    for tensor, header in headers.items():
+        if header.dtype.startswith(CODES):
+            raise InputError(
+                f"{header.file}: {tensor} is {header.dtype}, so the checkpoint is quantized already; give the one it "
+                "was made from, in BF16, FP16 or FP32"
+            )

@@ -1,0 +1,279 @@
+"""The safetensors of a checkpoint: found, checked by their headers, read tensor by tensor.
+
+A tensor is a view of the mapped file, and the file is unmapped when the tensor is let go of, so that memory holds what
+one tensor needs however large the checkpoint is. Pickled weights can run code when they are read, so they are refused
+and never opened.
+"""
+
+from collections.abc import Callable, KeysView, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...core.errors import InputError
+from ...core.files import regular_file
+from ...core.reporter import SILENT, Reporter
+from ..input.untrusted import AGAIN, exists, foreign, local_path, one_line, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: How the name of a file of weights ends, and that of an index of several.
+WEIGHTS_END, INDEX_END = ".safetensors", ".safetensors.index.json"
+ADAPTER = "adapter_config.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: Values looked at together when offending ones are counted.
+CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors header says of one tensor: its file, its type in safetensors' words, its shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a stored `tensor`: of what its first axis counts the one numbered `index`, and of that the rows from
+    `start` to `end`; all of it where `index` is None.
+    """
+
+    tensor: str
+    index: int | None = None
+    start: int = 0
+    end: int = 0
+
+
+def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[Path, ...]:
+    """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user
+    calls it, `named` what its config.json names as `transformers_weights`.
+
+    These are the weights: what is measured, hashed, streamed and quantized is read from just these, and transformers is
+    handed their tensors and finds no files of its own. Raises InputError when there are none (saying what there is
+    instead), when one is damaged, when the index does not read or promises what is not there, and when an adapter lies
+    beside them, which transformers may or may not lay over them.
+    """
+    first = _first(directory, name, named)
+    if exists(directory / ADAPTER):
+        raise InputError(
+            f"{name}: holds an adapter ({ADAPTER}) beside its weights; move the adapter's files to a directory "
+            "of their own, and give that with --adapter"
+        )
+    if not first.name.endswith(INDEX_END):
+        read_headers((first,))
+        return (first,)
+    index, promised = first, _read_index(first)
+    shards = sorted({local_path(directory / shard) for shard in promised.values()})
+    missing = [shard.name for shard in shards if not exists(shard)]
+    if missing:
+        raise InputError(
+            f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or "
+            "download it again"
+        )
+    headers = read_headers(tuple(shards))
+    for tensor, shard in promised.items():
+        if tensor not in headers or headers[tensor].file.name != shard:
+            raise InputError(
+                f"{index}: promises {tensor} in {shard}, which does not hold it; copy or download the checkpoint again"
+            )
+    return tuple(shards)
+
+
+def _first(directory: Path, name: str, named: str | None) -> Path:
+    """The one file of weights, or the index of several: what is `named`, or the first of those that there are."""
+    if named is not None:
+        if Path(named).name != named or not named.endswith((WEIGHTS_END, INDEX_END)):
+            raise InputError(
+                f"{directory / 'config.json'}: transformers_weights is {named!r}, and not a file of safetensors beside "
+                "it; the checkpoint is damaged or not to be trusted"
+            )
+        return local_path(directory / named)
+    found = next((directory / file for file in (SINGLE, INDEX) if exists(directory / file)), None)
+    if found is None:
+        raise InputError(f"{name}: {_instead(directory)}")
+    return found
+
+
+def _instead(directory: Path) -> str:
+    """What a checkpoint without safetensors holds instead, and what to do."""
+    if exists(directory / ADAPTER):
+        return "is an adapter without its base model; give the base model as MODEL, and this directory with --adapter"
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        code = (
+            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+            f"[X.from_pretrained({str(directory)!r}).save_pretrained('NEW') for X in (M, T)]"
+        )
+        return (
+            f"has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them "
+            f'where you trust them with `python -c "{code}"` and give NEW'
+        )
+    others = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack")
+    )
+    found = f" (but {others[0]})" if others else ""
+    return (
+        f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read; save the "
+        "model with save_pretrained"
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor -> file name.
+
+    Raises InputError when it does not read, or points out of the directory.
+    """
+    content = read_json(path)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise InputError(
+            f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again"
+        )
+    outside = [shard for shard in shards.values() if Path(shard).name != shard]
+    if outside:
+        raise InputError(
+            f"{path}: names {outside[0]}, which is not a file beside it; the checkpoint is damaged or not to be trusted"
+        )
+    return dict(shards)
+
+
+def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
+    """Tensor name -> header, in the order the tensors lie in `files`.
+
+    Raises InputError, naming the file, when one is damaged or cut short, and when a tensor is in two of them.
+    """
+    from safetensors import safe_open
+
+    headers: dict[str, Header] = {}
+    for file in files:
+        regular_file(file, AGAIN)
+        with foreign(partial(_damaged, file)), safe_open(file, framework="numpy") as opened:
+            views = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+        for name in found.keys() & headers.keys():
+            raise InputError(
+                f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again"
+            )
+        headers |= found
+    return headers
+
+
+def _damaged(file: Path, error: BaseException) -> InputError:
+    return InputError(f"{file}: is damaged or cut short ({one_line(error)}); copy or download it again")
+
+
+class Coding(Protocol):
+    """What the tensors of a checkpoint stand for, where some are codes with scales beside them."""
+
+    @property
+    def beside(self) -> tuple[Path, ...]:
+        """The files that were read for it beside config.json and the weights."""
+
+    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+        """The numbers that the `stored` tensors stand for: scales are left out, and codes have the type of numbers."""
+
+    def decoded(self, name: str, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor | None":
+        """The numbers of a tensor that is stored as codes, float32; None for one that is not. `read` gives what the
+        files hold.
+        """
+
+
+class Weights:
+    """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
+
+    def __init__(self, files: tuple[Path, ...], coding: Coding | None = None, parts: Mapping[str, Part] | None = None):
+        """Read the headers of `files`; no tensor yet. `parts`: what to take the tensors for, by name, where some are
+        several in one. Raises InputError for files that have been damaged since.
+        """
+        self._coding, self._stored = coding, read_headers(files)
+        self._headers = coding.headers(self._stored) if coding else self._stored
+        self._parts = parts or {}
+        if parts:
+            self._headers = {name: _header(self._headers[part.tensor], part) for name, part in parts.items()}
+
+    def names(self) -> KeysView[str]:
+        """All names."""
+        return self._headers.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._headers[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Type of a tensor, in safetensors' words: `BF16`, `F16`, `F32` …."""
+        return self._headers[name].dtype
+
+    def coded(self, name: str) -> bool:
+        """Whether a tensor is stored as codes."""
+        part = self._parts.get(name, Part(name))
+        return self._headers[name].dtype != self._stored[part.tensor].dtype
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._headers[name].file
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A tensor as it is stored, mapped from its file: read only, its pages are the file's. What is stored as codes
+        comes as the numbers they stand for, float32, in memory.
+        """
+        part = self._parts.get(name, Part(name))
+        found = self._coding.decoded(part.tensor, self.stored) if self._coding else None
+        tensor = self.stored(part.tensor) if found is None else found
+        return tensor if part.index is None else tensor[part.index, part.start : part.end]
+
+    def stored(self, name: str) -> "torch.Tensor":
+        """A tensor as it is stored, by its name in the files, codes and scales included."""
+        from safetensors import safe_open
+
+        file = self._stored[name].file
+        with foreign(partial(_damaged, file)), safe_open(file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+
+def _header(stored: Header, part: Part) -> Header:
+    """The header of a part of a tensor."""
+    shape = stored.shape if part.index is None else (part.end - part.start, *stored.shape[2:])
+    return Header(stored.file, stored.dtype, shape)
+
+
+def check_finite(weights: Weights, report: Reporter = SILENT) -> None:
+    """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying
+    how many.
+    """
+    with report.track("Checking weights", len(weights.names()), "tensors") as advance:
+        for name in weights.names():
+            tensor = weights.tensor(name)
+            if tensor.is_floating_point() and tensor.numel() and not _all_finite(tensor):
+                raise InputError(
+                    f"{name}: holds {_offenders(tensor)} among {tensor.numel():,} values, in {weights.file(name)}; "
+                    "take an earlier checkpoint of the training, or copy or download the file again"
+                )
+            advance(1)
+
+
+def _all_finite(tensor: "torch.Tensor") -> bool:
+    """`aminmax` runs at memory speed and passes NaN and Inf on; rounding to BF16 is monotone, so the extremes tell of
+    all values.
+    """
+    import torch
+
+    extremes = torch.stack(tuple(torch.aminmax(tensor)))
+    return bool(torch.isfinite(extremes.to(torch.bfloat16)).all())
+
+
+def _offenders(tensor: "torch.Tensor") -> str:
+    import torch
+
+    nan = infinite = beyond = 0
+    for chunk in tensor.flatten().split(CHUNK):
+        nan += int(chunk.isnan().sum())
+        infinite += int(chunk.isinf().sum())
+        beyond += int((chunk.to(torch.bfloat16).isinf() & chunk.isfinite()).sum())
+    counts = {"NaN": nan, "Inf": infinite, "beyond BF16's largest (3.39e38)": beyond}
+    return " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)

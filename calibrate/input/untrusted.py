@@ -1,0 +1,139 @@
+"""What somebody else made: files looked at before they are opened and read within bounds, and the errors of whoever
+parses them in one line.
+
+A model directory or a text may come from anywhere. Opening a FIFO waits for ever, a device has no end, brackets in JSON
+can be nested until the stack is used up, and every library that reads such a file fails in ways of its own, some of
+which (the panics of Rust's) are no `Exception`. What is wrong with a file is found here, once for all of them.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import Fp8qError, InputError
+from ...core.files import regular_file, unreadable
+
+#: Bytes that a JSON file may have, and how deep its values may be nested. The largest of a published checkpoint, an
+#: index of some 100,000 tensors, has 10 MB.
+JSON_BYTES, JSON_DEPTH = 64 << 20, 64
+#: Characters of another library's message that are worth repeating.
+MESSAGE = 400
+#: What is to be done about a file that is not as it should be: it came from elsewhere.
+AGAIN = "copy or download it again"
+#: Bytes that are asked for beyond a file's size: all that is asked for is taken of memory at once.
+SPARE = 1 << 20
+
+
+def local_path(text: str | Path) -> Path:
+    """The path that the user means by `text`, should it be one. Raises InputError for what no file can be called."""
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, a home of nobody, a NUL
+        shown = str(text) if len(str(text)) <= 60 else f"{str(text)[:60]}…"
+        raise InputError(
+            f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another"
+        ) from None
+    return path
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at `path`, a link to nothing included."""
+    return os.path.lexists(path)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of the regular file at `path`; InputError, naming it, for all that keeps it from being read."""
+    regular_file(path, AGAIN)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise unreadable(path, error, AGAIN) from None
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The content of the file at `path`. Raises InputError as `opened` does, and for more than `limit` bytes."""
+    with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+        size = os.fstat(handle).st_size
+        content = file.read(min(limit, size + SPARE) + 1) if size <= limit else b""
+    if max(size, len(content)) > limit:
+        raise InputError(
+            f"{path}: has {max(size, len(content)):,} bytes, and {limit:,} are the most that are read of such a file; "
+            "it is damaged, or not to be trusted"
+        )
+    return content
+
+
+def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
+    """The JSON value in the file at `path`, of at most `limit` bytes, nested at most `JSON_DEPTH` deep.
+
+    Raises InputError, naming the file and the place, also for NaN and infinities, which JSON lacks and Python reads;
+    `finite` False leaves out the walk that finds them, and with it the measure of the depth.
+    """
+    try:
+        value = json.loads(read_bytes(path, limit).decode())
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: does not parse: it is not UTF-8; copy or download it again") from None
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{path}: does not parse: {error.msg} at line {error.lineno}, column {error.colno}; copy or download it "
+            "again"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise InputError(f"{path}: does not parse: {one_line(error)}; copy or download it again") from None
+    for place, found in walk(value) if finite else ():
+        if place.count("\0") >= JSON_DEPTH:
+            raise InputError(f"{path}: is nested more than {JSON_DEPTH} deep; copy or download it again")
+        if isinstance(found, float) and not math.isfinite(found):
+            raise InputError(
+                f"{path}: {place.replace(chr(0), '.')} is {found}, which is no finite number; copy or download it again"
+            )
+    return value
+
+
+def walk(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every value inside a JSON value with its place, the keys and indices on the way joined by NUL; without recursion,
+    and never deeper than one beyond `JSON_DEPTH`.
+    """
+    waiting = [("", 0, value)]
+    while waiting:
+        place, depth, found = waiting.pop()
+        if depth:
+            yield place, found
+        inside = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+        if depth <= JSON_DEPTH + 1:
+            waiting += [(f"{place}\0{key}" if depth else str(key), depth + 1, held) for key, held in inside]
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text on one line, without control characters, and cut where it goes on for pages."""
+    text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(error)).split()) or type(error).__name__
+    return text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
+
+
+@contextmanager
+def foreign(blame: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
+    """Turn whatever the block raises into what `blame` makes of it: for other people's code on other people's
+    files, where no list of exceptions is ever complete. Rust's panics, which are no `Exception`, are among them.
+
+    fp8q's own errors, those `passed`, and the end of memory go through.
+    """
+    try:
+        yield
+    except BaseException as error:
+        panicked = type(error).__name__ == "PanicException"  # beside it an interrupt, or the end of the program
+        if isinstance(error, (Fp8qError, MemoryError, *passed)) or not (isinstance(error, Exception) or panicked):
+            raise
+        raise blame(error) from None

@@ -1,0 +1,140 @@
+"""An adapter and its base: whether they belong together, and the base with it merged or beside.
+
+Merged, a weight is W + s · B A, summed in FP32 and rounded once to the type that W is stored in where that is BF16. It
+is made when the tensor is read, so that whatever reads weights (statistics, codes, the yardstick in BF16, a layer at a
+time or all) has the merged model, and nothing is written in between. Beside, it is added as the model runs:
+`adapter_addition`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ...core.errors import InputError
+from ..checkpoint.adapter import TENSORS, Adapter, check_names, open_adapter
+from ..checkpoint.weights import Header
+from .products import matrix_products, output_axis, output_head
+from .source import Source, meta_model
+
+Mode = Literal["merge", "beside"]
+
+
+@dataclass(frozen=True)
+class Merging:
+    """A `Coding` of a checkpoint whose weights are numbers: those that `adapter` is of come with it merged.
+
+    `modules`: stored name -> module, and the axis of its output channels.
+    """
+
+    adapter: Adapter
+    modules: Mapping[str, tuple[str, Literal[0, 1]]]
+    beside: tuple[Path, ...] = ()
+
+    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+        """The same tensors; merged into others than BF16 they are F32."""
+        return {
+            name: replace(header, dtype="F32") if name in self.modules and header.dtype != "BF16" else header
+            for name, header in stored.items()
+        }
+
+    def decoded(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """W + s · B A; None for a tensor that the adapter leaves alone."""
+        if name not in self.modules:
+            return None
+        module, axis = self.modules[name]
+        weight, added = read(name), self.adapter.added(module)
+        merged = weight.float() + (added.T if axis else added)
+        return merged.to(torch.bfloat16) if weight.dtype == torch.bfloat16 else merged
+
+
+def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> Source:
+    """`source` with the adapters in `directories`: one merged into it, or all of them beside it.
+
+    Raises InputError for what is no adapter that fp8q reads, for one of another base, and for several to merge.
+    """
+    if mode == "merge" and len(directories) > 1:
+        raise InputError(
+            f"--adapter {directories[1]}: is the second, and one is merged; give --adapter-mode beside for several "
+            "over one base, or combine them with PEFT's add_weighted_adapter first"
+        )
+    adapters = tuple(open_adapter(directory) for directory in directories)
+    if not adapters:
+        return source
+    model = meta_model(source)
+    for adapter in adapters:
+        check_fits(adapter, source, model)
+    if mode == "beside":
+        check_names(adapters)
+        return replace(source, adapters=adapters)
+    if source.coding:
+        raise InputError(
+            f"--adapter {adapters[0].path}: merging would change the FP8 codes of {source.name}; keep them with "
+            "--adapter-mode beside, or give the checkpoint they were made from, in BF16"
+        )
+    return source.merged_with(adapters[0], merging(adapters[0], source, model))
+
+
+def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging:
+    """How the stored weights of `source`, whose modules are those of `model`, take `adapter`."""
+    axes = {module: output_axis(model.get_submodule(module)) for module in adapter.parts}
+    return Merging(adapter, {source.stored(f"{module}.weight"): (module, axis) for module, axis in axes.items()})
+
+
+def check_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None:
+    """Raise InputError where `adapter` is of modules that `model`, made of `source`, does not have, or has in other
+    sizes, and where it would change an embedding that is tied to the output head.
+    """
+    products, other = matrix_products(model), f"it is of another base than {source.name}; give that one"
+    for module, part in adapter.parts.items():
+        if module not in products:
+            raise InputError(
+                f"{adapter.path / TENSORS}: adapts {module}, and {source.architecture} has no such linear layer: "
+                f"{other}"
+            )
+        weight = products[module].weight
+        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        out, width = tuple(weight.shape)[:: -1 if output_axis(products[module]) else 1]
+        found = (adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1])
+        if found != (out, width):
+            raise InputError(
+                f"{adapter.path / TENSORS}: adapts {module} of {found[1]} inputs and {found[0]} outputs, which "
+                f"here has {width} and {out}: {other}"
+            )
+    head = output_head(model) or ""
+    if source.text_config.tie_word_embeddings and head in adapter.parts:
+        raise InputError(
+            f"{adapter.path / TENSORS}: adapts {head}, whose weight is the embedding's too; untie them in the base "
+            "first"
+        )
+
+
+def remarks(source: Source) -> list[str]:
+    """What the user should know of the adapters of `source`: whose base has another name, and what vLLM would make of
+    ranks and alphas that single modules have, which it does not read.
+    """
+    of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
+    found = [remark for adapter in of if (remark := foreign_base(adapter, source))]
+    return found + [
+        f"--adapter {adapter.path}: gives single modules a rank or an alpha of their own, which vLLM does not read: "
+        "there some would be scaled by another factor"
+        for adapter in source.adapters
+        if adapter.patterned
+    ]
+
+
+def foreign_base(adapter: Adapter, source: Source) -> str | None:
+    """A note where adapter_config.json names another base than `source`, which may have moved since; None where it
+    names it, or none.
+    """
+    named = (adapter.config.base_model_name_or_path or "").rstrip("/").rpartition("/")[2]
+    known = {source.title.rpartition("/")[2], source.path.resolve().name, source.name.rstrip("/").rpartition("/")[2]}
+    if not named or named in known:
+        return None
+    return (
+        f"--adapter {adapter.path}: says that it was trained on {adapter.config.base_model_name_or_path}; its modules "
+        f"and sizes fit {source.name}, and whether that is the same model is yours to know"
+    )

@@ -1,0 +1,51 @@
+"""Which of several processes this is, told from the variables that torchrun sets: the command line asks before anything
+heavy is imported.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of `ranks` processes this is, and which of those on its machine."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+
+
+def place(environment: Mapping[str, str] | None = None) -> Place:
+    """This process's place, by the variables that torchrun sets; alone where there are none.
+
+    Raises InputError for variables that make no sense.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" not in env or env.get("WORLD_SIZE", "1") == "1":
+        return Place()
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise InputError(
+            f"RANK is {env['RANK']} of {env['WORLD_SIZE']}, and {missing[0]} is not set; start the ranks with "
+            "torchrun, or unset RANK"
+        )
+    told = {
+        name: env.get(name, default)
+        for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    }
+    wrong = next((name for name, value in told.items() if not re.fullmatch(r"\d{1,9}", value)), None)
+    if wrong:
+        raise InputError(
+            f"{wrong} is {told[wrong]!r}, which is no number; start the ranks with torchrun, or unset RANK"
+        )
+    rank, ranks, local_rank, local_ranks = map(int, told.values())
+    if rank >= ranks:
+        raise InputError(
+            f"RANK is {rank} of {ranks}, and the last is {ranks - 1}; start the ranks with torchrun, or unset RANK"
+        )
+    return Place(rank, ranks, local_rank, local_ranks)

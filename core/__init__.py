@@ -1,0 +1,1 @@
+"""What every folder needs: the run directory and its record, files, errors, findings, the reporter, columns."""

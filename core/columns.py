@@ -1,0 +1,140 @@
+"""How rows read: columns that take a quantity out of a row and write it, the same on the command line, in HTML and in
+notebooks.
+
+Numbers keep three or four significant digits, the precision with which they are known; shares are written in percent,
+sizes in decimal units, and what does not apply is left empty rather than zero.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Generic, TypeVar
+
+Row = TypeVar("Row")
+
+
+def share(fraction: float) -> str:
+    """A fraction as percent: 0.9712 -> `97.12 %`, 0.00416 -> `0.42 %`, 3e-5 -> `0.003 %`, 0 -> `0`; above zero never
+    written as zero.
+    """
+    percent = 100 * fraction
+    if percent in {0, 100}:
+        return f"{percent:.0f} %" if percent else "0"
+    if percent >= 1:
+        return f"{percent:.2f} %"
+    return f"{percent:.2g} %" if percent >= 1e-4 else "<0.0001 %"
+
+
+def increase(fraction: float) -> str:
+    """A relative change with its sign: 0.0031 -> `+0.31 %`."""
+    return f"{100 * fraction:+.2f} %".replace("-", "−")
+
+
+def decibels(value: float) -> str:
+    """A ratio in dB, one decimal; an error of zero is `exact`."""
+    return "exact" if value == float("inf") else f"{value:.1f}".replace("-", "−")
+
+
+def noise(value: float | None) -> str:
+    """The same in a sentence, of what has a scale: None where nothing is lost."""
+    return "exact" if value is None else f"{decibels(value)} dB"
+
+
+def magnitude(value: float) -> str:
+    """A non-negative number with four significant digits."""
+    return f"{value:.4g}"
+
+
+def nats(value: float) -> str:
+    """A divergence in nats with three significant digits."""
+    return f"{value:.3g}"
+
+
+def count(value: int) -> str:
+    """A whole number with separators."""
+    return f"{value:,}"
+
+
+def size(value: float) -> str:
+    """Bytes in decimal units: 8_130_000 -> `8.13 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: `0.4 s`, `2 min 5 s`, `1 h 3 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """`value` takes the quantity out of a row (None: does not apply here), `write` makes it text; numbers are aligned
+    right.
+    """
+
+    title: str
+    value: Callable[[Row], Any]
+    write: Callable[[Any], str] = str
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of one cell, and the value it stands for, by which a reader may sort."""
+
+    text: str
+    value: str | float | None
+    numeric: bool
+
+
+@dataclass(frozen=True)
+class Table(Generic[Row]):
+    """Rows of one kind; `missing` says what to run where there are none, `note` what must be read with them."""
+
+    title: str
+    rows: Sequence[Row]
+    all_columns: tuple[Column[Row], ...]
+    missing: str
+    note: str = ""
+
+    @property
+    def columns(self) -> tuple[Column[Row], ...]:
+        """The columns in which at least one row has a value."""
+        return tuple(column for column in self.all_columns if any(column.value(row) is not None for row in self.rows))
+
+    def cells(self) -> list[list[Cell]]:
+        """Each row's cells, in the order of `columns`."""
+        columns = self.columns
+        return [[_cell(column, row) for column in columns] for row in self.rows]
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the table."""
+        if not self.rows:
+            return f"<p><b>{escape(self.title)}.</b> {escape(self.missing)}</p>"
+        head = "".join(
+            f'<th style="text-align:{_align(column.numeric)}">{escape(column.title)}</th>' for column in self.columns
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(f'<td style="text-align:{_align(cell.numeric)}">{escape(cell.text)}</td>' for cell in row)
+            + "</tr>\n"
+            for row in self.cells()
+        )
+        caption = f"<caption>{escape(self.title)}</caption>"
+        note = f"\n<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>{note}"
+
+
+def _align(numeric: bool) -> str:
+    return "right" if numeric else "left"
+
+
+def _cell(column: Column[Row], row: Row) -> Cell:
+    value = column.value(row)
+    return Cell("" if value is None else column.write(value), value, column.numeric)

@@ -1,0 +1,155 @@
+"""Each expert as a branch of its own, made from the one that was traced (`traced_experts`).
+
+    chosen[N] -> If ─ then: shares[:, N] -> the nodes of an expert, which add to the total
+                    └ else: the total as it was
+
+Inside the branch lies all that the expert multiplies, so a step that sends no token there reads none of its weights.
+Quantization lies inside too: outside, TensorRT-RTX multiplies in BF16, and where the branches quantize the very same
+tensor its builder fails. The total goes from expert to expert in the order of their numbers, in which the reference
+adds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..modules.operators import EXPERT_BEGINS, EXPERT_ENDS
+from .layer_copies import like
+
+#: Name of a stored tensor, and what a tensor of its kind is -> where it lies.
+Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A traced expert, named after `place` and its `number`: its `nodes` in order, between the marks that begin and end
+    it.
+    """
+
+    place: str
+    number: int
+    begins: ir.Node
+    nodes: tuple[ir.Node, ...]
+    ends: ir.Node
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the experts that are like it."""
+        return tuple(self.begins.attributes["members"].as_ints())
+
+    def renamed(self, name: str | None, number: int) -> str | None:
+        """`name`, which belongs to this expert, as it is of another; None where it belongs to none."""
+        own = f"{self.place}.{self.number}."
+        return f"{self.place}.{number}.{name.removeprefix(own)}" if name and name.startswith(own) else None
+
+
+def branch_experts(model: ir.Model, place: Place) -> None:
+    """Put branches where experts were marked in the graph, whose names are final; `place` says where a tensor lies.
+
+    1. Patterns that hand on one total are the kinds of one layer's experts. 2. Marks and traced experts go.
+    """
+    numbers: dict[int, ir.Value] = {}
+    for last in [node for node in model.graph if _is(node, EXPERT_ENDS) and not _goes_on(node)]:
+        patterns = _patterns(model.graph, last)
+        total = patterns[0].begins.inputs[0]
+        assert total is not None, "a mark reads a total"
+        for number, pattern in sorted((number, each) for each in patterns for number in each.members):
+            index = numbers.get(number) or numbers.setdefault(number, _number(model, pattern, number))
+            total = _branch(model, pattern, number, index, total, last, place)
+        last.outputs[0].replace_all_uses_with(total)
+        model.graph.remove([node for each in patterns for node in (each.begins, *each.nodes, each.ends)], safe=True)
+
+
+def _is(node: ir.Node | None, operator: tuple[str, str]) -> bool:
+    return node is not None and (node.domain, node.op_type) == operator
+
+
+def _goes_on(mark: ir.Node) -> bool:
+    """Whether another expert begins with the total that this one ends with."""
+    return any(_is(usage.node, EXPERT_BEGINS) for usage in mark.outputs[0].uses())
+
+
+def _patterns(graph: ir.Graph, last: ir.Node) -> list[Pattern]:
+    """The traced experts of the layer whose `last` mark is given, in order."""
+    found: list[Pattern] = []
+    ends: ir.Node | None = last
+    while ends is not None and _is(ends, EXPERT_ENDS):
+        prefix = (ends.name or "").rpartition(".")[0]
+        place, _, number = prefix.rpartition(".")
+        begins, *nodes = (node for node in graph if (node.name or "").startswith(f"{prefix}.") and node is not ends)
+        assert _is(begins, EXPERT_BEGINS), f"{begins.name} begins an expert"
+        found.insert(0, Pattern(place, int(number), begins, tuple(nodes), ends))
+        ends = begins.inputs[0].producer() if begins.inputs[0] is not None else None
+    return found
+
+
+def _number(model: ir.Model, pattern: Pattern, number: int) -> ir.Value:
+    """The constant `number`, named after its first reader."""
+    name = f"{pattern.place}.{number}.chosen.constant_1"
+    tensor = ir.tensor(number, ir.DataType.INT64, name=name)
+    value = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def _branch(
+    model: ir.Model, pattern: Pattern, number: int, index: ir.Value, total: ir.Value, before: ir.Node, place: Place
+) -> ir.Value:
+    """Expert `number` as a branch that goes on with `total`, put before a node; returns the new total."""
+    _, shares, chosen = pattern.begins.inputs
+    old_total, old_share = pattern.begins.outputs
+    name = f"{pattern.place}.{number}"
+    share = _node("Gather", [shares, index], f"{name}.share", old_share, axis=1)
+    known = {old_total: total, old_share: share.outputs[0]}
+    nodes = [share, *_copies(model, pattern, number, known, place)]
+    kept = _node("Identity", [total], f"{name}.kept", old_total)
+    made = pattern.ends.inputs[0]
+    assert made is not None, "a mark reads a total"
+    condition = ir.node("Gather", [chosen, index], {"axis": 0}, name=f"{name}.chosen")
+    value = condition.outputs[0]
+    value.name, value.dtype, value.shape = f"{name}.chosen.output", ir.DataType.BOOL, ir.Shape([])
+    branches = {
+        "then_branch": ir.Graph([], [known[made]], nodes=nodes, name=f"{name}.then"),
+        "else_branch": ir.Graph([], [kept.outputs[0]], nodes=[kept], name=f"{name}.else"),
+    }
+    choice = _node("If", [value], f"{name}.If", old_total, **branches)
+    model.graph.insert_before(before, [condition, choice])
+    return choice.outputs[0]
+
+
+def _node(operator: str, inputs: list[ir.Value | None], name: str, as_value: ir.Value, **attributes: object) -> ir.Node:
+    """A node that makes a value of the type and shape of another."""
+    outputs = [like(as_value, f"{name}.output")]
+    return ir.node(operator, inputs, attributes, outputs=outputs, name=name)  # type: ignore[arg-type]
+
+
+def _copies(
+    model: ir.Model, pattern: Pattern, number: int, known: dict[ir.Value, ir.Value], place: Place
+) -> list[ir.Node]:
+    """The nodes of a pattern as those of expert `number`; what they read and make is added to `known`, old -> new."""
+    copies = []
+    for node in pattern.nodes:
+        inputs = [
+            None if value is None else _read(model, pattern, number, value, known, place) for value in node.inputs
+        ]
+        outputs = [like(value, pattern.renamed(value.name, number)) for value in node.outputs]
+        known |= dict(zip(node.outputs, outputs, strict=True))
+        attributes, name = [*node.attributes.values()], pattern.renamed(node.name, number)
+        copies.append(ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, name=name))
+    return copies
+
+
+def _read(
+    model: ir.Model, pattern: Pattern, number: int, value: ir.Value, known: dict[ir.Value, ir.Value], place: Place
+) -> ir.Value:
+    """What expert `number` reads where its pattern reads `value`: its own, a stored tensor, or what all read."""
+    if value in known:
+        return known[value]
+    name = pattern.renamed(value.name, number)
+    if name in (None, value.name) or not isinstance(value.const_value, ir.ExternalTensor):
+        return value
+    own = known[value] = like(value, name)
+    own.const_value = place(name, value.const_value)
+    model.graph.register_initializer(own)
+    return own

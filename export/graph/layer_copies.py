@@ -1,0 +1,219 @@
+"""The layers that were not traced, made from one of their kind.
+
+In the small graph (`layer_kinds.skip`) a node `SKIPPED` stands for each of them. It is replaced by a copy of the nodes
+of its kind's second layer, in which the index in every name is another and the hidden states come from, and go to,
+where the node stood. What the layer reads of others (masks, rotary embeddings, constants) is read from the same value.
+
+That this gives what tracing would have given is not taken for granted: the same copy, made for the last layer of the
+kind, must be that layer as it was traced, node by node, name by name. If it is not, or if the graph is not a row of
+layers handing on one tensor, `NotAlikeError` sends the model to be traced in full.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..modules.layer_kinds import Kind, NotAlikeError
+from ..modules.operators import SKIPPED
+
+#: Name of a stored tensor, and what a tensor of its kind is -> where it lies.
+Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
+_CACHE = re.compile(r"(past_key_values|new_key_values)\.(\d+)\.(key|value)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The nodes of one traced layer, in order."""
+
+    prefix: str
+    index: int
+    nodes: tuple[ir.Node, ...]
+
+    def renamed(self, name: str | None, index: int) -> str | None:
+        """`name`, which belongs to this layer, as it is in layer `index`; None where it belongs to none, or another."""
+        own = f"{self.prefix}{self.index}."
+        if name is not None and name.startswith(own):
+            return f"{self.prefix}{index}.{name.removeprefix(own)}"
+        match = _CACHE.fullmatch(name or "")
+        return f"{match[1]}.{index}.{match[3]}" if match and int(match[2]) == self.index else None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What the layers of a kind are copied from: a block; which inputs of its nodes (node, input) read the hidden
+    states that come; the name of those that go.
+    """
+
+    block: Block
+    entering: frozenset[tuple[int, int]]
+    leaving: str
+
+
+def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> None:
+    """Put the layers that `kinds` skipped into the graph, whose names are final (`renaming.name_the_rest`).
+
+    `place` says where the tensor of a layer lies, by its name. Raises NotAlikeError.
+    """
+    blocks = blocks_of(model, prefix)
+    patterns: dict[int, Pattern] = {}
+    for kind in kinds:
+        if kind.skipped:
+            patterns |= dict.fromkeys(kind.skipped, _pattern(blocks, kind))
+    for marker in [node for node in model.graph if (node.domain, node.op_type) == SKIPPED]:
+        index = marker.attributes["index"].as_int()
+        _replace(model, marker, patterns.pop(index), index, place)
+    if patterns:
+        raise NotAlikeError(f"layers {sorted(patterns)} left no trace")
+    order_interface(model)
+
+
+def _pattern(blocks: Mapping[int, Block], kind: Kind) -> Pattern:
+    """The second layer of a kind as its pattern, found to make the last as it was traced."""
+    if missing := {*kind.traced} - {*blocks}:
+        raise NotAlikeError(f"layers {sorted(missing)} left no trace")
+    second, last = (blocks[index] for index in kind.traced[1:])
+    leaving = _leaving(second)
+    if second.renamed(leaving, last.index) != _leaving(last):
+        raise NotAlikeError(f"layers {second.index} and {last.index} hand on different values")
+    return Pattern(second, _entering(second, last), leaving)
+
+
+def blocks_of(model: ir.Model, prefix: str) -> dict[int, Block]:
+    """The layers of the graph, a row of nodes each. Raises NotAlikeError where anything else lies between them."""
+    row: list[tuple[int | None, ir.Node]] = []
+    for node in model.graph:
+        match = re.match(rf"{re.escape(prefix)}(\d+)\.", node.name or "")
+        row.append((int(match[1]) if match else None, node))
+    inside = [at for at, (index, _) in enumerate(row) if index is not None]
+    nodes: dict[int, list[ir.Node]] = {}
+    previous = -1
+    for index, node in row[inside[0] : inside[-1] + 1] if inside else []:
+        at = node.attributes["index"].as_int() if (node.domain, node.op_type) == SKIPPED else index
+        if at is None or at < previous:
+            raise NotAlikeError(f"{node.name} lies between the layers")
+        previous = at
+        if index is not None:
+            nodes.setdefault(index, []).append(node)
+    return {index: Block(prefix, index, tuple(found)) for index, found in nodes.items()}
+
+
+def _entering(second: Block, last: Block) -> frozenset[tuple[int, int]]:
+    """Where `second` reads its hidden states: the only value that `last`, alike in all else, has another of."""
+    if len(second.nodes) != len(last.nodes):
+        raise NotAlikeError(
+            f"layers {second.index} and {last.index} have {len(second.nodes)} and {len(last.nodes)} nodes"
+        )
+    entering: dict[tuple[ir.Value, ir.Value], list[tuple[int, int]]] = {}
+    for at, (one, other) in enumerate(zip(second.nodes, last.nodes, strict=True)):
+        if _described(second, one, last.index) != _described(last, other, last.index):
+            raise NotAlikeError(f"{one.name} and {other.name} differ")
+        for number, (mine, theirs) in enumerate(zip(one.inputs, other.inputs, strict=True)):
+            if mine is theirs or mine is None or theirs is None:
+                continue
+            if (name := second.renamed(mine.name, last.index)) is None:
+                entering.setdefault((mine, theirs), []).append((at, number))
+            elif name != theirs.name or not _alike(mine, theirs):
+                raise NotAlikeError(f"{one.name} and {other.name} read different values")
+    if len(entering) != 1:
+        raise NotAlikeError(f"layers {second.index} and {last.index} get {len(entering)} values from the layers before")
+    return frozenset(*entering.values())
+
+
+def _described(block: Block, node: ir.Node, index: int) -> object:
+    """All of a node but what it reads, as if `block` were layer `index`."""
+    attributes = sorted((key, attribute.type, repr(attribute.value)) for key, attribute in node.attributes.items())
+    outputs = [
+        (block.renamed(value.name, index), str(value.type), str(value.shape), value.is_graph_output())
+        for value in node.outputs
+    ]
+    inputs = [None if value is None else value.producer() is None for value in node.inputs]
+    return node.domain, node.op_type, block.renamed(node.name, index), attributes, outputs, inputs
+
+
+def _alike(one: ir.Value, other: ir.Value) -> bool:
+    """Whether two values, each of its own layer, are of the same type and shape, and equal where they are constants of
+    the graph.
+    """
+    if (str(one.type), str(one.shape), one.is_initializer()) != (
+        str(other.type),
+        str(other.shape),
+        other.is_initializer(),
+    ):
+        return False
+    mine, theirs = one.const_value, other.const_value
+    if mine is None or theirs is None or isinstance(mine, ir.ExternalTensor) or isinstance(theirs, ir.ExternalTensor):
+        return type(mine) is type(theirs) and (mine is None or theirs is None or mine.dtype == theirs.dtype)
+    return (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+
+
+def _leaving(block: Block) -> str:
+    """The name of the only value of `block` that is read outside it."""
+    own = set(block.nodes)
+    leaving = [
+        value.name or ""
+        for node in block.nodes
+        for value in node.outputs
+        if any(usage.node not in own for usage in value.uses())
+    ]
+    if len(leaving) != 1:
+        raise NotAlikeError(f"of layer {block.index}, {len(leaving)} values are read by others")
+    return leaving[0]
+
+
+def _replace(model: ir.Model, marker: ir.Node, pattern: Pattern, index: int, place: Place) -> None:
+    """Put layer `index`, a copy of its pattern, where `marker` stands for it."""
+    block = pattern.block
+    made: dict[str, ir.Value] = {}
+
+    def read(value: ir.Value | None) -> ir.Value | None:
+        name = block.renamed(value.name, index) if value is not None else None
+        if value is None or name is None:
+            return value
+        return made[name] if name in made else made.setdefault(name, _own(model, value, name, place))
+
+    for at, node in enumerate(block.nodes):
+        inputs = [
+            marker.inputs[0] if (at, number) in pattern.entering else read(value)
+            for number, value in enumerate(node.inputs)
+        ]
+        outputs = [like(value, block.renamed(value.name, index)) for value in node.outputs]
+        name, attributes = block.renamed(node.name, index), [*node.attributes.values()]
+        copy = ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, name=name)
+        model.graph.insert_before(marker, copy)
+        made |= {value.name or "": value for value in outputs}
+        pairs = zip(outputs, node.outputs, strict=True)
+        model.graph.outputs.extend(mine for mine, theirs in pairs if theirs.is_graph_output())
+    marker.outputs[0].replace_all_uses_with(made[block.renamed(pattern.leaving, index) or ""])
+    model.graph.remove(marker, safe=True)
+
+
+def like(value: ir.Value, name: str | None) -> ir.Value:
+    """A value of the same type and shape, with another name."""
+    return ir.Value(name=name, shape=None if value.shape is None else ir.Shape([*value.shape]), type=value.type)
+
+
+def _own(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
+    """A layer's own input of the graph or tensor, called `name`, as `value` is another layer's."""
+    own = like(value, name)
+    if value.is_graph_input():
+        model.graph.inputs.append(own)
+    else:
+        assert value.const_value is not None, f"{value.name} is neither made nor stored"
+        own.const_value = place(name, value.const_value)
+        model.graph.register_initializer(own)
+    return own
+
+
+def order_interface(model: ir.Model) -> None:
+    """Let the cache's inputs and outputs stand in the order of the layers."""
+    for values in (model.graph.inputs, model.graph.outputs):
+        ordered = sorted(values, key=_place_in_interface)
+        values.clear()
+        values.extend(ordered)
+
+
+def _place_in_interface(value: ir.Value) -> tuple[int, str]:
+    match = _CACHE.fullmatch(value.name or "")
+    return (int(match[2]), match[3]) if match else (-1, "")

@@ -1,0 +1,189 @@
+"""What nodes, values and constants of the graph are called: after the Hugging Face module that made them.
+
+Names come from the module and from the order within it, never from a count over the whole graph: a layer's names are
+those of any layer of its kind but for the index, so one can be made from another (`layer_copies`), and whoever reads a
+name knows where to look.
+"""
+
+import ast
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+import onnx_ir as ir
+
+from ..onnx_file import names
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
+    """Name inputs, outputs and dynamic dimensions as DESIGN section 7 does.
+
+    1. `past_key_values.N.key|value` and `new_key_values.N.key|value` of `layers`, in the order of tracing. 2. The
+       exporter's symbols become batch, seq and capacity wherever a shape mentions them, in sums too.
+    """
+    inputs, outputs = model.graph.inputs, model.graph.outputs
+    parts = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
+    for value, part in zip(inputs[3:], parts, strict=True):
+        value.name = f"past_key_values.{part}"
+    for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
+        value.name = name
+    tokens, past = inputs[0].shape, inputs[3].shape
+    assert tokens is not None, "the exporter gives its inputs shapes"
+    assert past is not None, "the exporter gives its inputs shapes"
+    symbols = {str(tokens[0]): "batch", str(tokens[1]): "seq", str(past[2]): "capacity"}
+    for value in values_of(model):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [dim if isinstance(dim, int) else _renamed(str(dim), symbols) for dim in value.shape]
+            )
+    outputs[0].shape = ir.Shape(["batch", "seq", outputs[0].shape[2] if outputs[0].shape else None])
+
+
+def read_sizes_first(model: ir.Model) -> None:
+    """Read a dimension of the inputs from the first input that has it.
+
+    All inputs that share a dimension would do; which of them torch's exporter takes depends on how many layers there
+    are.
+    """
+    first: dict[str, tuple[ir.Value, int]] = {}
+    for value in model.graph.inputs:
+        for axis, dim in enumerate(value.shape or ()):
+            first.setdefault(str(dim), (value, axis))
+    for node in model.graph:
+        source = node.inputs[0] if node.op_type == "Shape" else None
+        if source is None or not source.is_graph_input() or source.shape is None:
+            continue
+        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(source.shape))
+        if end - start == 1:
+            node_source, axis = first[str(source.shape[start])]
+            node.replace_input_with(0, node_source)
+            node.attributes.update({"start": ir.AttrInt64("start", axis), "end": ir.AttrInt64("end", axis + 1)})
+
+
+def _renamed(dimension: str, symbols: Mapping[str, str]) -> str:
+    words = re.sub(r"\w+", lambda match: symbols.get(match[0], match[0]), dimension)
+    return "capacity + seq" if words in ("seq + capacity", "capacity + seq") else words
+
+
+def values_of(model: ir.Model) -> list[ir.Value]:
+    """Inputs of the graph, its initializers, and what its nodes make."""
+    initializers = model.graph.initializers.values()
+    return [*model.graph.inputs, *initializers, *(output for node in model.graph for output in node.outputs)]
+
+
+def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
+    """Give every product, Q and DQ the name of its Hugging Face module, from the scopes the exporter noted.
+
+    1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and
+       DQ of the activation.
+    3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its
+       MatMul and Add. 5. In a layer's
+    `fp8q_attention`: both products, Q and DQ. 6. The Attention of an attention module. 7. The two products of a module
+    of `attention` that has none.
+    """
+    scopes = {node: _scope(node) for node in model.graph}
+    matrices = {
+        name.removeprefix("model.").removesuffix(".weight")
+        for name in model.graph.initializers
+        if name.endswith(".weight")
+    }
+    linear = {scope for node, scope in scopes.items() if node.op_type in ("MatMul", "Gemm")} & matrices
+    for node, scope in scopes.items():
+        if name := _node_name(node, scope, scope in linear):
+            node.name = name
+    for module in attention:
+        products = [node for node, scope in scopes.items() if scope == module and node.op_type == "MatMul"]
+        if len(products) == len(names.ATTENTION_PRODUCTS):
+            for node, product in zip(products, names.ATTENTION_PRODUCTS, strict=True):
+                node.name = names.attention_product(module, product)
+
+
+def _scope(node: ir.Node) -> str:
+    """The Hugging Face module whose forward pass made `node`; empty where that is not known."""
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
+    scope = str(scopes[-2]).removeprefix("model.") if len(scopes) > 1 else ""
+    return "" if scope.startswith("_") else scope
+
+
+def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
+    owner, _, last = scope.rpartition(".")
+    if node.op_type == "Attention" and scope:
+        return names.attention(scope)
+    if ".fp8q_attention." in scope:
+        return _attention_node_name(node, *scope.split(".fp8q_attention."))
+    if last == "input":
+        return _among(node, names.input_pair(owner))
+    if last == "first" and owner.endswith(".input"):
+        return _among(node, names.first_pair(owner.removesuffix(".input")))
+    if last == "halves":
+        return _among(node, names.halves(owner))
+    if last in ("fp8q_k", "fp8q_v"):
+        part = last[-1]
+        past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
+        pair = names.cache_pair(owner, part)
+        return _among(node, pair._replace(dequantize=names.cache_dequantize_past(owner, part)) if past else pair)
+    if linear:
+        stored = any(value is not None and value.is_initializer() for value in node.inputs)  # a bias on its way to FP32
+        kinds = {
+            "MatMul": names.matmul(scope),
+            "Gemm": names.matmul(scope),
+            "Add": names.bias_add(scope) if _adds_to_product(node) else None,
+            "DequantizeLinear": names.weight_dequantize(scope),
+            "Cast": None if stored else names.narrow(scope),
+        }
+        return kinds.get(node.op_type)
+    return None
+
+
+def _adds_to_product(node: ir.Node) -> bool:
+    """Whether what an addition adds to comes from a product: a router adds to its scores after an activation."""
+    maker = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    return maker is not None and maker.op_type in ("MatMul", "Gemm", "Mul", "Add", "Cast")
+
+
+def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
+    """The same within the `fp8q_attention` of an attention module: in q, k, v, p, in a product, or in what these hold
+    for two terms.
+    """
+    part, _, of_two = inside.partition(".")
+    if part in names.ATTENTION_PRODUCTS:
+        return names.attention_product(module, part)
+    if part.endswith("_halves"):
+        return _among(node, names.attention_halves(module, part.removesuffix("_halves")))
+    return _among(node, (names.attention_first_pair if of_two else names.attention_pair)(module, part))
+
+
+def _among(node: ir.Node, called: names.Pair | names.Halves) -> str | None:
+    """Which of these names is the node's, by what it does."""
+    operators = ("QuantizeLinear", "DequantizeLinear") if isinstance(called, names.Pair) else ("Split", "Add")
+    return dict(zip(operators, called, strict=True)).get(node.op_type)
+
+
+def name_the_rest(model: ir.Model, stored: Collection[str]) -> None:
+    """Name what has no name of its own yet, `M` being the module that made it (nothing, and no dot, where none did).
+
+    1. A node that `name_nodes` left: `M.Reshape_2`, the second Reshape of M that it left. A node that a pass made
+       belongs where the node before it does. 2. What a node makes: `<node>.output`, with a number where it makes
+       several; graph outputs keep their names. 3. A constant: `<node>.constant_1` after its first reader and the input
+       that it is there. `stored` names the initializers that have a name; and a Cast of one is named after it.
+    """
+    counts: dict[str, int] = {}
+    named = set(stored)
+    module = ""
+    for node in model.graph:
+        module = _scope(node) if SCOPES in node.metadata_props else module
+        source = node.inputs[0].name if node.op_type == "Cast" and node.inputs[0] is not None else None
+        if source in stored and node.name == f"{source}.cast":
+            continue
+        if names.module_of(node.name or "") is None:
+            kind = ".".join(filter(None, (module, node.op_type)))
+            counts[kind] = counts.get(kind, 0) + 1
+            node.name = f"{kind}_{counts[kind]}"
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.is_initializer() and value.name not in named:
+                value.name = f"{node.name}.constant_{index}"
+                named.add(value.name)
+        for index, value in enumerate(node.outputs):
+            if not value.is_graph_output():
+                value.name = f"{node.name}.output" + (f"_{index}" if len(node.outputs) > 1 else "")

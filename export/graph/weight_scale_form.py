@@ -1,0 +1,204 @@
+"""The two forms of a graph, which are one pass over the ONNX file apart: where the scales of a weight's channels stand.
+
+`dq`: in its DequantizeLinear, as compressed-tensors and ModelOpt have them. TensorRT-RTX moves them behind the product
+by itself. `mul`: behind the product, where they are applied in the end; DequantizeLinear multiplies by one number. For
+builders that take a product of codes only where both sides have a single scale.
+
+    dq    x -> Q -> DQ(s_x) ─────────────┐
+          codes -> DQ(s_w[channel]) -> T -> MatMul ->                                        Add bias
+    mul   x -> Q -> DQ(s_x), FP32 ───────┐
+          codes -> DQ(1), FP32 -> T ─────-> MatMul, FP32 -> Mul(s_w[channel]) -> Cast ->     Add bias
+
+The product of `mul` is FP32, so the sum is scaled before it is rounded, once, and cannot overflow. Its one scale is 1,
+so that what stands behind the product is the checkpoint's `weight_scale` itself, where it lies: no number is made, none
+can be another, the graph still holds none, and the way back gives the same bytes. Another power of two would be as
+exact and wins nothing in FP32 (docs/decisions/0011).
+
+Works on the file's own messages with the package `onnx`, which an engine host has; torch and onnx_ir it has not.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from ...core.files import replacing
+from ...options import WeightScale
+from ..lint.rules_products import activation_of
+from ..onnx_file import names
+from ..onnx_file.bodies import nodes_of
+from ..onnx_file.indexed import Indexed, Operand, Product
+from ..onnx_file.loading import load_graph
+from ..onnx_file.tensors import attribute
+from ..onnx_file.weight_scales import behind, factors_of, output_axis, rescale_of, weight_of
+
+#: The one scale of all weights in the form `mul`.
+UNIT = "unit_scale"
+
+
+def other(form: WeightScale) -> WeightScale:
+    """The other of the two forms."""
+    return "mul" if form == "dq" else "dq"
+
+
+def form_of(graph: Indexed) -> WeightScale:
+    """The form that a graph was written in."""
+    return "mul" if UNIT in graph.initializers else "dq"
+
+
+def write_form(source: Path, path: Path, form: WeightScale) -> None:
+    """Write the graph `source` in a form to `path`, which may be `source`.
+
+    In another directory it reads the same external data there: see `link_data`.
+    """
+    model = load_graph(source).model
+    in_form(model, source.parent, form)
+    with replacing(path) as partial:
+        partial.write_bytes(model.SerializeToString())
+
+
+def link_data(graph: Path, directory: Path) -> list[Path]:
+    """Make links in `directory` to the external data of a graph, relative ones, so that both may move together; returns
+    those that were not there.
+
+    TensorRT's parser follows them, and refuses a place with `..` in it.
+    """
+    held = {directory / where.location: place.path for *_, where, place in load_graph(graph).storage.external}
+    made = [link for link in held if not os.path.lexists(link)]
+    for link in made:
+        link.symlink_to(os.path.relpath(held[link], directory))
+    return made
+
+
+def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
+    """Put every product on FP8 codes of a model in a form, in place; the scales lie in `directory`.
+
+    1. A product whose weight has one scale for each channel becomes `mul`. 2. One in the form `mul` of this pass
+    becomes `dq`. 3. Left as it is: one that is in the form, whose weight has one scale in all, that is a Gemm or Conv
+    (a bias of its own would be scaled too), or one side of which something else reads, which would get another type.
+    """
+    graph = Indexed(model, directory)
+    fits, change = {"dq": (_is_mul, _to_dq), "mul": (_is_dq, _to_mul)}[form]
+    scaled = [_scaled(graph, each) for each in _alone(graph, [each for each in graph.products if fits(graph, each)])]
+    gone = {node.output[0] for each in scaled for node in each.behind}
+    kept = [[(node.output[0], node) for node in part.node if node.output[0] not in gone] for part in graph.graphs]
+    made = {each.product.node.output[0]: change(each) for each in scaled}
+    types = {value: kind for each in scaled for value, kind in _answer(graph, each, form)}
+    for part, of_it in zip(graph.graphs, kept, strict=True):  # a branch before the node that has it
+        nodes = [each for value, node in of_it for each in made.get(value, [node])]
+        del part.node[:]  # what was read of it is stale from here on
+        part.node.extend(nodes)
+        for value in part.value_info:
+            value.type.tensor_type.elem_type = types.get(value.name, value.type.tensor_type.elem_type)
+    _keep_unit(model.graph)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A product whose form is to be another: the DequantizeLinear of its weight, the tensor of its channels' scales,
+    the type that the graph computes in, and the nodes of `mul` behind it.
+    """
+
+    product: Product
+    weight: NodeProto
+    scales: str
+    compute: int
+    behind: list[NodeProto]
+
+
+def _scaled(graph: Indexed, product: Product) -> _Scaled:
+    weight, after = weight_of(graph, product), behind(graph, product)
+    assert weight is not None
+    assert weight.dequantize is not None, "its weight is codes"
+    if after:
+        compute = attribute(after[-1], "to", TensorProto.FLOAT)
+        return _Scaled(product, weight.dequantize, factors_of(graph, after[0]), compute, after)
+    compute = attribute(weight.dequantize, "output_dtype", TensorProto.FLOAT)
+    return _Scaled(product, weight.dequantize, weight.dequantize.input[1], compute, after)
+
+
+def _is_dq(graph: Indexed, product: Product) -> bool:
+    weight = weight_of(graph, product)
+    if product.node.op_type != "MatMul" or weight is None or weight.dequantize is None:
+        return False
+    scale, dims = graph.constant(weight.dequantize.input[1]), graph.initializers[weight.dequantize.input[0]].dims
+    if activation_of(graph, product) is None or scale is None or scale.ndim != 1 or len(dims) != 2:
+        return False
+    axis = output_axis(product, weight, len(dims))
+    return all(side.clean for side in product.operands) and attribute(weight.dequantize, "axis", 1) == axis
+
+
+def _is_mul(graph: Indexed, product: Product) -> bool:
+    weight, rescale = weight_of(graph, product), rescale_of(graph, product)
+    if weight is None or weight.dequantize is None or rescale is None or activation_of(graph, product) is None:
+        return False
+    return weight.dequantize.input[1] == UNIT and len(graph.readers[product.node.output[0]]) == 1
+
+
+def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
+    """Those of `products` of whose two sides all other readers are such products too."""
+    while True:
+        reading = {product.node.output[0] for product in products}
+        kept = [
+            product
+            for product in products
+            if all(node.output[0] in reading for side in product.operands for node in _read_by(graph, side))
+        ]
+        if len(kept) == len(products):
+            return kept
+        products = kept
+
+
+def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
+    """What reads the result of a DequantizeLinear, Transposes passed by."""
+    assert side.dequantize is not None, "both sides are codes"
+    waiting = [side.dequantize.output[0]]
+    for value in waiting:
+        for node, _ in graph.readers.get(value, ()):
+            if node.op_type == "Transpose":
+                waiting.append(node.output[0])
+            else:
+                yield node
+
+
+def _to_mul(scaled: _Scaled) -> list[NodeProto]:
+    """The nodes that stand for a product in `mul`; it and its weight's DequantizeLinear are changed in place."""
+    node, name, result = scaled.product.node, scaled.product.node.name, scaled.product.node.output[0]
+    scaled.weight.input[1], node.output[0] = UNIT, f"{name}.sum"
+    wide = scaled.compute == TensorProto.FLOAT
+    made = result if wide else f"{names.rescale(name)}.output"
+    rescale = helper.make_node("Mul", [node.output[0], scaled.scales], [made], names.rescale(name))
+    cast = helper.make_node("Cast", [made], [result], names.rescale_cast(name), to=scaled.compute)
+    return [node, rescale] if wide else [node, rescale, cast]
+
+
+def _to_dq(scaled: _Scaled) -> list[NodeProto]:
+    """The same in `dq`."""
+    scaled.weight.input[1] = scaled.scales
+    scaled.product.node.output[0] = scaled.behind[-1].output[0]
+    return [scaled.product.node]
+
+
+def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tuple[str, int]]:
+    """Let both sides of a product be of the type that they have in a form: what is of it then, and the type."""
+    kind = TensorProto.FLOAT if form == "mul" else scaled.compute
+    for value, side in zip(scaled.product.node.input, scaled.product.operands, strict=True):
+        assert side.dequantize is not None, "both sides are codes"
+        next(entry for entry in side.dequantize.attribute if entry.name == "output_dtype").i = kind
+        while value != side.dequantize.output[0]:
+            yield value, kind
+            value = graph.producers[value].input[0]
+        yield value, kind
+
+
+def _keep_unit(graph: GraphProto) -> None:
+    """Have the one scale of the form `mul` in the file where it is read, and only there."""
+    read = any(UNIT in node.input for node in nodes_of(graph))
+    held = [tensor for tensor in graph.initializer if tensor.name == UNIT]
+    if read and not held:
+        graph.initializer.append(numpy_helper.from_array(np.array(1, np.float32), UNIT))
+    for tensor in held if not read else ():
+        graph.initializer.remove(tensor)

@@ -1,0 +1,103 @@
+"""Attention as the graph has it: it makes its own mask, from the positions of queries and of the cache's slots.
+
+It is ONNX's Attention operator where TensorRT-RTX has a kernel for it, and plain products and a softmax where not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+
+@contextmanager
+def attending(
+    queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, bias: torch.Tensor | None = None
+) -> Iterator[None]:
+    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], which keys are there,
+    and what is added to their scores, float32 [batch, heads, 1, capacity + seq].
+    """
+    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0, bias))
+    try:
+        yield
+    finally:
+        _mask.pop()
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
+    by slot.
+
+    Where TensorRT has no fused kernel or finds none (`graph_model.MIXED_LAYERS`), of capped logits, whose `softcap` it
+    does not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
+    which is in FP32.
+    """
+    queries, keys, filled, bias = _mask[-1]
+    allowed = (keys <= queries) & filled
+    if sliding_window is not None:
+        allowed = allowed & (queries - keys < sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (own := getattr(module, "fp8q_attention", None)) is not None:
+        assert bias is None, "queries of an attention with ALiBi are not measured"
+        output = own(query, key, value, allowed, scale, softcap)
+    elif (
+        softcap is not None
+        or bias is not None
+        or key.shape[-1] != value.shape[-1]
+        or getattr(module, "fp8q_plain", False)
+        or not has_fused_kernel(*query.shape[1::2])
+    ):
+        output = plain_attention(query, key, value, allowed, scale, softcap, bias)
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def has_fused_kernel(heads: int, size: int) -> bool:
+    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
+    single tokens (found by building).
+    """
+    return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention [batch, heads, length, size] as two products and a softmax in FP32, of scores to which `bias` is
+    added.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    scores = scores if bias is None else scores + bias
+    return torch.matmul(weights_of(scores, allowed, softcap).to(value.dtype), value)
+
+
+def weights_of(scores: torch.Tensor, allowed: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """The softmax of `scores` float32 [..., seq, length], capped before they are masked: a capped mask would let
+    through what it hides.
+    """
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    return scores.masked_fill(~allowed, torch.finfo(torch.float32).min).softmax(-1)

@@ -1,0 +1,281 @@
+"""A Hugging Face decoder as one plain ONNX graph (standard operators only), its weights left where they are.
+
+The model is built on the meta device, so memory does not grow with the weights, and traced by
+`torch.onnx.export(dynamo=True)`. Three things are put in place of the originals: linear layers on FP8 codes, an
+attention that makes its own mask from positions, and a cache whose past is a buffer of fixed capacity (slot j holds
+position j) and whose new keys and values leave the graph alone. The padding of a batch goes to the
+right: a padded token continues the positions, is masked, and what it writes is overwritten.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...calibrate.model.classes import nested
+from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.products import attention_modules, output_axis
+from ...quantize.codes.encoding import CODE
+from ...quantize.codes.formats import TWO_TERMS
+from ...quantize.reference.linear import replace_linears
+from . import operators
+from .attention import attending, attention, weights_of
+from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
+from .replaced_attention import alibi_slopes, bias
+from .replaced_attention import replace as replace_attention
+from .rotary import fix_frequencies
+from .traced_experts import GraphExperts, groups_by_expert
+
+ATTENTION = "fp8q"
+#: With branches of experts in more layers, or beside attention (`_beside`), TensorRT-RTX 1.7 finds no kernel for ONNX's
+#: Attention any more (12 were built, 16 not). Of plain products it makes the same kernel all the same, but the plan
+#: does not tell the number that their result is quantized by.
+MIXED_LAYERS = 12
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the
+    cache that are codes, of `kv`.
+
+    `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all
+    else computes in.
+    `two_terms`: the modules whose input is two codes a value; `attention`: how many codes a query or a probability is,
+    0 where attention takes none. `adapter`: the name of the one beside the products.
+    """
+
+    groups: Mapping[str, list[str]]
+    cache: str
+    dtype: torch.dtype
+    code: torch.dtype = CODE
+    two_terms: frozenset[str] = frozenset()
+    attention: int = 0
+    adapter: str | None = None
+
+
+class QuantizedInput(nn.Module):
+    """The input of a group: every member receives the same tensor, which is quantized once.
+
+    In two `terms` it has twice the rows along `axis` (`FirstTerm`), and its product is in FP32, since the sum of its
+    halves is rounded once that way (docs/two-terms.md).
+    """
+
+    def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0):
+        super().__init__()
+        self.code, self.terms, self.axis = plan.code, terms, axis
+        self.dtype = plan.dtype if terms == 1 else torch.float32
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+        self.first = FirstTerm(axis) if terms == 2 else None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` quantized and dequantized, in the type of the product."""
+        if self._last is None or self._last[0] is not x:
+            terms = x if self.first is None else self.first(x, self.scale)
+            self._last = (x, rounded(terms, self.scale, self.code, self.dtype))
+        return self._last[1]
+
+    def halves(self) -> "Halves | None":
+        """What makes one product of that of two terms."""
+        return None if self.first is None else Halves(self.axis)
+
+
+def rounded(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """`x` quantized and dequantized."""
+    values: torch.Tensor = operators.dequantize(operators.quantize(x, scale, code), scale, dtype)
+    return values
+
+
+class FirstTerm(nn.Module):
+    """`x`, and behind it along `axis` sixteen times what its codes leave of it, whose codes are the second term."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """`x` [batch, …, width] to [2 batch, …, width], or twice as much of another axis, exact in its own type."""
+        return torch.cat([x, (x - rounded(x, scale, CODE, x.dtype)) * TWO_TERMS.divisor], dim=self.axis)
+
+
+class Halves(nn.Module):
+    """The product of two terms: that of the first, and a sixteenth of that of the second, behind it along `axis`."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, product: torch.Tensor) -> torch.Tensor:
+        """`product` float32 [2 batch, …, out] to [batch, …, out]."""
+        first, second = operators.halves(product, self.axis)
+        both: torch.Tensor = first + second * (1 / TWO_TERMS.divisor)
+        return both
+
+
+class GraphLinear(nn.Module):
+    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a
+    bias. A Conv1D's weight needs no Transpose. Of two terms the halves are added behind the MatMul.
+    """
+
+    def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
+        """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
+        super().__init__()
+        self.dtype, self.axis = plan.dtype, output_axis(linear)
+        self.halves = quantized.halves()
+        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
+        self.register_buffer(
+            "weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta")
+        )
+        self.bias = linear.bias
+        self.quantized = [quantized]  # in a list, so that only the first registers it
+        if first:
+            self.input = quantized
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        (quantized,) = self.quantized
+        weight = operators.dequantize(self.weight, self.weight_scale, quantized.dtype, self.axis)
+        y = torch.matmul(quantized(x), weight if self.axis else weight.t())
+        if self.halves is None:
+            return y if self.bias is None else y + self.bias
+        total: torch.Tensor = self.halves(y)
+        return (total if self.bias is None else total + self.bias.float()).to(self.dtype)
+
+
+class Graph(nn.Module):
+    """The traced module: inputs and outputs of the ONNX graph, in its order."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        #: Layer index -> its attention, of the layers that are traced.
+        self.attention = attention_modules(model)
+        self.slopes = alibi_slopes(model)
+        #: Whether the model itself is told of positions: with ALiBi alone they are its attention's.
+        self.positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits [batch, seq, vocabulary], then this step's keys and values of every layer."""
+        capacity = past[0][0].shape[2]
+        slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
+        keys = torch.cat([slots, position_ids], dim=1)
+        layers = {
+            i: GraphLayer(self.model.get_submodule(self.attention[i]), pair)
+            for i, pair in zip(sorted(self.attention), past, strict=True)
+        }
+        cache = GraphCache(layers)
+        given = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
+        added = bias(self.model, self.slopes, keys)
+        if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
+            for axis in (0, 1):
+                torch._check(position_ids.shape[axis] == input_ids.shape[axis])
+        with attending(position_ids, keys, attention_mask, added):
+            logits = self.model(**given, past_key_values=cache, use_cache=True).logits
+        return (logits, *(new for layer in layers.values() for new in layer.new))
+
+
+def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `model` is called with for these tokens: embeddings, where it would look for images among them."""
+    return (
+        {"inputs_embeds": model.get_input_embeddings()(input_ids)} if nested(model.config) else {"input_ids": input_ids}
+    )
+
+
+class MatMul(nn.Module):
+    """A product as a module, so that its node has a name."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """`a` [..., n, k] by `b` [..., k, m]."""
+        return torch.matmul(a, b)
+
+
+class QuantizedAttention(nn.Module):
+    """Attention as two products of codes and a softmax in FP32.
+
+    Query heads that share a key head are one matrix, so that nothing is repeated. Two terms of queries and
+    probabilities lie along its rows, so that neither are keys and values.
+    """
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.dtype = plan.dtype
+        self.q, self.p = (QuantizedInput(plan, plan.attention, axis=2) for _ in "qp")
+        inside = replace(plan, dtype=self.q.dtype)
+        self.k, self.v = (QuantizedInput(inside) for _ in "kv")
+        self.scores, self.values = MatMul(), MatMul()
+        self.scores_halves, self.values_halves = self.q.halves(), self.p.halves()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1,
+        seq, length].
+        """
+        batch, heads, seq, size = query.shape
+        kv_heads, length = key.shape[1:3]
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads * seq, size)
+        products = self.scores(self.q(grouped), self.k(key).transpose(-1, -2))
+        if self.scores_halves is not None:
+            products = self.scores_halves(products)
+        scores = products.float().reshape(batch, heads, seq, length) * scale
+        weights = weights_of(scores, allowed, softcap).reshape((*grouped.shape[:3], length))
+        output: torch.Tensor = self.values(self.p(weights), self.v(value))
+        if self.values_halves is not None:
+            output = self.values_halves(output).to(self.dtype)
+        return output.reshape(batch, heads, seq, value.shape[-1])
+
+
+def _beside(model: PreTrainedModel, attention: str) -> bool:
+    """Whether a layer's experts read what its attention reads, as Cohere's do: it has one norm."""
+    layer = model.get_submodule(attention.rpartition(".")[0])
+    return sum("norm" in type(child).__name__.lower() for child in layer.children()) < 2
+
+
+def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
+    """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in
+    place).
+    """
+    AttentionInterface.register(ATTENTION, attention)
+    fix_frequencies(model)
+    replace_attention(model, ATTENTION)
+    layers: dict[str, nn.Module] = {}
+    places = experts_of(model)
+    for members in groups_by_expert(places, plan.groups):
+        quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)
+        for name in members:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
+            layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
+    replace_linears(model, layers)
+    for name, experts in places.items():
+        model.set_submodule(name, GraphExperts(experts))
+    for name in attention_modules(model).values():
+        module = model.get_submodule(name)
+        if plan.attention:
+            module.fp8q_attention = QuantizedAttention(plan)
+        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _beside(model, name))
+        module.fp8q_k, module.fp8q_v = (
+            QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
+        )
+    return Graph(model.eval())

@@ -1,0 +1,210 @@
+"""Which decoder layers are of one kind, and a model in which most of a kind only hand their input on.
+
+A model has one to three kinds of layers, and torch's exporter takes more than a second for each layer that it traces.
+So of each kind the first is traced, which also computes what the others share (a mask), the second, which is the
+pattern of the others, and the last, which proves the pattern (`graph.layer_copies`). In the place of the others the
+graph has a node, `operators.SKIPPED`.
+
+Being of one kind is a strong claim, so it is told from all that a layer is: the classes of its modules, every
+attribute, the shapes and types of its tensors, here and in the file, and the values of those that no file holds. What
+cannot be compared is different. Two things show only while the model runs, and end the attempt: a layer that is handed
+anything but what its kind is handed, and one that looks at its own index.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from ...calibrate.model.products import attention_modules
+from . import operators
+
+#: So many layers of a kind are traced: first, second, last.
+TRACED = 3
+#: What torch keeps of a module apart from attributes: told by name, shape and type.
+REGISTERED = {"_parameters", "_buffers", "_modules"}
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class NotAlikeError(Exception):
+    """Layers that looked alike are not: the model is to be traced in full."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Decoder layers that differ in nothing but their index, ascending."""
+
+    members: tuple[int, ...]
+
+    @property
+    def traced(self) -> tuple[int, ...]:
+        """Those that are traced: all of a few; else the first, the second and the last."""
+        return self.members if len(self.members) <= TRACED else (*self.members[:2], self.members[-1])
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """Those that are not."""
+        return self.members[2:-1]
+
+
+def layer_prefix(model: nn.Module) -> str | None:
+    """What the names of the decoder layers begin with, `model.layers.`; None where they do not differ in their index
+    alone.
+    """
+    prefixes = set()
+    for index, name in attention_modules(model).items():
+        match = re.match(rf"(.+?\.){index}\.", name)
+        prefixes.add(match[1] if match else None)
+    return prefixes.pop() if len(prefixes) == 1 else None
+
+
+def kinds_of(
+    model: nn.Module, prefix: str, stored: Mapping[str, ir.DataType], computed: Mapping[str, ir.TensorProtocol]
+) -> list[Kind]:
+    """The decoder layers of `model` (prepared for the graph) by kind.
+
+    `stored`: types of the tensors in the files, by the model's names; `computed`: the buffers that no file holds.
+    """
+    members: dict[object, list[int]] = {}
+    for index in sorted(attention_modules(model)):
+        layer = model.get_submodule(f"{prefix}{index}")
+        members.setdefault(_told(layer, f"{prefix}{index}", index, stored, computed), []).append(index)
+    return [Kind(tuple(each)) for each in members.values()]
+
+
+def _told(
+    layer: nn.Module,
+    name: str,
+    index: int,
+    stored: Mapping[str, ir.DataType],
+    computed: Mapping[str, ir.TensorProtocol],
+) -> object:
+    """All that tells `layer` from others but its index, as something to compare."""
+    inside = {id(module): path for path, module in layer.named_modules()}
+    told: list[object] = []
+    for path, module in layer.named_modules():
+        attributes = {
+            key: "own" if key == "layer_idx" and value == index else _value(value, inside)
+            for key, value in vars(module).items()
+            if key not in REGISTERED
+        }
+        tensors = []
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            full = ".".join(filter(None, (name, path, key)))
+            values = computed[full].tobytes() if full in computed else None
+            tensors.append((key, type(tensor), tuple(tensor.shape), tensor.dtype, stored.get(full), values))
+        told.append((path, type(module), tuple(sorted(attributes.items())), tuple(tensors)))
+    return tuple(told)
+
+
+def _value(value: object, inside: Mapping[int, str]) -> object:
+    """An attribute as something to compare: by value where that is plain or made of such, else by identity; a module by
+    its place in the layer.
+    """
+    if isinstance(value, PLAIN):
+        return (type(value), repr(value))
+    if isinstance(value, list | tuple):
+        return (type(value), tuple(_value(each, inside) for each in value))
+    if isinstance(value, set | frozenset):
+        return (type(value), frozenset(_value(each, inside) for each in value))
+    if isinstance(value, dict):
+        return (type(value), tuple((_value(key, inside), _value(each, inside)) for key, each in value.items()))
+    if isinstance(value, partial):
+        return (partial, _value([value.func, value.args, value.keywords], inside))
+    if isinstance(value, MethodType):
+        return (MethodType, _value([value.__func__, value.__self__], inside))
+    return inside.get(id(value), id(value))
+
+
+@dataclass
+class Call:
+    """What the layers of a kind were last handed and gave back."""
+
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    output: object = None
+
+
+@dataclass(frozen=True)
+class OwnIndex:
+    """Stands for a layer's index while the model is traced: only the cache may ask for the number."""
+
+    number: int
+
+    def __eq__(self, other: object) -> bool:
+        raise NotAlikeError(f"layer {self.number} compares its index")
+
+    def __bool__(self) -> bool:
+        raise NotAlikeError(f"layer {self.number} looks at its index")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def skip(model: nn.Module, prefix: str, kinds: Sequence[Kind]) -> None:
+    """Let the layers of `model` that are not to be traced hand their input on, as a node `operators.SKIPPED`.
+
+    Changed in place: these layers lose their modules, and those that are traced no longer know their index.
+    """
+    for kind in kinds:
+        call = Call()
+        for index in kind.traced:
+            layer = model.get_submodule(f"{prefix}{index}")
+            _watch(layer, call)
+            for module in layer.modules():
+                if getattr(module, "layer_idx", None) == index:
+                    vars(module)["layer_idx"] = OwnIndex(index)
+        for index in kind.skipped:
+            layer = model.get_submodule(f"{prefix}{index}")
+            for held in (layer._modules, layer._parameters, layer._buffers):
+                held.clear()
+            layer.forward = _handing_on(index, call)
+
+
+def _watch(layer: nn.Module, call: Call) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call.given = (args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        call.output = output
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after)
+
+
+def _handing_on(index: int, call: Call) -> Callable[..., object]:
+    """The forward pass of layer `index`, of which `call` saw others of its kind."""
+
+    def forward(*args: Any, **kwargs: Any) -> object:
+        if call.given is None:
+            raise NotAlikeError(f"layer {index} runs before the first of its kind")
+        seen, named = call.given
+        if not args or not seen or not _same((args[1:], kwargs), (seen[1:], named)):
+            raise NotAlikeError(f"layer {index} is handed something else than its kind")
+        passed = operators.layer(args[0], index)
+        if isinstance(call.output, torch.Tensor):
+            return passed
+        if isinstance(call.output, tuple) and all(each is None for each in call.output[1:]):
+            return (passed, *call.output[1:])
+        raise NotAlikeError(f"layer {index} gives back more than its hidden states")
+
+    return forward
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two arguments are the same object, or equal and plain."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        assert isinstance(other, list | tuple)
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        assert isinstance(other, dict)
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return isinstance(one, PLAIN) and one == other

@@ -1,0 +1,159 @@
+"""Quantization as torch operators, so that an exported graph says QuantizeLinear and DequantizeLinear and nothing else;
+and those that stand for what is not traced: a layer, and a layer's experts.
+
+Each has a kernel (the reference's arithmetic) and a shape function; `translations` gives their ONNX form for torch's
+exporter. Scales are FP32 and the output type is stated: with scales in a narrower type TensorRT multiplies by a rounded
+reciprocal (docs/decisions).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import onnx
+import torch
+
+from ...quantize.codes.encoding import CODE, encode, encode_int8
+
+if TYPE_CHECKING:
+    from onnxscript.values import Op
+
+#: Domain and name of the node in the place of a layer that is not traced; its attribute `index` says which.
+SKIPPED = ("fp8q", "Layer")
+#: Those around an expert that is traced; the attribute `members` of the first says for which it stands.
+EXPERT_BEGINS, EXPERT_ENDS = ("fp8q", "ExpertBegins"), ("fp8q", "ExpertEnds")
+
+
+@torch.library.custom_op("fp8q::quantize", mutates_args=())
+def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    """Codes of x / scale, of x's shape in the type `code`: float8_e4m3fn, or int8; `scale` float32 []."""
+    return encode(x, scale) if code == CODE else encode_int8(x, scale)
+
+
+@quantize.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=code, device=x.device)
+
+
+@torch.library.custom_op("fp8q::dequantize", mutates_args=())
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
+    """code × scale in FP32, cast to `dtype`; `scale` float32 [] for the tensor, or [channels] along `axis`."""
+    factor = scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(codes.dim())])
+    return (codes.float() * factor).to(dtype)
+
+
+@dequantize.register_fake
+def _(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
+    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
+
+
+@torch.library.custom_op("fp8q::halves", mutates_args=())
+def halves(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second half of `x` along `axis`, whose size is even."""
+    first, second = x.chunk(2, axis)
+    return first.clone(), second.clone()
+
+
+@halves.register_fake
+def _(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :]]
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+@torch.library.custom_op("fp8q::layer", mutates_args=())
+def layer(hidden: torch.Tensor, index: int) -> torch.Tensor:
+    """`hidden` as it is: the place of layer `index`, which is not traced."""
+    return hidden.clone()
+
+
+@layer.register_fake
+def _(hidden: torch.Tensor, index: int) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+@torch.library.custom_op("fp8q::expert_begins", mutates_args=())
+def expert_begins(
+    total: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, members: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mark where an expert begins that stands for `members`: `total` [tokens, width] as it is, and the column [tokens]
+    of `shares` [tokens, experts] that is its own; `chosen` bool [experts].
+    """
+    return total.clone(), shares[:, members[0]].clone()
+
+
+@expert_begins.register_fake
+def _(
+    total: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, members: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(total), shares.new_empty(shares.shape[:1])
+
+
+@torch.library.custom_op("fp8q::expert_ends", mutates_args=())
+def expert_ends(total: torch.Tensor) -> torch.Tensor:
+    """Mark where it ends: `total`, to which it has added, as it is."""
+    return total.clone()
+
+
+@expert_ends.register_fake
+def _(total: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
+
+
+def mark(
+    operator: tuple[str, str], inputs: Sequence[str], outputs: Sequence[str], **attributes: onnx.defs.OpSchema.AttrType
+) -> "Op":
+    """An operator of ours as onnxscript wants it described, with the types of what it takes and returns: letters for
+    any float type.
+    """
+    from onnxscript.values import Op, Opset
+
+    domain, name = operator
+    schema = onnx.defs.OpSchema
+    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+    described = schema(
+        name,
+        domain,
+        1,
+        inputs=[schema.FormalParameter(f"input_{at}", kind) for at, kind in enumerate(inputs)],
+        outputs=[schema.FormalParameter(f"output_{at}", kind) for at, kind in enumerate(outputs)],
+        type_constraints=[(kind, floats, "") for kind in dict.fromkeys(inputs) if len(kind) == 1],
+        attributes=[schema.Attribute(key, kind) for key, kind in attributes.items()],
+    )
+    return Op(Opset(domain, 1), name, described)
+
+
+def translations() -> dict[Callable[..., object], Callable[..., object]]:
+    """The ONNX form of the operators, for `torch.onnx.export(custom_translation_table=…)`."""
+    from onnxscript import opset23 as op
+
+    number = onnx.defs.OpSchema.AttrType
+    skipped = mark(SKIPPED, "T", "T", index=number.INT)
+    begins = mark(EXPERT_BEGINS, ("T", "S", "tensor(bool)"), "TS", members=number.INTS)
+    ends = mark(EXPERT_ENDS, "T", "T")
+
+    # traced by onnxscript, whose values have no public type
+    def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]
+        return op.QuantizeLinear(x, scale, output_dtype=int(code))
+
+    def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
+        return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))
+
+    def onnx_halves(x, axis):  # type: ignore[no-untyped-def]
+        return op.Split(x, num_outputs=2, axis=axis)
+
+    def onnx_layer(hidden, index):  # type: ignore[no-untyped-def]
+        return skipped(hidden, index=index)
+
+    def onnx_expert_begins(total, shares, chosen, members):  # type: ignore[no-untyped-def]
+        return begins(total, shares, chosen, members=members)
+
+    def onnx_expert_ends(total):  # type: ignore[no-untyped-def]
+        return ends(total)
+
+    return {
+        torch.ops.fp8q.quantize.default: onnx_quantize,
+        torch.ops.fp8q.dequantize.default: onnx_dequantize,
+        torch.ops.fp8q.halves.default: onnx_halves,
+        torch.ops.fp8q.layer.default: onnx_layer,
+        torch.ops.fp8q.expert_begins.default: onnx_expert_begins,
+        torch.ops.fp8q.expert_ends.default: onnx_expert_ends,
+    }

@@ -1,0 +1,176 @@
+"""Which architectures can be exported, told before any work: the graph's attention and cache must be able to take the
+place of the model's own. What cannot be is quantized all the same, and has no graph.
+
+Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks
+at what it is handed. transformers makes no mask for an attention it does not know, and the graph's own is causal: so a
+mask that arrives all the same was computed by the model, and would be lost.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, DynamicCache
+
+from ...calibrate.input.untrusted import one_line
+from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.model.classes import code_of
+from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.products import attention_modules
+from .cache import cache_shapes
+from .graph_model import text_input
+from .replaced_attention import replace, replaceable, restore
+from .rotary import fix_frequencies
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+LOOKING = "fp8q_looking"
+#: Keywords of an attention that the graph's honours (the first three), or that change nothing in it. `dropout` is 0 in
+#: a model that evaluates.
+KEYWORDS = {
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "dropout",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+}
+#: Experts in all layers, each a branch of the graph: with more, building takes many minutes, as it grows faster than
+#: their number, and a decode step waits more often for the device than it saves reading (docs/decisions/0026).
+MOST_BRANCHES = 256
+#: Model types whose graph is right, and at which TensorRT-RTX 1.7.1's builder ends in a segmentation fault.
+CRASHING = {"diffllama"}
+
+
+def unsupported(model: "PreTrainedModel") -> str | None:
+    """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
+    where one can be.
+
+    1. More experts than are worth a branch each. 2. Attention that does not go through transformers' interface, where
+       the graph's takes its place, and that has no other way to it (`replaced_attention`). 3. Positions that are
+       counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4.
+       A graph at which the builder crashes. 5. Layers whose cache is written by no module that says which layer it is.
+       6. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
+    """
+    reason = _unsupported(model, model.config.get_text_config())
+    return f"{type(model).__name__} {reason}" if reason else None
+
+
+def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
+    if (number := sum(len(experts.experts) for experts in experts_of(model).values())) > MOST_BRANCHES:
+        return (
+            f"has {number:,} experts in its layers, each a branch of the graph, and engines of more than "
+            f"{MOST_BRANCHES} are not worth building"
+        )
+    code = inspect.getsource(code_of(model))
+    own = replaceable(model)
+    if "ALL_ATTENTION_FUNCTIONS" not in code and not own:
+        return "has an attention that transformers does not let be replaced"
+    if "position_ids" not in inspect.signature(model.forward).parameters and not own:
+        return "counts positions from its cache (its forward takes no position_ids)"
+    if "create_position_ids_from_input_ids" in code:
+        return "counts positions from its padding token on"
+    if text.model_type in CRASHING:
+        return "has a differential attention (TensorRT-RTX 1.7.1's builder ends in a segmentation fault on it)"
+    layers = attention_modules(model)
+    if len(layers) != text.num_hidden_layers:
+        return "writes its cache where it cannot be told which layer it is"
+    return seen_in_a_pass(model, layers, cache_shapes(text))
+
+
+@dataclass
+class Looked:
+    """What a forward pass showed: `reasons` against it, and by layer the [heads, size] of the keys and values that it
+    wrote.
+    """
+
+    reasons: list[str] = field(default_factory=list)
+    shapes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Stand in for an attention: nothing is computed, only the shape is right."""
+        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in KEYWORDS)
+        if attention_mask is not None:
+            self.reasons.append(f"computes an attention mask of its own ({type(module).__name__})")
+        elif getattr(module, "is_causal", True) is False:
+            self.reasons.append(f"attends to later tokens too ({type(module).__name__}.is_causal is False)")
+        elif unknown:
+            self.reasons.append(
+                f"hands its attention {', '.join(unknown)} ({type(module).__name__}; the graph's would ignore it)"
+            )
+        return query.new_empty(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+
+    def cache(self, layers: Mapping[int, str]) -> DynamicCache:
+        """A cache whose layers note the shapes they are given."""
+
+        def note(layer: int) -> ObservedLayer:
+            def see(keys: torch.Tensor, values: torch.Tensor) -> None:
+                self.shapes[layer] = [(states.shape[1], states.shape[3]) for states in (keys, values)]
+
+            return ObservedLayer(see)
+
+        cache = DynamicCache()
+        cache.layers = [note(layer) for layer in sorted(layers)]
+        return cache
+
+
+def seen_in_a_pass(
+    model: "PreTrainedModel", layers: Mapping[int, str], shapes: tuple[tuple[int, int], tuple[int, int]]
+) -> str | None:
+    """What two tokens show of `model` (its rotary frequencies are fixed, in place) that the graph cannot do: 1. a mask,
+    2. no causality, 3. a keyword unknown to it, 4. a cache of other `shapes` (heads, size; of keys, of values).
+
+    Before these: a forward pass that looks at values, which cannot be traced either.
+    """
+    looked = Looked()
+    fix_frequencies(model)
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        with attending(model, looked), torch.inference_mode():
+            model(**text_input(model, ids), past_key_values=looked.cache(layers), use_cache=True)
+    except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
+        return f"cannot be run on shapes alone ({one_line(error)})"
+    if looked.reasons:
+        return looked.reasons[0]
+    for layer, name in sorted(layers.items()):
+        written = looked.shapes.get(layer)
+        if written is None:
+            return f"writes no cache in {name}"
+        for part, found, shape in zip(("keys", "values"), written, shapes, strict=True):
+            if found != shape:
+                return (
+                    f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as "
+                    "its config.json has it for all"
+                )
+    return None
+
+
+@contextmanager
+def attending(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
+    """Put `looked.attention` in the place of the model's."""
+    AttentionInterface.register(LOOKING, looked.attention)
+    before = model.config._attn_implementation
+    replace(model, LOOKING)
+    try:
+        yield
+    finally:
+        restore(model, before)

@@ -1,0 +1,133 @@
+"""Where the tensors of an ONNX file keep their data when they lie in other files.
+
+A file may come from anywhere, and say of its external data what it likes. So a place is looked at before anything there
+is opened: it must be a regular file in the graph's directory or below, symbolic links followed.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import uses_external_data
+
+from ...core.errors import InputError
+from ...core.files import regular_file
+from .tensors import Array, bytes_of
+
+#: A number as it may stand for an offset or a length.
+_NUMBER = re.compile(r"-?[0-9]{1,4000}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor's data lie outside the ONNX file: `location` relative to it, `offset` and `length` in bytes
+    (length None: to the end of the file).
+    """
+
+    location: str
+    offset: int
+    length: int | None
+
+
+def stored_at(tensor: TensorProto) -> Stored | None:
+    """Where a tensor's external data lie; None for a tensor inside the ONNX file.
+
+    Raises ValueError for numbers that are none, and for a place that is named twice: readers differ in which they take.
+    """
+    if not uses_external_data(tensor):
+        return None
+    entries: dict[str, str] = {}
+    for entry in tensor.external_data:
+        if entries.setdefault(entry.key, entry.value) != entry.value:
+            raise ValueError(f"has two values for {entry.key}")
+    numbers = {key: entries[key] for key in ("offset", "length") if key in entries}
+    for key, text in numbers.items():
+        if not _NUMBER.fullmatch(text):
+            raise ValueError(f"has the {key} {text!r}, which is no number")
+    length = numbers.get("length")
+    return Stored(entries.get("location", ""), int(numbers.get("offset", 0)), None if length is None else int(length))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file that external data are said to lie in.
+
+    `inside`: whether it is in the graph's directory or below; `size` in bytes, None where it is no file: `why`, as "is
+    missing".
+    """
+
+    path: Path
+    inside: bool
+    size: int | None
+    why: str = ""
+
+
+class Places:
+    """The files that external data are said to lie in, each looked at once and not opened."""
+
+    def __init__(self, directory: Path):
+        """`directory`: the graph's."""
+        self._directory, self._root = directory, os.path.realpath(directory)
+        self._known: dict[str, Place] = {}
+
+    def at(self, location: str) -> Place:
+        """What there is at a location; nothing is asked of one that lies outside the directory."""
+        if location not in self._known:
+            self._known[location] = self._look(location)
+        return self._known[location]
+
+    def _look(self, location: str) -> Place:
+        path = self._directory / location
+        try:
+            inside = bool(location) and Path(os.path.realpath(path)).is_relative_to(self._root)
+            if inside and not os.path.lexists(path):
+                return Place(path, True, None, "is missing")
+            return Place(path, inside, regular_file(path) if inside else None)
+        except InputError as error:
+            return Place(path, True, None, str(error).removeprefix(f"{path}: ").partition(";")[0])
+        except (OSError, ValueError) as error:
+            return Place(path, False, None, str(error))
+
+
+class Storage:
+    """The tensors of a file whose data lie outside it."""
+
+    def __init__(self, tensors: Iterable[tuple[str, TensorProto]], directory: Path):
+        """`tensors` and what to call each (`every_tensor`), and the graph's directory.
+
+        `external`: what to call a tensor, the tensor, where its data lie and what is there; `placeless`: the tensors
+        of which that cannot be said, and why.
+        """
+        self.places = Places(directory)
+        self.external: list[tuple[str, TensorProto, Stored, Place]] = []
+        self.placeless: list[tuple[str, str]] = []
+        for name, tensor in tensors:
+            try:
+                where = stored_at(tensor)
+            except ValueError as error:
+                self.placeless.append((name, str(error)))
+                continue
+            if where is not None:
+                self.external.append((name, tensor, where, self.places.at(where.location)))
+
+
+def read_tensor(tensor: TensorProto, places: Places) -> Array | None:
+    """A tensor's numbers, those in a file included; None where the file does not hold them, or they are none."""
+    if tensor.data_type == TensorProto.STRING:
+        return None
+    try:
+        if (where := stored_at(tensor)) is None:
+            return numpy_helper.to_array(tensor)
+        found = places.at(where.location)
+        if found.size is None or where.offset < 0 or where.offset + bytes_of(tensor) > found.size:
+            return None
+        with open(found.path, "rb") as handle:
+            handle.seek(where.offset)
+            data = handle.read(bytes_of(tensor))
+        return np.frombuffer(data, helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None

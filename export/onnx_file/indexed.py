@@ -1,0 +1,297 @@
+"""An ONNX graph as the rules ask for it: who makes a value, who reads it, which values are FP8 codes, what each matrix
+product multiplies.
+
+Graphs have 100,000 nodes, and chains of any length. So what holds of a value is worked out once for all values, from
+what holds of those it is made of, in the order in which they are made: no rule walks back from each product.
+
+No weight is read. Constants are looked up one at a time, and only scales and zero points are: those may lie in files,
+at an offset.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
+
+from . import names
+from .bodies import graphs_of, nodes_of, one_value_a_name
+from .constants import Constants, Numbers
+from .external import Storage
+from .order import in_order
+from .tensors import attribute, constant_of, every_tensor
+
+#: The FP8 element types of ONNX.
+FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
+PRODUCTS = ("MatMul", "Gemm", "Conv")
+#: Looked through on the way from a product back to what it multiplies: operators that only move values or change their
+#: type, and arithmetic with a constant.
+_MOVING = frozenset(
+    (
+        "Transpose",
+        "Cast",
+        "Reshape",
+        "Identity",
+        "Squeeze",
+        "Unsqueeze",
+        "Flatten",
+        "Slice",
+        "Split",
+        "Gather",
+        "Expand",
+    )
+)
+#: Operators whose result holds the values they are given first, and so FP8 codes where those are.
+_CARRYING = _MOVING - {"Cast"} | {"Concat", "TensorScatter"}
+_ARITHMETIC = ("Mul", "Div", "Add", "Sub")
+#: Operators whose inputs are looked at whatever their domain.
+READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Constant")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product: the DequantizeLinear of FP8 codes it comes from (None: it does not), whether there is
+    `clean` nothing but Transpose between, and how many `transposes`.
+
+    `other`: a DequantizeLinear of codes that are not FP8 (INT8, say), where it comes from one.
+    """
+
+    dequantize: NodeProto | None = None
+    other: NodeProto | None = None
+    clean: bool = False
+    transposes: int = 0
+
+    def through(self, node: NodeProto) -> "Operand":
+        """The same, with an operator between that only moves it, or computes with constants."""
+        turn = node.op_type == "Transpose"
+        return Operand(self.dequantize, self.other, self.clean and turn, self.transposes + turn)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product and its two operands, in order."""
+
+    node: NodeProto
+    operands: tuple[Operand, Operand]
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A model and the directory its external data lie in."""
+
+    model: onnx.ModelProto
+    directory: Path
+
+    @cached_property
+    def graphs(self) -> list[GraphProto]:
+        """The graph, and before it the branches that are looked at (`bodies`)."""
+        return [*graphs_of(self.model.graph)] if one_value_a_name(self.model.graph) else [self.model.graph]
+
+    @property
+    def nodes(self) -> Iterator[NodeProto]:
+        """The nodes, in the order of the file, those of a branch before its If."""
+        return nodes_of(self.model.graph) if len(self.graphs) > 1 else iter(self.model.graph.node)
+
+    @cached_property
+    def ordered(self) -> list[NodeProto]:
+        """The nodes, each behind those that make what it reads."""
+        return in_order([*self.nodes], self.producers)
+
+    @cached_property
+    def opset(self) -> int:
+        """The version of the standard domain; 0 where it is not imported."""
+        return next((entry.version for entry in self.model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+    @cached_property
+    def initializers(self) -> Mapping[str, TensorProto]:
+        """Tensors in the file, or pointed at by it, by name; `Constant` nodes included."""
+        found = {tensor.name: tensor for graph in self.graphs for tensor in graph.initializer}
+        for node in self.nodes:
+            if node.op_type == "Constant" and node.output:
+                found[node.output[0]] = constant_of(node)
+        return found
+
+    @cached_property
+    def tensors(self) -> list[tuple[str, TensorProto]]:
+        """Every tensor of the file and what to call it (`every_tensor`)."""
+        return list(every_tensor(self.model))
+
+    @cached_property
+    def storage(self) -> Storage:
+        """The tensors whose data lie in other files, and those files."""
+        return Storage(self.tensors, self.directory)
+
+    @cached_property
+    def inputs(self) -> Mapping[str, ValueInfoProto]:
+        """The graph's inputs, initializers left out."""
+        stored = {tensor.name for tensor in self.model.graph.initializer}
+        return {value.name: value for value in self.model.graph.input if value.name not in stored}
+
+    @cached_property
+    def outputs(self) -> Mapping[str, ValueInfoProto]:
+        """The graph's outputs."""
+        return {value.name: value for value in self.model.graph.output}
+
+    @cached_property
+    def producers(self) -> Mapping[str, NodeProto]:
+        """The node that makes a value."""
+        return {output: node for node in self.nodes for output in node.output if output}
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[tuple[NodeProto, int]]]:
+        """The nodes that read a value, and as which of their inputs."""
+        found: dict[str, list[tuple[NodeProto, int]]] = {}
+        for node in self.nodes:
+            for index, name in enumerate(node.input):
+                found.setdefault(name, []).append((node, index))
+        return found
+
+    @cached_property
+    def codes(self) -> Mapping[str, int]:
+        """Every value that holds FP8 codes, and their element type; operators that only move data pass them on."""
+        found = {name: tensor.data_type for name, tensor in self.initializers.items() if tensor.data_type in FP8_TYPES}
+        found |= {
+            name: value.type.tensor_type.elem_type
+            for name, value in self.inputs.items()
+            if value.type.tensor_type.elem_type in FP8_TYPES
+        }
+        for node in self.ordered:
+            kind = self.quantized_type(node) if node.op_type in ("QuantizeLinear", "Cast") else 0
+            if node.op_type in _CARRYING and node.input:
+                kind = found.get(node.input[0], 0)
+            if kind in FP8_TYPES:
+                found |= dict.fromkeys(filter(None, node.output), kind)
+        return found
+
+    def code_type(self, value: str) -> int:
+        """The element type of what a DequantizeLinear reads: stored, an input's, or what a QuantizeLinear makes (UINT8
+        where it does not say).
+        """
+        if value in self.initializers:
+            return self.initializers[value].data_type
+        if value in self.inputs:
+            return self.inputs[value].type.tensor_type.elem_type
+        return (self.quantized_type(self.producers[value]) if value in self.producers else 0) or TensorProto.UINT8
+
+    def quantized_type(self, node: NodeProto) -> int:
+        """The element type a QuantizeLinear or Cast makes: what it states, else its zero point's, else none (0)."""
+        if stated := attribute(node, "output_dtype", 0) or attribute(node, "to", 0):
+            return stated
+        zero_point = self.initializers.get(node.input[2]) if len(node.input) > 2 else None
+        return zero_point.data_type if zero_point is not None else 0
+
+    @cached_property
+    def quantizers(self) -> list[NodeProto]:
+        """Every QuantizeLinear and DequantizeLinear of FP8 codes."""
+        return [
+            node
+            for node in self.nodes
+            if (node.op_type == "QuantizeLinear" and node.output[0] in self.codes)
+            or (node.op_type == "DequantizeLinear" and node.input[0] in self.codes)
+        ]
+
+    @cached_property
+    def products(self) -> list[Product]:
+        """Every matrix product of the graph, quantized or not."""
+        return [
+            Product(node, (self.operand(node.input[0]), self.operand(node.input[1])))
+            for node in self.nodes
+            if node.op_type in PRODUCTS
+        ]
+
+    def operand(self, value: str) -> Operand:
+        """The DequantizeLinear that one input of a product comes from, if it does."""
+        return self._operands.get(value, Operand())
+
+    @cached_property
+    def _operands(self) -> Mapping[str, Operand]:
+        """Every value that comes from a DequantizeLinear through operators that move it, or compute with constants."""
+        found: dict[str, Operand] = {}
+        for node in self.ordered:
+            operand = None
+            if node.op_type == "DequantizeLinear":
+                operand = Operand(node, clean=True) if node.input[0] in self.codes else Operand(other=node)
+            elif node.op_type in _MOVING or node.op_type in _ARITHMETIC:
+                computed = self._computed(node)
+                before = found.get(computed[0]) if computed else None
+                if before and (node.op_type in _MOVING or len(computed) == 1):
+                    operand = before.through(node)
+            if operand is not None:
+                found |= dict.fromkeys(node.output, operand)
+        return found
+
+    def _computed(self, node: NodeProto) -> list[str]:
+        """The inputs of a node that are no tensors of the file."""
+        return [name for name in node.input if name and name not in self.initializers]
+
+    @cached_property
+    def movers(self) -> Mapping[str, NodeProto]:
+        """The node that makes a value, Transpose left out: of a transposed value the one before."""
+        found: dict[str, NodeProto] = {}
+        for node in self.ordered:
+            mover = found.get(node.input[0]) if node.op_type == "Transpose" and node.input else node
+            if mover is not None:
+                found |= dict.fromkeys(node.output, mover)
+        return found
+
+    @cached_property
+    def folded(self) -> set[str]:
+        """The tensors of the file, and every value made of them alone, by whatever operators."""
+        found = set(self.initializers)
+        for node in self.ordered:
+            if node.input and found.issuperset(filter(None, node.input)):
+                found.update(node.output)
+        return found
+
+    def behind(self, value: str) -> NodeProto | None:
+        """The DequantizeLinear of FP8 codes that alone, or with constants alone, a value is computed from, by any
+        operators but products; None where there is none.
+        """
+        return self._behind.get(value)
+
+    @cached_property
+    def _behind(self) -> Mapping[str, NodeProto]:
+        found: dict[str, NodeProto] = {}
+        for node in self.ordered:
+            if node.op_type in PRODUCTS:
+                continue
+            if node.op_type == "DequantizeLinear" and node.input[0] in self.codes:
+                found |= dict.fromkeys(node.output, node)
+                continue
+            computed = self._computed(node)
+            if len(computed) == 1 or not self.folded.isdisjoint(node.output):
+                first = next((found[name] for name in computed if name in found), None)
+                found |= dict.fromkeys(node.output, first) if first is not None else {}
+        return found
+
+    def module_near(self, name: str) -> str | None:
+        """The module of the named node that is the fewest steps from the node `name`, up or down the graph; None where
+        there is none.
+        """
+        waiting = deque(node for node in self.nodes if node.name == name)
+        seen = {node.name for node in waiting}
+        while waiting:
+            node = waiting.popleft()
+            if module := names.module_of(node.name):
+                return module
+            around = [self.producers[value] for value in node.input if value in self.producers]
+            around += [reader for value in node.output for reader, _ in self.readers.get(value, [])]
+            waiting += [other for other in around if other.name not in seen]
+            seen |= {other.name for other in around}
+        return None
+
+    def is_constant(self, value: str) -> bool:
+        """Whether a value is a tensor of the file."""
+        return value in self.initializers
+
+    @cached_property
+    def constants(self) -> Constants:
+        """The small constants: scales and zero points."""
+        return Constants(self.initializers, self.producers, self.storage.places)
+
+    def constant(self, value: str) -> Numbers | None:
+        """The numbers of a small constant as FP32, through Cast and Identity; None where it is computed or not read."""
+        return self.constants.get(value)

@@ -1,0 +1,284 @@
+"""What is measured, and which scales follow: options of `calibrate`, `merge` and `scales`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from ..core.errors import InputError
+from .declare import MODEL, SCALES, TEXT, Of, Options, between, first_given, interval_of, not_empty, option, percentage
+
+#: Octaves that --margin may move a scale either way: E4M3 spans 18.
+LARGEST_MARGIN = 16
+#: Calibration windows and their length, where the model and the text hold as much.
+DEFAULT_SAMPLES = 512
+DEFAULT_SEQ_LEN = 2048
+#: Tokens after which the amax of an expert's last product has settled (`quantize.scales.expert_scales`).
+DEFAULT_EXPERT_TOKENS = 512
+Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
+ScaleGrid = Literal["bf16", "power-of-two"]
+AmaxAlgorithm = Literal["max", "most_recent"]
+WeightMethod = Literal["amax", "mse"]
+KvCache = Literal["off", "v", "fp8"]
+#: How many codes stand for one activation.
+Terms = Literal[1, 2]
+WeightRounding = Literal["nearest", "gptq", "sequential"]
+#: What becomes of an adapter: part of the weights, or a sum beside them.
+AdapterMode = Literal["merge", "beside"]
+#: Whether each window begins as the tokenizer begins a text.
+Bos = Literal["auto", "never"]
+#: What `--allow-overlap` says, to `calibrate` and to `validate`.
+ALLOW_OVERLAP = "Evaluate on text that was calibrated on, too; accuracy.json says so."
+
+#: What stands for a default of `fp8q scales`.
+AS_THE_RUN_HAS_IT = "as the run has it"
+
+
+def octaves(option: str, value: int) -> int:
+    """The rule of a power of two that scales are multiplied by."""
+    if abs(value) > LARGEST_MARGIN:
+        raise InputError(
+            f"{option} {value}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 "
+            "to this power"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Clipping(Options):
+    """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of
+    scales.
+
+    The last three have Transformer Engine's names.
+    """
+
+    method: Annotated[Method, option(SCALES, "How the scales of activations and of an FP8 cache are chosen.")] = "amax"
+    percentile: Annotated[
+        float, option(SCALES, "For --method percentile, in percent.", "P"), Of("percentile"), percentage
+    ] = 99.99
+    margin: Annotated[
+        int, option(SCALES, "Multiply these scales by 2^N: more headroom, more underflow.", "N"), octaves
+    ] = 0
+    scale_grid: Annotated[ScaleGrid, option(SCALES, "Which numbers these scales may be; rounded up to.")] = "bf16"
+    amax_history_len: Annotated[
+        int,
+        option(SCALES, "Delayed scaling: batches in the history; more than there are means all.", "N"),
+        Of("delayed"),
+        between(1),
+    ] = 1024
+    amax_compute_algo: Annotated[
+        AmaxAlgorithm, option(SCALES, "Delayed scaling: the history's largest amax, or its last."), Of("delayed")
+    ] = "max"
+    interval: Annotated[
+        int, option(SCALES, "Delayed scaling: batches from one scale to the next.", "N"), Of("delayed"), between(1)
+    ] = 1
+
+    def __post_init__(self) -> None:
+        """Refuse also the numbers of a method that is not the one asked for."""
+        super().__post_init__()
+        for name in self.idle:
+            if given := first_given(self, [name]):
+                raise InputError(
+                    f"{given}: is for --method {self.declared()[name].of}, and the method is {self.method}; choose "
+                    "that one, or leave this out"
+                )
+
+    @property
+    def idle(self) -> list[str]:
+        """The fields that belong to another method than the one asked for."""
+        return [name for name, field in self.declared().items() if field.of not in (None, self.method)]
+
+
+@dataclass(frozen=True)
+class History(Clipping):
+    """The history of amax that `fp8q inspect --delayed` simulates."""
+
+    method: Annotated[Literal["delayed"], Parameter(parse=False)] = "delayed"
+
+
+@dataclass(frozen=True)
+class ScaleOptions(Options):
+    """What follows from the statistics, without running the model: options of `fp8q merge`, and of `calibrate` too."""
+
+    clip: Annotated[Clipping, Parameter(show_default=True)] = Clipping()
+    weight_method: Annotated[
+        WeightMethod, option(SCALES, "How the scales of the weights' output channels are chosen.")
+    ] = "mse"
+    kv_cache: Annotated[
+        KvCache, option(SCALES, "What of the cache is kept in FP8: nothing, the values, or keys and values.")
+    ] = "off"
+    skip: Annotated[
+        tuple[str, ...],
+        option(SCALES, "Keep modules whose name matches (* and ?) in BF16. Repeatable.", "PATTERN"),
+        not_empty,
+    ] = ()
+    only: Annotated[
+        tuple[str, ...],
+        option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
+        not_empty,
+    ] = ()
+    weight_rounding: Annotated[
+        WeightRounding,
+        option(
+            SCALES,
+            "gptq: let weights make up for each other's rounding errors, by the inputs' second moments. sequential: "
+            "for those of earlier layers too; runs the model again, layer by layer.",
+        ),
+    ] = "nearest"
+    activation_terms: Annotated[
+        Terms,
+        option(
+            SCALES, "FP8 codes that stand for one activation: two lose nothing of BF16, and multiply twice the rows."
+        ),
+    ] = 1
+    two_terms: Annotated[
+        tuple[str, ...],
+        option(
+            SCALES,
+            "Take two codes for the input of modules whose name matches (* and ?), and of all that share it. "
+            "Repeatable.",
+            "PATTERN",
+        ),
+        not_empty,
+    ] = ()
+
+    inherit: Annotated[
+        bool,
+        option(
+            SCALES,
+            "Take the static scales of activations, and of an FP8 cache, that an FP8 checkpoint has.",
+            negative="--no-inherit",
+        ),
+    ] = False
+
+    min_expert_tokens: Annotated[
+        int,
+        option(
+            SCALES,
+            "An expert of a mixture that saw fewer tokens takes the largest amax of its layer's other experts for what "
+            "goes into its last product.",
+            "N",
+        ),
+        between(0, None),
+    ] = DEFAULT_EXPERT_TOKENS
+
+    def __post_init__(self) -> None:
+        """Refuse to name some modules where all are meant, and to choose what is inherited."""
+        super().__post_init__()
+        own = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
+        own = own or (f"--two-terms {self.two_terms[0]}" if self.two_terms else None)
+        own = own or first_given(self.clip, self.clip.declared())
+        if self.inherit and own:
+            raise InputError(
+                f"--inherit: takes codes and scales as they were given, and {own} chooses others; leave one of them "
+                "out (--no-inherit)"
+            )
+        if self.two_terms and self.activation_terms == 2:
+            raise InputError(
+                f"--two-terms {self.two_terms[0]}: --activation-terms 2 takes two for every module; leave one of them "
+                "out, or give --activation-terms 1"
+            )
+
+
+@Parameter(name="*", show_default=AS_THE_RUN_HAS_IT)
+class RescaleOptions(ScaleOptions):
+    """Options of `fp8q scales`: those of `ScaleOptions`, of which what is not given stays as the run has it.
+
+    The method and what belongs to it are always chosen anew. An empty tuple takes back the run's `skip`, `only` or
+    `two_terms`.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        object.__setattr__(self, "given", {name: getattr(self, name) for name in given} | {"clip": self.clip})
+
+    given: dict[str, Any]
+
+    def over(self, before: ScaleOptions) -> ScaleOptions:
+        """What was chosen `before`, with what is given in its place; two terms for all also in that of some."""
+        all_of_them = {"two_terms": ()} if self.given.get("activation_terms") == 2 else {}
+        return replace(before, **(all_of_them | self.given))
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(ScaleOptions):
+    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
+
+    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text; `batches`: measure
+    those from the first up to the second alone, to be merged with others, and choose nothing.
+    """
+
+    samples: Annotated[
+        int | None,
+        option(TEXT, "Windows to calibrate on.", "N", f"{DEFAULT_SAMPLES}, or as many as the text has"),
+        between(1),
+    ] = None
+    seq_len: Annotated[
+        int | None, option(TEXT, "Tokens in a window.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"), between(1)
+    ] = None
+    batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8
+    revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
+    trust_remote_code: Annotated[
+        bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
+    ] = False
+    stream: Annotated[
+        bool | None,
+        option(
+            MODEL,
+            "Calibrate one decoder layer at a time.",
+            default="when memory does not hold the model",
+            negative="--no-stream",
+        ),
+    ] = None
+    adapter: Annotated[
+        tuple[Path, ...],
+        option(MODEL, "A PEFT LoRA adapter of the model, to measure and to serve with it. Repeatable.", "DIR"),
+    ] = ()
+    adapter_mode: Annotated[
+        AdapterMode,
+        option(
+            MODEL,
+            "merge: one adapter becomes part of the weights, before they are quantized. beside: the base alone is "
+            "quantized, and each adapter's BF16 sum is added behind its products.",
+        ),
+    ] = "merge"
+    all_experts: Annotated[
+        bool,
+        option(
+            MODEL,
+            "Show every expert of a mixture every token while measuring; what the model computes stays that of the "
+            "experts that tokens are routed to.",
+        ),
+    ] = False
+    chat_template: Annotated[
+        bool,
+        option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),
+    ] = False
+    bos: Annotated[
+        Bos,
+        option(
+            TEXT,
+            "auto: each window, to calibrate and to evaluate on, begins with the special tokens that the tokenizer "
+            "puts in front of a text, as served text does. never: windows are cut from the text as it is tokenized.",
+        ),
+    ] = "auto"
+    allow_overlap: Annotated[bool, option(TEXT, ALLOW_OVERLAP)] = False
+    seed: Annotated[
+        int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0, None)
+    ] = None
+    batches: Annotated[
+        tuple[int, int] | None,
+        option(
+            TEXT,
+            "Measure batches A up to B alone (B itself not), for `fp8q merge`; choose no scales.",
+            "A:B",
+            text=interval_of,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse also a way to take adapters where there are none."""
+        super().__post_init__()
+        if self.adapter_mode != "merge" and not self.adapter:
+            raise InputError(f"--adapter-mode {self.adapter_mode}: there is no --adapter; give one, or leave it out")

@@ -1,0 +1,217 @@
+"""How an option is declared: what its field's annotation says beside the type, and the class that holds values to it.
+
+A field reads `name: Annotated[type, option(panel, help, unit), rule, …] = default`. The command line makes its options
+of that, a `--config` file and the Python functions fill the same fields, and what is wrong with a value is said in the
+same words whoever gives it. A rule takes the option's name and its value, and returns the value or raises InputError.
+
+`option` gives the command line's own library what it asks for (docs/decisions/0007), so that nothing translates between
+the two; of that library the parser is not imported here.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from cyclopts import Group, Parameter, convert
+
+from ..core.errors import InputError
+
+#: The largest dimension that a runtime takes: int32.
+LARGEST_SIZE = 2**31 - 1
+# How the help groups them, in this order.
+OPTIONS, TEXT, SCALES, MODEL, ENGINE, EVALUATION, GENERATION, SERVING, MEASUREMENT = map(
+    Group.create_ordered,
+    (
+        "Options",
+        "Text",
+        "Scales",
+        "Model and machine",
+        "Graph and engine",
+        "Evaluation",
+        "Generation",
+        "Serving",
+        "Measurement",
+    ),
+)
+
+
+Rule = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class FromText:
+    """Reads an option that is written as text, such as a share (1%), by its rule."""
+
+    rule: Rule
+
+    def __call__(self, _: type, tokens: Sequence[Any]) -> Any:
+        """The value that one word of the command line stands for; raises InputError."""
+        return self.rule(tokens[0].keyword, tokens[0].value)
+
+
+def as_written(hint: Any, tokens: Sequence[Any]) -> Any:
+    """The value of an option as cyclopts reads it, but for whole numbers: it takes 3.7 for 4, and `none` for nothing
+    given.
+    """
+    if hint is int and not re.fullmatch(r"[+-]?[0-9]{1,99}", tokens[0].value):
+        raise InputError(f"{tokens[0].keyword} {tokens[0].value}: is no whole number; give one such as 8")
+    return convert(hint, tokens)
+
+
+def option(
+    panel: Group,
+    help: str,
+    unit: str | None = None,
+    default: str | None = None,
+    text: Rule | None = None,
+    **more: Any,
+) -> Parameter:
+    """How an option is shown: in which panel of the help, with which words, and what stands for its value.
+
+    `default`: in words, where it depends on something. `text`: the rule that reads
+    it, where it is written as text and held as something else. `more`: what cyclopts' Parameter takes, such as a `name`
+    that is not the field's.
+    """
+    if default is not None:  # what is left out, a class may say for all its fields
+        more |= {"show_default": default}
+    more |= {"converter": FromText(text), "n_tokens": 1} if text else {"converter": as_written}
+    return Parameter(group=panel, help=help, metavar=unit, **more)
+
+
+def between(least: int, most: int | None = LARGEST_SIZE) -> Rule:
+    """The rule of a number that is at least `least`, and at most what a runtime takes (None: has no end)."""
+
+    def held(option: str, value: int) -> int:
+        if value < least:
+            raise InputError(f"{option} {value}: must be at least {least}")
+        if most is not None and value > most:
+            raise InputError(f"{option} {value:,}: is more than {most:,}, the most that a runtime takes")
+        return value
+
+    return held
+
+
+def percentage(option: str, value: float) -> float:
+    """The rule of a percentile."""
+    if not 0 < value <= 100:
+        raise InputError(f"{option} {value}: must lie in (0, 100]")
+    return value
+
+
+def number(value: float | str) -> float:
+    """A number, or as text a number or so many percent; NaN where it is neither."""
+    try:
+        return float(str(value).removesuffix("%")) / (100 if str(value).endswith("%") else 1)
+    except ValueError:
+        return float("nan")
+
+
+def increase(option: str, value: float | str) -> float:
+    """The rule of an increase, as a fraction: 1% or 0.01. As text 1 is refused, which may mean either."""
+    ambiguous = isinstance(value, str) and not value.endswith("%") and number(value) >= 1
+    if not 0 <= number(value) < float("inf") or ambiguous:
+        raise InputError(f"{option} {value}: is no share; give one such as 1% or 0.01")
+    return number(value)
+
+
+def nats(option: str, value: float | str) -> float:
+    """The rule of a KL: a number of nats, which text may give too."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = float("nan")
+    if not 0 <= found < float("inf"):
+        raise InputError(f"{option} {value}: is no number of nats; give one such as 0.001")
+    return found
+
+
+def part_of_all(option: str, value: float | str) -> float:
+    """The rule of a share of a whole, as a fraction: 96% or 0.96."""
+    if not 0 <= number(value) <= 1:
+        raise InputError(
+            f"{option} {value}: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96"
+        )
+    return number(value)
+
+
+def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
+    """The rule of an interval of batches, A:B as text."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)
+        if not found:
+            raise InputError(
+                f"{option} {value}: is no interval; give the first batch and the one after the last, as in 0:8"
+            )
+        value = int(found[1]), int(found[2])
+    if not 0 <= value[0] < value[1]:
+        raise InputError(
+            f"{option} {value[0]}:{value[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8"
+        )
+    return value
+
+
+def not_empty(_: str, value: Sequence[str]) -> tuple[str, ...]:
+    """The rule of patterns: the empty one matches nothing, and stands for none."""
+    return tuple(pattern for pattern in value if pattern)
+
+
+@dataclass(frozen=True)
+class Of:
+    """Marks an option that belongs to one method of choosing scales."""
+
+    method: str
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a field's annotation says beside its type: its option's name, its rules, its choices (none: any value)."""
+
+    option: str
+    rules: tuple[Rule, ...]
+    choices: tuple[str | int, ...]
+    of: str | None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Options:
+    """What all option classes share: each value is held against its field's choices and rules, whoever gives it."""
+
+    def __post_init__(self) -> None:
+        """Read every value by its rules; raise InputError for the first that breaks one."""
+        for name, field in self.declared().items():
+            value = getattr(self, name)
+            if field.choices and value not in field.choices:
+                raise InputError(f"{field.option} {value}: is none of {', '.join(map(str, field.choices))}")
+            for rule in field.rules if value is not None else ():
+                value = rule(field.option, value)
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    @cache
+    def declared(cls) -> dict[str, Declared]:
+        """The fields by name; those that hold option classes themselves are left out."""
+        found = {}
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
+            shown = [mark for mark in marks if isinstance(mark, Parameter) and mark.help]
+            if shown:
+                inner, converter = get_args(hint)[0], shown[0].converter
+                rules = [mark for mark in marks if callable(mark) and not isinstance(mark, Parameter)]
+                found[name] = Declared(
+                    next(iter(shown[0].name or ()), f"--{name.replace('_', '-')}"),
+                    (*rules, *([converter.rule] if isinstance(converter, FromText) else [])),
+                    get_args(inner) if get_origin(inner) is Literal else (),
+                    next((mark.method for mark in marks if isinstance(mark, Of)), None),
+                )
+        return found
+
+
+def first_given(options: Options, names: Iterable[str]) -> str | None:
+    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where
+    all are.
+    """
+    given = (name for name in names if getattr(options, name) != getattr(type(options), name))
+    return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in given), None)

@@ -1,0 +1,144 @@
+"""The graph and its engine: options of `export` and `build-engine`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ..core.errors import InputError
+from .calibrate import DEFAULT_SEQ_LEN
+from .declare import ENGINE, Options, between, first_given, option, part_of_all
+
+#: MiB of workspace that a runtime takes: int64 in bytes.
+LARGEST_WORKSPACE = (2**63 - 1) >> 20
+WeightScale = Literal["dq", "mul"]
+#: What FP8 is compared with.
+Baseline = Literal["bf16", "int8"]
+Precision = Literal["fp8", "bf16", "int8"]
+PrecisionOption = Annotated[
+    Precision, option(ENGINE, "The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
+]
+
+
+@dataclass(frozen=True)
+class ExportOptions(Options):
+    """Options of `fp8q export`.
+
+    `dtype`: the type the FP8 graph computes in outside its products; the graphs of other precisions compute in BF16.
+    """
+
+    dtype: Annotated[
+        Literal["bf16", "fp16"], option(ENGINE, "What the graph computes in outside its FP8 products.")
+    ] = "bf16"
+    precision: PrecisionOption = "fp8"
+    attention: Annotated[
+        Literal["wide", "fp8"],
+        option(ENGINE, "Multiply queries by keys and probabilities by values in the compute type, or in FP8."),
+    ] = "wide"
+    weight_scale: Annotated[
+        WeightScale,
+        option(ENGINE, "Scale a weight's channels in its DequantizeLinear, or by a Mul behind the product."),
+    ] = "dq"
+
+    def __post_init__(self) -> None:
+        """Refuse a type for graphs that have no other, and FP8's attention and form in what is compared with FP8."""
+        super().__post_init__()
+        for name in ("attention", "weight_scale"):
+            if self.precision != "fp8" and (given := first_given(self, [name])):
+                raise InputError(
+                    f"{given}: is for the FP8 graph, not for --precision {self.precision}; leave one of them out"
+                )
+        if self.precision != "fp8" and self.dtype != ExportOptions.dtype:
+            raise InputError(
+                f"--dtype {self.dtype}: is for the FP8 graph, and --precision {self.precision} computes in BF16; "
+                "leave one of them out"
+            )
+
+
+@dataclass(frozen=True)
+class EngineOptions(Options):
+    """Options of `fp8q build-engine`.
+
+    No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions.
+
+    `max_prompt`: tokens taken in one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels are
+    chosen for (None: see `export.engine.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate
+    results (None: the runtime's own limit). `min_fp8_share` is held as a fraction (None: all promised products), and
+    may be given as text, `"96%"`.
+    """
+
+    runtime: Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], option(ENGINE, "What builds the engine.")] = "auto"
+    targets: Annotated[
+        tuple[str, ...],
+        option(
+            ENGINE, "Compute capability to build for. Repeatable.", "SM", "this GPU, or sm89 and sm120", name="--target"
+        ),
+    ] = ()
+    max_batch: Annotated[int, option(ENGINE, "Most sequences in a batch.", "N"), between(1)] = 8
+    max_seq_len: Annotated[
+        int | None,
+        option(ENGINE, "Most positions of a sequence.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"),
+        between(1),
+    ] = None
+    min_fp8_share: Annotated[
+        float | None,
+        option(
+            ENGINE,
+            "Fail (exit 3) when fewer of the promised products run in FP8, such as 96% or 0.96.",
+            "SHARE",
+            "all of them",
+            part_of_all,
+        ),
+    ] = None
+    max_prompt: Annotated[
+        int | None,
+        option(ENGINE, "Most tokens that one step takes in.", "N", "--max-seq-len"),
+        between(1),
+    ] = None
+    opt_batch: Annotated[
+        int | None,
+        option(ENGINE, "Batch that kernels are chosen for.", "N", "1 for prompts, --max-batch for decoding"),
+        between(1),
+    ] = None
+    opt_seq_len: Annotated[
+        int | None,
+        option(
+            ENGINE,
+            "Length that kernels are chosen for.",
+            "N",
+            "a quarter of --max-seq-len for prompts, all of it for decoding",
+        ),
+        between(1),
+    ] = None
+    workspace: Annotated[
+        int | None,
+        option(ENGINE, "Most memory for intermediate results.", "MIB", "the runtime's own limit"),
+        between(1, LARGEST_WORKSPACE),
+    ] = None
+    precision: PrecisionOption = ExportOptions.precision
+    adapter: Annotated[
+        str | None, option(ENGINE, "Of the graph with this adapter beside the model.", "NAME", "the model alone")
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that do not fit together, and a share of nothing."""
+        super().__post_init__()
+        for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
+            value, most = getattr(self, name), getattr(self, limit)
+            if value is not None and most is not None and value > most:
+                option, of = (self.declared()[field].option for field in (name, limit))
+                raise InputError(f"{option} {value:,}: is more than {of} {most:,}; ask for at most that, or raise {of}")
+        if self.min_fp8_share is not None and self.precision != "fp8":
+            raise InputError(
+                f"--min-fp8-share {self.min_fp8_share:g}: is for the FP8 engine, and --precision {self.precision} "
+                "promises no product in FP8; leave one of them out"
+            )
+
+        if self.adapter is not None and self.precision != "fp8":
+            raise InputError(
+                f"--adapter {self.adapter}: lies beside the FP8 graph, and --precision {self.precision} has another; "
+                "leave one of them out"
+            )
+
+    @property
+    def share(self) -> float:
+        """The fraction of promised products that must run in FP8."""
+        return 1.0 if self.min_fp8_share is None else self.min_fp8_share

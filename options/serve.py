@@ -1,0 +1,208 @@
+"""What the result is used for: options of `generate`, `serve`, `bench` and `triton`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ..core.errors import InputError
+from .declare import GENERATION, LARGEST_SIZE, MEASUREMENT, OPTIONS, SERVING, Options, between, not_empty, option
+
+#: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
+LONGEST_MODEL_NAME = 200
+RuntimeOption = Annotated[
+    Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
+    option(GENERATION, "What runs the model; bf16: the source model."),
+]
+
+
+def temperature_of(option: str, value: float) -> float:
+    """The rule of a temperature."""
+    if not 0 <= value < float("inf"):
+        raise InputError(f"{option} {value}: must be 0 or more, and finite")
+    return value
+
+
+def nucleus_of(option: str, value: float) -> float:
+    """The rule of the share of probability that is drawn from."""
+    if not 0 <= value <= 1:
+        raise InputError(f"{option} {value}: must lie in [0, 1]")
+    return value
+
+
+@dataclass(frozen=True)
+class GenerateOptions(Options):
+    """Options of `fp8q generate`: how an answer is drawn, and what runs the model (`auto`: the fastest of what is
+    here).
+    """
+
+    max_tokens: Annotated[int, option(GENERATION, "Most tokens of an answer.", "N"), between(1)] = 256
+    temperature: Annotated[
+        float,
+        option(GENERATION, "0 takes the best token; higher draws more freely.", "T", default="0"),
+        temperature_of,
+    ] = 0.0
+    top_p: Annotated[
+        float, option(GENERATION, "Draw from the fewest tokens that hold this much probability.", "P"), nucleus_of
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        option(GENERATION, "Draw the same tokens again.", "N", "other ones each time"),
+        between(0, 2**64 - 1),
+    ] = None
+    stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
+    runtime: RuntimeOption = "auto"
+    adapter: Annotated[
+        str | None, option(GENERATION, "The adapter beside the model to answer with.", "NAME", "the model alone")
+    ] = None
+
+
+def port_of(option: str, value: int) -> int:
+    """The rule of a TCP port."""
+    if not 0 <= value < 2**16:
+        raise InputError(f"{option} {value}: is no port; give one from 1 to 65535, or 0 for a free one")
+    return value
+
+
+def plain_of(option: str, value: str) -> str:
+    """The rule of what goes into an HTTP header or a metric's label."""
+    if not value.isascii() or not value.isprintable() or not value or " " in value:
+        raise InputError(f"{option} {value!r}: must be of printable ASCII characters, without spaces")
+    return value
+
+
+@dataclass(frozen=True)
+class ServeOptions(Options):
+    """Options of `fp8q serve`.
+
+    `name` None: the source model's. `bf16`: that model too, as `<name>-bf16`. `grace`: seconds that those who are being
+    answered have when the server is told to end. `api_key` None: the variable FP8Q_API_KEY, or none.
+    """
+
+    host: Annotated[
+        str, option(SERVING, "Address to listen at; 0.0.0.0 or :: is all of this machine's.", "HOST"), plain_of
+    ] = "127.0.0.1"
+    port: Annotated[int, option(SERVING, "Port to listen at; 0: a free one.", "N"), port_of] = 8000
+    name: Annotated[
+        str | None, option(SERVING, "What clients call the model.", "NAME", "the source model's name"), plain_of
+    ] = None
+    runtime: RuntimeOption = "auto"
+    bf16: Annotated[
+        bool, option(SERVING, "Serve the BF16 source beside it, as NAME-bf16, to compare; takes its memory and torch.")
+    ] = False
+    adapter: Annotated[
+        tuple[str, ...],
+        option(SERVING, "Serve the model with this adapter on too, as a model of that name. Repeatable.", "NAME"),
+    ] = ()
+    max_batch: Annotated[int, option(SERVING, "Most requests that are answered together.", "N"), between(1)] = 8
+    grace: Annotated[
+        int, option(SERVING, "What requests in flight have when the server is stopped.", "SECONDS"), between(0)
+    ] = 30
+    api_key: Annotated[
+        str | None,
+        option(SERVING, "Ask it of clients; others see it in the list of processes.", "KEY", "FP8Q_API_KEY, if set"),
+        plain_of,
+    ] = None
+
+
+def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
+    """The rule of a list of sizes, separated by commas as text: ascending, each once."""
+    words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
+    sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
+    if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
+        raise InputError(
+            f"{option} {','.join(words) or '(none)'}: is no list of whole numbers from 1 to {LARGEST_SIZE:,}; give one "
+            "such as 1,8"
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def above_zero(option: str, value: float) -> float:
+    """The rule of a quantity that there is some of."""
+    if not 0 < value < float("inf"):
+        raise InputError(f"{option} {value}: must be above 0, and finite")
+    return value
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """Options of `fp8q bench`.
+
+    `batch_sizes` None: 1 and 8, lowered to what the runtime takes; `prompt_lengths` None: 32 and 256, lowered to what
+    the model's positions hold beside the answer. `memory`, in GB of 10⁹ bytes, is what the largest batches are computed
+    for (None: all that the device here has); `gpu_hour_price` in any currency.
+    """
+
+    runtime: RuntimeOption = "auto"
+    batch_sizes: Annotated[
+        tuple[int, ...] | None,
+        option(
+            MEASUREMENT,
+            "Sequences answered together; separated by commas.",
+            "LIST",
+            "1,8, or what the runtime takes",
+            sizes_of,
+        ),
+    ] = None
+    prompt_lengths: Annotated[
+        tuple[int, ...] | None,
+        option(
+            MEASUREMENT,
+            "Tokens of each prompt; separated by commas.",
+            "LIST",
+            "32,256, or what the model's positions hold",
+            sizes_of,
+        ),
+    ] = None
+    tokens: Annotated[int, option(MEASUREMENT, "Tokens of each answer.", "N"), between(2)] = 64
+    rounds: Annotated[int, option(MEASUREMENT, "Answers timed of each model and size.", "N"), between(1)] = 5
+    memory: Annotated[
+        float | None,
+        option(MEASUREMENT, "Memory that the largest batches are computed for.", "GB", "what is here"),
+        above_zero,
+    ] = None
+    gpu_hour_price: Annotated[
+        float | None,
+        option(MEASUREMENT, "What an hour of the GPU costs; adds the cost of a million tokens.", "PRICE", "not told"),
+        above_zero,
+    ] = None
+
+
+def model_name(text: str) -> str:
+    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
+    '_' and '-' become '-'.
+    """
+    named = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).lstrip(".-")
+    return named[:LONGEST_MODEL_NAME].rstrip(".-") or "model"
+
+
+def name_of_a_model(option: str, value: str) -> str:
+    """The rule of a Triton model's name: one part of a path, and of a URL."""
+    if value != model_name(value):
+        raise InputError(
+            f"{option} {value}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "
+            f"{model_name(value)}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class TritonOptions(Options):
+    """Options of `fp8q triton`. `out` None: RUN/triton."""
+
+    out: Annotated[
+        Path | None,
+        option(OPTIONS, "The repository to write; what fp8q wrote there is replaced.", "REPO", "RUN/triton"),
+    ] = None
+    name: Annotated[
+        str | None, option(OPTIONS, "What clients call the model.", "NAME", "that of the source"), name_of_a_model
+    ] = None
+    max_batch: Annotated[int, option(OPTIONS, "Most requests that are generated together.", "N"), between(1)] = 8
+    engine_model: Annotated[
+        bool,
+        option(
+            OPTIONS,
+            "Also the plain TensorRT model where the run has no plan yet, which is put in its place on the GPU host.",
+        ),
+    ] = False

@@ -1,0 +1,189 @@
+"""The proof: options of `validate`, `sensitivity` and `tune`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from ..core.errors import InputError
+from .calibrate import ALLOW_OVERLAP
+from .declare import EVALUATION, OPTIONS, Options, between, increase, nats, option
+from .export import Baseline
+
+RUNTIMES = (
+    "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",
+)  # fmt: skip
+#: The float model, in its types.
+FLOAT = frozenset({"bf16", "fp32", "original"})
+#: What runs no FP8: the float model, and what FP8 is compared with.
+WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
+#: What runs the checkpoint, or the source model, and no graph.
+WITHOUT_GRAPH = FLOAT | {"reference"}
+#: How the products of codes are added: `quantize.reference.adder`.
+Accumulator = Literal["fp32", "fp22", "two-level"]
+#: Which cost `tune` spares: the bytes that a decode step reads, or the operations of a prompt.
+Prefer = Literal["memory", "prefill"]
+
+
+def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
+    """The rule of a list of runtimes, separated by commas as text."""
+    names = value.split(",") if isinstance(value, str) else value
+    found = tuple(name.strip() for name in names if name.strip())
+    unknown = [name for name in found if name not in RUNTIMES]
+    if unknown or not found:
+        raise InputError(
+            f"{option} {','.join(found) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no runtime; choose "
+            f"from {', '.join(RUNTIMES)}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class ValidateOptions(Options):
+    """Options of `fp8q validate`. `runtimes` None: bf16, reference and, where the run has a graph,
+    onnxruntime. `context` None: the window of calibration; `stride` None: all of the
+    text's tokens in it.
+
+    The runtime `bf16` is what the others are compared with; `fp32` is the source model in FP32, from which BF16's own
+    distance is the yardstick; `original` is the source model in the type it is stored in, and joins `bf16` by itself
+    where that is another. The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions,
+    which `fp8q export --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`.
+    `accumulator`: see `quantize.reference.adder`.
+    """
+
+    runtimes: Annotated[
+        tuple[str, ...] | None,
+        option(
+            EVALUATION, f"Of {', '.join(RUNTIMES)}; separated by commas.", "LIST", ",".join(RUNTIMES[:3]), runtimes_of
+        ),
+    ] = None
+    context: Annotated[
+        int | None, option(EVALUATION, "Tokens in an evaluation window.", "N", "the calibration window")
+    ] = None
+    stride: Annotated[
+        int | None, option(EVALUATION, "Tokens of the text between windows.", "N", "all that a window has")
+    ] = None
+    allow_overlap: Annotated[bool, option(EVALUATION, ALLOW_OVERLAP)] = False
+    max_ppl_increase: Annotated[
+        float | None,
+        option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
+    ] = None
+    accumulator: Annotated[
+        Accumulator | None,
+        option(
+            EVALUATION,
+            "Run the reference on some windows too, with sums as Hopper's tensor cores make them: of 14 bits, or "
+            "promoted to FP32 every 128 products.",
+            default="not done",
+        ),
+    ] = None
+    accumulator_windows: Annotated[
+        int, option(EVALUATION, "Windows for --accumulator, evenly spaced.", "N"), between(1)
+    ] = 4
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The runtimes: those that were asked for, or else all that are run by default."""
+        return RUNTIMES[:3] if self.runtimes is None else self.runtimes
+
+    @property
+    def baselines(self) -> "tuple[Baseline, ...]":
+        """The precisions beside FP8 that the runtimes need the graphs of."""
+        return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.chosen)
+
+
+@dataclass(frozen=True)
+class SensitivityOptions(Options):
+    """Options of `fp8q sensitivity`. `measure` None: as many as a pass over the first 1,024 tokens pays
+    for, and there, none with `stream`; `stream` None: when memory does not hold the model.
+    """
+
+    windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
+    measure: Annotated[
+        int | None,
+        option(
+            EVALUATION,
+            "Measure so many of the worst by running the model, instead of predicting them.",
+            "N",
+            "as many as a pass over the first 1,024 tokens pays for, and there; none with --stream",
+        ),
+        between(0),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        option(
+            EVALUATION,
+            "Predict one decoder layer at a time, forward and back.",
+            default="when memory does not hold the model",
+            negative="--no-stream",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ReportOptions(Options):
+    """Options of `fp8q report`."""
+
+    compare: Annotated[
+        tuple[Path, ...],
+        option(OPTIONS, "Put this run beside it. Repeatable.", "OTHER"),
+    ] = ()
+    continuations: Annotated[
+        int,
+        option(EVALUATION, "Places of the evaluation text that BF16 and FP8 go on from; 0 for none.", "N"),
+        between(0),
+    ] = 3
+
+
+@dataclass(frozen=True)
+class DoctorOptions(Options):
+    """Options of `fp8q doctor` of a run."""
+
+    windows: Annotated[
+        int, option(EVALUATION, "Calibration windows to run, evenly spaced. Of a RUN only.", "N"), between(1)
+    ] = 4
+
+
+@dataclass(frozen=True)
+class TuneOptions(Options):
+    """Options of `fp8q tune`. With neither budget nothing is chosen: the frontier is all there is to say.
+
+    `max_ppl_increase` is held as a fraction, and may be given as text, `"0.5%"`; `max_kl` in nats a token.
+    """
+
+    max_ppl_increase: Annotated[
+        float | None,
+        option(
+            EVALUATION, "The most that perplexity may rise by, such as 0.5% or 0.005.", "SHARE", "none", text=increase
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        option(EVALUATION, "The most KL from the float model, in nats a token.", "NATS", "none", text=nats),
+    ] = None
+    prefer: Annotated[
+        Prefer,
+        option(
+            EVALUATION,
+            "What is dear: the bytes of weights and cache that a decode step reads, or the operations of a prompt; the "
+            "other decides between equals.",
+        ),
+    ] = "memory"
+    windows: Annotated[
+        int,
+        option(
+            EVALUATION,
+            "Calibration windows to choose by, and as many others to check by, a quarter of all at most.",
+            "N",
+        ),
+        between(1),
+    ] = 32
+
+    def __post_init__(self) -> None:
+        """Refuse two budgets."""
+        super().__post_init__()
+        if self.max_kl is not None and self.max_ppl_increase is not None:
+            raise InputError(
+                f"--max-kl {self.max_kl:g}: --max-ppl-increase {self.max_ppl_increase:.2%} is a budget too; give one "
+                "of them"
+            )

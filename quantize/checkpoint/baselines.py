@@ -1,0 +1,57 @@
+"""What FP8 is compared with, as weights: the source in BF16, and INT8 of the same modules by the same statistics.
+
+BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by
+tensor.
+
+INT8 is the ordinary kind: symmetric, weights amax / 127 per output channel, activations per tensor and static, without
+SmoothQuant. Its clips follow from the exact histograms by the method that the run chose its FP8 scales by, evaluated on
+the grid of the 128 integer magnitudes. Scales are BF16 numbers rounded up, as FP8's are: that costs INT8 0.07 dB at
+most. Embeddings, head, skipped modules and the cache stay wide.
+"""
+
+from pathlib import Path
+
+import torch
+
+from ...calibrate.checkpoint.weights import INDEX
+from ...calibrate.measure.statistics import Statistics
+from ...calibrate.model.source import Source
+from ...core.files import share, write_document
+from ...core.reporter import Reporter
+from ...options import Clipping
+from ..codes.formats import INT8
+from ..scales.decisions import Scales, activation_scales
+from ..weights.channels import Rounding
+from .writer import ShardWriter, quantize_checkpoint, write_config
+
+
+def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
+    """Write the weights of `source` to `directory` (new) in BF16: its own files where they are that, and else cast."""
+    directory.mkdir(parents=True)
+    weights = source.weights()
+    write_config(source, directory, None)
+    if source.merged is None and not any(weights.dtype(name) in ("F16", "F32", "F64") for name in weights.names()):
+        index = [source.path / INDEX] if len(source.weight_files) > 1 else []
+        for file in (*source.weight_files, *index):
+            share(file, directory / file.name)
+        return
+    writer = ShardWriter(directory)
+    with report.track("Casting weights to BF16", len(weights.names()), "tensors") as advance:
+        for name in weights.names():
+            tensor = weights.tensor(name)
+            writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+            advance(1)
+    writer.close()
+
+
+def write_int8(
+    source: Source, directory: Path, statistics: Statistics, fp8: Scales, clipping: Clipping, report: Reporter
+) -> Scales:
+    """Write INT8 weights of the modules that `fp8` promises to `directory` (new); returns, and writes there too, the
+    scales they have.
+    """
+    activations, unfit = activation_scales(statistics, fp8.promised, clipping, INT8)
+    chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
+    done = quantize_checkpoint(source, directory, chosen, Rounding("amax"), report)
+    write_document(directory / "scales.json", done)
+    return done

@@ -1,0 +1,207 @@
+"""The model card of the FP8 checkpoint: what it is, how it was made, and how to load it."""
+
+import re
+
+from ...calibrate.model.source import Source
+from ..reading.inherited_scales import became
+from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
+from ..scales.decisions import INHERITED, Scales
+from ..scales.policy import parted_experts
+from .hf_layout import Form
+
+CARD = """\
+---
+{tags}
+---
+
+# {name}, FP8
+
+{architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
+scale per tensor, {cache}.
+{terms}{given}{adapters}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} \
+stay in BF16.
+
+{loading} {graphs}
+"""
+#: What is said of the graphs beside it.
+GRAPHS = """\
+`model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
+and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
+ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes FP8 nodes that it then rejects itself:
+
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = onnxruntime.InferenceSession("model.fp32.onnx", options)"""
+#: Where there are none.
+NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime reference` runs it."
+#: What is said where some activations take two codes.
+TERMS = """\
+**In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
+scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers and
+vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.
+
+"""
+#: What is said where the source was an FP8 checkpoint.
+GIVEN = """\
+**From FP8**: the checkpoint that this was made from holds FP8 codes already. {became}. Scales of
+activations {activations}.
+
+"""
+#: What is said where the language model is a part of the model.
+TOWERS = """\
+**The language model** is quantized, and was measured on text alone; {towers} stay as they were, in BF16. Graphs and
+engines are of the language model: they take text, and no images.
+
+"""
+#: What is said of an adapter in the weights.
+MERGED = """\
+**With an adapter**: the PEFT LoRA adapter {name} (SHA-256 {fingerprint}…) was merged into the weights before they were
+quantized: W + s · B A, rounded to BF16.
+
+"""
+#: What is said of adapters beside them.
+BESIDE = """\
+**With adapters beside it**: {names} in `adapters/`, as PEFT wrote them. The weights are the base's alone; the scales
+of activations were measured on the base and with each adapter on, and serve all of them. A graph `model.NAME.onnx` is
+the base with one adapter, in the compute type beside the FP8 products.
+{vllm}
+"""
+HOSTED_ADAPTERS = """\
+vLLM serves base and adapters together:
+
+    vllm serve path/to/this/directory --enable-lora --max-lora-rank {rank} \\
+        --lora-modules {first}=path/to/this/directory/adapters/{first}
+"""
+#: What the cache is, by the parts of it that are codes.
+CACHES = {
+    "": "the KV cache in the compute type",
+    "v": "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type",
+    "kv": "E4M3 keys and values with one scale each per layer",
+}
+#: What other loaders make of it.
+HOSTED = {
+    "": "The layout is the one vLLM documents: `vllm serve path/to/this/directory`.",
+    "v": "The layout is the one vLLM documents, but compressed-tensors has no form for such a cache: config.json "
+    "names no scheme for it, the scales are in\n"
+    "`kv_cache.safetensors`, and vLLM and transformers keep the cache in the compute type. fp8q's graphs and engines "
+    "keep it as said.",
+    "kv": "The layout is the one vLLM documents: `vllm serve path/to/this/directory --kv-cache-dtype fp8`.",
+}
+
+
+LOADABLE = """\
+    from transformers import {auto}, AutoTokenizer
+    model = {auto}.from_pretrained("path/to/this/directory"{attention})
+
+{hosted}"""
+
+#: In place of `LOADABLE` where there are experts.
+MIXTURE = """\
+**transformers 5.14 cannot load its experts**: it holds all experts of a layer in one tensor, and makes none of FP8
+ones: `from_pretrained` reports missing keys, and ends with an error. Version 5.23 loads them, and multiplies them in
+BF16. {vllm} The static scales that fp8q runs them with are in `{file}`."""
+HOSTED_EXPERTS = """\
+vLLM
+documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token."""
+#: Where only some of a layer's experts are in codes.
+PARTED_EXPERTS = """\
+**Nor can
+vLLM**: {remark}."""
+
+UNLOADABLE = """\
+**transformers and vLLM cannot load it**: {architecture} keeps its weights in Conv1D modules, [in, out], for which
+compressed-tensors has no FP8 form. `from_pretrained` stops with an error about `quant_method`. fp8q's reference and
+ONNX run it."""
+
+#: In place of `HOSTED` where the architecture's cache has no place for scales.
+CACHE_BESIDE = f"""\
+The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention:
+config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and vLLM and transformers keep the cache
+in the compute type. fp8q's graphs and engines keep it as said."""
+
+
+def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = False) -> str:
+    """The README.md of the `model/` made of `source`, Markdown; `from_fp8`: that was an FP8 checkpoint."""
+    name, architecture = source.title, source.architecture
+    kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
+    return CARD.format(
+        name=plain(name),
+        architecture=plain(architecture),
+        cache=CACHES[scales.cache_parts],
+        terms=_terms(scales),
+        given=(_given(scales) if from_fp8 else "") + _towers(form),
+        adapters=_adapters(source, form),
+        quantized=len(scales.weights),
+        skipped=kept or "nothing else",
+        tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
+        loading=_loading(plain(architecture), scales, form),
+        graphs=_graphs(form),
+    )
+
+
+def _graphs(form: Form) -> str:
+    if form.no_graph is not None:
+        return NO_GRAPH.format(reason=plain(form.no_graph))
+    return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
+
+
+def _terms(scales: Scales) -> str:
+    two = scales.two_terms
+    if not two:
+        return ""
+    few = ", ".join(map(code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
+    return TERMS.format(modules="every FP8 product" if len(two) == len(scales.weights) else few)
+
+
+def _given(scales: Scales) -> str:
+    inherited = any(scale.method == INHERITED for scale in scales.activations.values())
+    return GIVEN.format(
+        became=became(scales),
+        activations="are its own" if inherited else "were measured, and are not its own",
+    )
+
+
+def _towers(form: Form) -> str:
+    return TOWERS.format(towers=", ".join(map(code, form.towers))) if form.towers else ""
+
+
+def _adapters(source: Source, form: Form) -> str:
+    """Which adapter is in the weights, or which lie beside them."""
+    if source.merged:
+        return MERGED.format(name=code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
+    if not source.adapters:
+        return ""
+    names = [adapter.name for adapter in source.adapters]
+    rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
+    hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
+    return BESIDE.format(names=", ".join(map(code, names)), vllm=hosted)
+
+
+def plain(text: str) -> str:
+    """A name of somebody else's as Markdown that shows just that: on one line, no markup and no HTML among it."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+
+
+def code(text: str) -> str:
+    """The same as code, in a fence of more backticks than stand in it."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
+    gap = " " if "`" in line else ""
+    return f"{fence}{gap}{line}{gap}{fence}"
+
+
+def _loading(architecture: str, scales: Scales, form: Form) -> str:
+    """How to load the checkpoint, or that it cannot be."""
+    cache_parts = scales.cache_parts
+    if not form.loadable:
+        return UNLOADABLE.format(architecture=architecture)
+    if form.experts:
+        remark = parted_experts(form.layers, scales)
+        vllm = PARTED_EXPERTS.format(remark=plain(remark)) if remark else HOSTED_EXPERTS
+        return MIXTURE.format(file=EXPERT_FILE, vllm=vllm)
+    return LOADABLE.format(
+        auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
+        attention=f', attn_implementation="{form.attention}"' if form.attention else "",
+        hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts],
+    )

@@ -1,0 +1,267 @@
+"""Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
+
+For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8
+cache `k_scale` and
+`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX
+graph points at the same bytes. Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`;
+everything that is not quantized is copied in BF16, under the name it bore.
+
+What Hugging Face has no form for (`quantize.checkpoint.hf_layout`) is written all the same, for fp8q and ONNX: a Conv1D
+has `weight` [in, out] and `weight_scale` [1, out], and the scales of a cache that compressed-tensors has no words or no
+place for lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over;
+the static scales of what experts read in `EXPERT_FILE`, for vLLM takes the weights' scales by channel for experts with
+the scale of each token alone. Experts bear the names that they bore.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ...calibrate.checkpoint.companions import companions
+from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
+from ...calibrate.checkpoint.weights import Weights
+from ...calibrate.input.untrusted import read_json
+from ...calibrate.model.classes import nested
+from ...calibrate.model.source import Source
+from ...core.errors import InputError
+from ...core.reporter import Reporter
+from ..codes.formats import E4M3, INT8
+from ..reading.dequantized import given_of
+from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
+from ..scales.decisions import Scales, Skipped, WeightScales
+from ..weights.channels import QuantizedWeight, Rounding
+from .hf_layout import INTEGERS, UNLOADABLE, Form, form_of
+from .model_card import model_card
+
+SHARD_BYTES = 512 << 20
+#: The products of experts, in compressed-tensors' words.
+EXPERTS = r"re:.*\.experts\.\d+\..*"
+
+
+def quantize_checkpoint(
+    source: Source,
+    directory: Path,
+    scales: Scales,
+    rounding: Rounding,
+    report: Reporter,
+    no_graph: str | None = None,
+) -> Scales:
+    """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
+
+    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
+    `scales.format`; a checkpoint of integers is for the graph beside it (`quantize.checkpoint.baselines`), and so has
+    no tokenizer and no model card. `no_graph`: why no ONNX graph will lie beside it, for the card. Raises InputError
+    when the source stores a module's weight under another name than transformers does.
+    """
+    weights, form = source.weights(), form_of(source, scales, no_graph)
+    modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
+    missing = [modules[name] for name in modules if name not in weights.names()]
+    if missing:
+        raise InputError(
+            f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it "
+            "with save_pretrained, which gives tensors their present names"
+        )
+    directory.mkdir(parents=True)
+    writer = ShardWriter(directory)
+    summaries, skipped = _write_tensors(writer, weights, modules, form, scales, rounding, report)
+    _write_caches(writer, directory, form, scales)
+    writer.close()
+    done = Scales(
+        format=scales.format,
+        weights={module: summaries[module] for module in scales.activations if module in summaries},
+        activations={module: scale for module, scale in scales.activations.items() if module in summaries},
+        kv_cache=scales.kv_cache,
+        skipped=scales.skipped | skipped,
+    )
+    if scales.format == "int8":
+        write_config(source, directory, INTEGERS)
+        return done
+    _write_companions(source, directory, done, form)
+    for remark in (form.remark(source.architecture, done), form.limit):
+        if remark is not None:
+            report.note(remark)
+    return done
+
+
+def _write_tensors(
+    writer: "ShardWriter",
+    weights: Weights,
+    modules: Mapping[str, str],
+    form: Form,
+    scales: Scales,
+    rounding: Rounding,
+    report: Reporter,
+) -> tuple[dict[str, WeightScales], dict[str, Skipped]]:
+    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales; what was decided
+    of these.
+    """
+    summaries: dict[str, WeightScales] = {}
+    skipped: dict[str, Skipped] = {}
+    beside: dict[str, torch.Tensor] = {}
+    with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
+        for name in weights.names():
+            if module := modules.get(name):
+                decision = _quantized_tensors(module, partial(weights.tensor, name), form, scales, rounding)
+                if isinstance(decision, Skipped):
+                    skipped[module] = decision
+                    writer.add(name, weights.tensor(name).to(torch.bfloat16))
+                else:
+                    summaries[module], tensors = decision
+                    if module in form.experts:
+                        beside |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
+                    for key, tensor in tensors.items():
+                        writer.add(key, tensor)
+            else:
+                tensor = weights.tensor(name)
+                writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+            advance(1)
+    if beside:
+        save_file(beside, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
+    return summaries, skipped
+
+
+def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Scales) -> None:
+    """Write the scales of the cache where they have a place: among the weights, or in a file of their own."""
+    caches = {
+        f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
+    }
+    if form.cache:
+        for name, tensor in caches.items():
+            writer.add(name, tensor)
+    elif caches:
+        save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
+
+
+def _quantized_tensors(
+    module: str, weight: Callable[[], torch.Tensor], form: Form, scales: Scales, rounding: Rounding
+) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
+    axis, name = form.axis(module), form.in_files(module)
+    # compensation and `sequential` move codes, and only linear layers have a form of codes by others
+    quantized: QuantizedWeight | Skipped | None = rounding.kept.of(module) if rounding.kept and axis == 0 else None
+    if quantized is None:
+        rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
+        quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
+    if isinstance(quantized, Skipped):
+        return quantized
+    method = f"{quantized.summary.method}{rounding.kept.blocks(module) if rounding.kept else ''}"
+    return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
+        f"{name}.weight": quantized.codes.movedim(0, axis),
+        f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
+        f"{name}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
+    }
+
+
+class ShardWriter:
+    """Collects tensors into `model-NNNNN-of-NNNNN.safetensors` and their index.
+
+    Invariant: at most one shard is in memory.
+    """
+
+    def __init__(self, directory: Path):
+        """Write into `directory`, which exists."""
+        self.directory = directory
+        self.pending: dict[str, torch.Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; the shard it would overfill is written first."""
+        if self.pending and sum(held.nbytes for held in self.pending.values()) + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.total += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the last shard, give all their final names, and write the index."""
+        self._flush()
+        count = len(self.shards)
+        index: dict[str, str] = {}
+        for number, names in enumerate(self.shards):
+            shard = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            self._temporary(number).rename(self.directory / shard)
+            index |= dict.fromkeys(names, shard)
+        document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
+        (self.directory / "model.safetensors.index.json").write_text(
+            json.dumps(document, indent=2) + "\n", encoding="utf-8"
+        )
+
+    def _temporary(self, number: int) -> Path:
+        return self.directory / f"shard-{number}"
+
+    def _flush(self) -> None:
+        save_file(self.pending, self._temporary(len(self.shards)), metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+
+def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = False) -> dict[str, object]:
+    """The `quantization_config` of config.json, made by compressed-tensors' own schema; `experts`: whether there are
+    any, which loaders give a scale for each token, since they have no static one where weights have one a channel.
+    """
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+    def args(strategy: str) -> QuantizationArgs:
+        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False)
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=args("tensor"))
+    groups = {"group_0": scheme}
+    if experts:
+        tokens = QuantizationArgs(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
+        groups["group_1"] = QuantizationScheme(targets=[EXPERTS], weights=args("channel"), input_activations=tokens)
+    config = QuantizationConfig(
+        config_groups=groups,
+        format="float-quantized",
+        quantization_status="compressed",
+        ignore=list(ignore),
+        kv_cache_scheme=args("tensor") if fp8_cache else None,
+    )
+    return dict(config.model_dump(mode="json", exclude_none=True))
+
+
+def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
+    """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
+    config = read_json(source.path / "config.json")
+    # said below, and of files that are not copied
+    for key in ("torch_dtype", "transformers_weights", OWN_CONFIG, *QUANTIZATION_KEYS):
+        config.pop(key, None)
+    if source.max_positions is not None:
+        # by one name for whoever has no transformers, which knows the others and each class's default
+        fields = config["text_config"] if nested(source.config) else config
+        fields.setdefault("max_position_embeddings", source.max_positions)
+    config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
+    own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
+    if patterns := patterns_of(form.stored):
+        own["stored"] = patterns
+    if form.positions is not None:
+        own[OWN_POSITIONS] = form.positions
+    more: dict[str, object] = {OWN_CONFIG: own} if own else {}
+    if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
+        more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
+    write_config(
+        source,
+        directory,
+        quantization_config(
+            sorted([*map(form.in_files, scales.skipped), *form.ignored]), form.cache, bool(form.experts)
+        )
+        if form.loadable
+        else UNLOADABLE,
+        **more,
+    )
+    for path in companions(source.path):
+        shutil.copyfile(path, directory / path.name)
+    for adapter in source.adapters:
+        folder = directory / ADAPTERS / adapter.name
+        folder.mkdir(parents=True)
+        for path in adapter.files:
+            shutil.copyfile(path, folder / path.name)
+    card = model_card(source, scales, form, from_fp8=given_of(source) is not None)
+    (directory / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,107 @@
+"""The codes of an activation in one pass over it, written in Triton (the language of GPU kernels), for FP8 GPUs.
+
+`encoding.encode` is a chain of torch operations, each of which reads and writes the whole tensor, in FP32; two terms
+are twice the chain. Here a value is read once, in its own type, and each term is written once: 3 bytes a BF16 value
+instead of 29, and 4 instead of some 90 with two terms.
+
+Rounding is done on the bits, not by the GPU's own conversion: what was tested on a CPU, in Triton's interpreter, is
+then what runs, and the interpreter's own conversions are not right (Triton 3.9: it cuts to E4M3, and loses BF16's
+subnormals). A normal number takes half of its last kept place, less one unit if that is even, and is cut; a subnormal
+one is added to the power of two whose last place is E4M3's smallest step, so that FP32's own addition rounds it. The
+format's constants are handed to the kernels as parameters: the interpreter of Triton 3.7 computes with no global ones.
+
+Imports Triton, which is PyTorch's on NVIDIA GPUs: import it where it is used. It was not run on a GPU yet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .formats import E4M3, TWO_TERMS
+
+#: Values that one program of the kernel takes.
+BLOCK = 1024
+#: FP32: bits of its fraction, its bias; then bits of FP32 that E4M3 drops, and E4M3's largest number as FP32's bits.
+_FRACTION, _BIAS = 23, 127
+_DROPPED = _FRACTION - E4M3.mantissa_bits
+_LARGEST = int(torch.tensor(E4M3.max).view(torch.int32))
+_SMALLEST_NORMAL = (_BIAS + 1 - E4M3.bias) << _FRACTION
+#: 2 to this has E4M3's smallest step for its last place in FP32.
+_STEPS = float(2.0 ** (1 - E4M3.bias + _DROPPED))
+#: What FP32's exponent and first digits exceed E4M3's code by.
+_EXCESS = (_BIAS - E4M3.bias) << E4M3.mantissa_bits
+
+
+@triton.jit
+def _round(
+    quotient,
+    dropped: tl.constexpr,
+    largest: tl.constexpr,
+    smallest_normal: tl.constexpr,
+    steps: tl.constexpr,
+    excess: tl.constexpr,
+):
+    """The codes of FP32 quotients, int32, and the numbers that they stand for, FP32."""
+    bits = quotient.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    clipped = tl.minimum(magnitude, largest)
+    normal = (clipped + ((1 << (dropped - 1)) - 1) + ((clipped >> dropped) & 1)) >> dropped
+    stepped = clipped.to(tl.float32, bitcast=True) + steps
+    first_step = tl.full([1], steps, tl.float32).to(tl.int32, bitcast=True)
+    subnormal = stepped.to(tl.int32, bitcast=True) - first_step
+    small = clipped < smallest_normal
+    code = tl.where(small, subnormal, normal - excess)
+    value = tl.where(small, stepped - steps, (normal << dropped).to(tl.float32, bitcast=True))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    signed = value.to(tl.int32, bitcast=True) | ((bits >> 31) << 31)  # Triton 3.7 takes -x for 0 - x, which loses -0
+    return code | ((bits >> 24) & 0x80), signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode(
+    x_at,
+    scale_at,
+    codes_at,
+    count,
+    bf16: tl.constexpr,
+    terms: tl.constexpr,
+    divisor: tl.constexpr,
+    block: tl.constexpr,
+    dropped: tl.constexpr,
+    largest: tl.constexpr,
+    smallest_normal: tl.constexpr,
+    steps: tl.constexpr,
+    excess: tl.constexpr,
+):
+    """`encoding.encode`, or `encode_two`, of `count` values; of BF16 the bits, int16, are given: the upper half of
+    FP32's.
+    """
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    scale = tl.load(scale_at)
+    x = tl.load(x_at + at, mask=inside, other=0)
+    x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if bf16 else x.to(tl.float32)
+    code, value = _round(tl.div_rn(x, scale), dropped, largest, smallest_normal, steps, excess)
+    tl.store(codes_at + at, code.to(tl.uint8), mask=inside)
+    if terms == 2:
+        rest = (x - value * scale) * divisor
+        second, _ = _round(tl.div_rn(rest, scale), dropped, largest, smallest_normal, steps, excess)
+        tl.store(codes_at + count + at, second.to(tl.uint8), mask=inside)
+
+
+def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
+    """The codes that `encoding.encode` (one of the `terms`) or `encoding.encode_two` gives `x` under the scalar float32
+    `scale`, float8_e4m3fn [terms, *x.shape]; a NaN's sign may be another.
+
+    `x` on a GPU, of any float type; on a CPU in Triton's interpreter, which TRITON_INTERPRET=1 turns on.
+    """
+    bf16 = x.dtype == torch.bfloat16
+    x = x.contiguous().view(torch.int16) if bf16 else x.contiguous()
+    codes = torch.empty((terms, *x.shape), dtype=torch.uint8, device=x.device)
+    count = x.numel()
+    if count:
+        _encode[((count + BLOCK - 1) // BLOCK,)](
+            x, scale, codes, count, bf16, terms, float(TWO_TERMS.divisor), BLOCK,
+            _DROPPED, _LARGEST, _SMALLEST_NORMAL, _STEPS, _EXCESS,
+        )  # fmt: skip
+    return codes.view(torch.float8_e4m3fn)

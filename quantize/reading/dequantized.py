@@ -1,0 +1,200 @@
+"""FP8 checkpoints as the model to quantize: the numbers that their codes stand for, and what of them is kept.
+
+The yardstick is the model as it was given: value = code × scale, in FP32. A code has 4 significant bits and a scale up
+to 24, so that is one rounding, to FP32, at most (none for a scale on the BF16 grid); whoever runs the model in BF16
+rounds once more, to BF16, as transformers' `Fp8Dequantize` does (docs/decisions/0021). `calibrate` sees these numbers
+alone, through the `Coding` that `recognize` hands it.
+
+Codes with one scale a tensor or a channel are kept byte for byte, a tensor's scale repeated for its channels: one scale
+an output channel is the only form that this package writes. Blocks have no such form, and are quantized again from
+their numbers. What `fp8_tensors` does not read, or reads as damaged, is refused here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE
+from ...calibrate.checkpoint.weights import Header
+from ...calibrate.model.source import Source
+from ...core.errors import InputError
+from ...core.headers import read_header
+from ..scales.decisions import SMALLEST_SCALE
+from ..weights.channels import QuantizedWeight, inherited_summary
+from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, sound_tensors
+from .quantization_config import READ, declared_form
+from .run_checkpoint import CACHE_FILE, EXPERT_FILE
+
+
+@dataclass(frozen=True)
+class Given:
+    """An FP8 checkpoint that has been looked through: a `Coding`. `beside`: files with more of it than the weights."""
+
+    checkpoint: Checkpoint
+    beside: tuple[Path, ...] = ()
+
+    @cached_property
+    def weights(self) -> Mapping[str, Codes]:
+        """Tensor -> what is known of it, of every weight in codes."""
+        return {codes.weight: codes for codes in self.checkpoint.codes.values()}
+
+    @cached_property
+    def _scales(self) -> set[str | None]:
+        found = {name for codes in self.weights.values() for name in (codes.scale, codes.input_scale)}
+        return found | set(self.checkpoint.cache_scales)
+
+    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+        """The tensors without the scales; weights in codes are F32."""
+        return {
+            name: replace(header, dtype="F32") if name in self.weights else header
+            for name, header in stored.items()
+            if name not in self._scales
+        }
+
+    def decoded(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """Code × scale, float32 in the weight's shape; None for a tensor that is no codes."""
+        if name not in self.weights:
+            return None
+        codes, scales = self.weights[name], torch.from_numpy(self.checkpoint.scales(self.weights[name]))
+        values, (rows, columns) = read(name).float(), codes.block or codes.shape
+        if columns >= values.shape[1]:  # a column of scales at most
+            return values.mul_(scales if len(scales) == 1 else scales.repeat_interleave(rows, 0)[: len(values)])
+        for band, row in enumerate(scales):
+            values[band * rows : (band + 1) * rows] *= row.repeat_interleave(columns)[: values.shape[1]]
+        return values
+
+    def input_scale(self, weight: str) -> float | None:
+        """The static scale of the input of the module with that `weight`; None where the checkpoint has none."""
+        codes = self.weights.get(weight)
+        if codes is None or codes.input_scale is None:
+            return None
+        return self._one(codes.input_scale)
+
+    @cached_property
+    def cache_scales(self) -> Mapping[str, float]:
+        """`<attention>.k` and `.v` -> scale, of an FP8 cache."""
+        return {
+            f"{module}.{name.rpartition('.')[2][0]}": self._one(name)
+            for name, module in self.checkpoint.cache_scales.items()
+        }
+
+    def _one(self, name: str) -> float:
+        """The one scale of a tensor of activations. Raises InputError for several, and for what is no scale."""
+        values = self.checkpoint.values(name).reshape(-1)
+        if len(values) != 1 or not SMALLEST_SCALE <= values[0] < np.inf:
+            what = f"{len(values)} scales" if len(values) != 1 else f"the scale {values[0]:g}"
+            raise InputError(
+                f"{name}: holds {what}, and a tensor of activations has one, positive and finite; leave out --inherit"
+            )
+        return float(values[0])
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """The weights of a `source` in codes; `kept` False where they are to be quantized anew all the same."""
+
+    source: Source
+    given: Given
+    kept: bool = True
+
+    def _codes(self, module: str) -> Codes | None:
+        return self.given.weights.get(self.source.stored(f"{module}.weight"))
+
+    def of(self, module: str) -> QuantizedWeight | None:
+        """Codes and scales of `module` [out, in] as they were given; None where it had none, or blocks."""
+        codes = self._codes(module)
+        if codes is None or codes.granularity == "block" or not self.kept:
+            return None
+        scale = torch.from_numpy(self.given.checkpoint.scales(codes).reshape(-1)).expand(codes.shape[0]).clone()
+        return QuantizedWeight(self.source.weights().stored(codes.weight), scale, inherited_summary(scale))
+
+    def blocks(self, module: str) -> str:
+        """` of 128x128 blocks`, of a module that had a scale for each of these; empty for others."""
+        codes = self._codes(module)
+        if codes is None or codes.block is None or codes.granularity != "block":
+            return ""
+        return f" of {codes.block[0]}x{codes.block[1]} blocks"
+
+
+def given_of(source: Source) -> Given | None:
+    """The FP8 checkpoint that `source` is; None where it is none."""
+    return source.coding if isinstance(source.coding, Given) else None
+
+
+def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, Header]) -> Given | None:
+    """The FP8 checkpoint in `path`, which the user calls `name`; None for one that is not quantized (a `Recognizer`).
+
+    Raises InputError for a form that is not read, for codes without scales or with scales that do not tile them or are
+    no scales, and for tensors of other types of codes.
+    """
+    declared = declared_form(path)
+    if declared is None:
+        if coded := next((each for each, header in headers.items() if header.dtype.startswith(CODES)), None):
+            raise InputError(
+                f"{headers[coded].file}: {coded} is {headers[coded].dtype}, and config.json has no quantization_config "
+                f"that says what its codes stand for; what is read is {READ}; export the checkpoint again"
+            )
+        return None
+    files = sorted({header.file for header in headers.values()})
+    tensors = {
+        each: Located(stored.dtype, stored.shape, stored.start, stored.end, file)
+        for file in files
+        for each, stored in read_header(file).items()
+    }
+    beside = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
+    for file in beside:
+        if file.name != MODELOPT_FILE and file not in files:
+            tensors |= _scales_beside(file)
+    given = Given(Checkpoint(path, config, declared, tensors, ()), tuple(beside))
+    _check_codes(given, name)
+    rest = given.headers(headers)
+    if other := next(
+        (each for each in rest if headers[each].dtype.startswith(CODES) and rest[each].dtype != "F32"), None
+    ):
+        raise InputError(
+            f"{headers[other].file}: {other} is {headers[other].dtype} {list(headers[other].shape)}, and what is read "
+            "are matrices in F8_E4M3; give the checkpoint it was made from, in BF16"
+        )
+    return given
+
+
+def _scales_beside(file: Path) -> dict[str, Located]:
+    """The static scales in a file that fp8q writes beside the weights, for loaders that have no place for them. Raises
+    InputError for a file that is damaged.
+    """
+    problems: list[tuple[str, str]] = []
+    found = {
+        name: tensor
+        for name, tensor in sound_tensors(file, problems)
+        if name.rpartition(".")[2] in (*INPUT_SCALES["compressed-tensors"], *CACHE_SCALES)
+    }
+    if problems:
+        raise InputError(f"{file}: {problems[0][1]}; copy or download it again")
+    return found
+
+
+def _check_codes(given: Given, name: str) -> None:
+    if not given.weights:
+        raise InputError(
+            f"{given.checkpoint.declared.source}: says that {name} is quantized, and no tensor there holds FP8 codes; "
+            "where the weights are numbers, take quantization_config out of config.json, and hf_quant_config.json away"
+        )
+    for codes in given.weights.values():
+        if len(codes.shape) != 2 or codes.weight == codes.module:
+            raise InputError(
+                f"{name}: {codes.weight} holds codes of the shape {list(codes.shape)}, and what is read are weights of "
+                "linear layers; give the checkpoint it was made from, in BF16"
+            )
+        scales = given.checkpoint.scales(codes)
+        # blocks are quantized again, and one of zeros may have the scale 0
+        fit = np.isfinite(scales) & (scales >= (0 if codes.granularity == "block" else SMALLEST_SCALE))
+        if not fit.all():
+            raise InputError(
+                f"{codes.scale}: holds {float(scales[~fit][0]):g} ({int((~fit).sum()):,} of {scales.size:,} are not "
+                "positive and finite), which is no scale; export the checkpoint again"
+            )

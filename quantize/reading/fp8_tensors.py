@@ -1,0 +1,268 @@
+"""Which tensor of an FP8 checkpoint is whose codes and scale, from the headers; values of scales when asked for.
+
+In every form a value is code × scale, also where the name says `weight_scale_inv`: transformers' `Fp8Dequantize`
+multiplies by it, as DeepSeek's own kernel does.
+
+    compressed-tensors   weight_scale [1], [out, 1] or [out/r, in/c]       input_scale [1]
+    modelopt             weight_scale [], [out] or [out/r, 1, in/c, 1]    input_scale []
+    fp8                  weight_scale_inv [out/r, in/c] or []             activation_scale []
+
+A cache's are `self_attn.k_scale` and `v_scale` [1] in compressed-tensors, `k_proj.k_scale` and `v_proj.v_scale` [] in
+ModelOpt's form, and none in fp8. Sizes of blocks that do not divide are rounded up. vLLM reads `weight_scale` and
+`input_scale` too where fp8 has one scale a tensor. A tensor is read where it lies, and never more than it holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.input.untrusted import exists, read_json
+from ...core.errors import InputError
+from ...core.headers import Stored, read_header
+from .module_patterns import Form
+from .quantization_config import BLOCK, CONFIG, Declared, Granularity, Scheme, declared_form
+
+Float32s = npt.NDArray[np.float32]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CODES = "F8_E4M3"
+#: Form -> what the scale of a weight, and of an input, may be called, what the form's own loader reads first.
+WEIGHT_SCALES: Mapping[Form, tuple[str, ...]] = {
+    "compressed-tensors": ("weight_scale",),
+    "modelopt": ("weight_scale",),
+    "fp8": ("weight_scale_inv", "weight_scale", "scale"),
+}
+INPUT_SCALES: Mapping[Form, tuple[str, ...]] = {
+    "compressed-tensors": ("input_scale",),
+    "modelopt": ("input_scale",),
+    "fp8": ("activation_scale", "input_scale"),
+}
+#: The scales of a cache, by their last name.
+CACHE_SCALES = ("k_scale", "v_scale")
+#: Type in safetensors' words -> NumPy's, of what scales are stored in.
+TYPES: Mapping[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu, CODES: ml_dtypes.float8_e4m3fn,
+}  # fmt: skip
+#: Bits of a value, where it is none of these and none of a number of bytes that its name ends with.
+BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+@dataclass(frozen=True)
+class Located(Stored):
+    """A tensor, and the file it lies in."""
+
+    file: Path
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A module whose weight is codes. Tensors are named, not held; a name is None where there is no such tensor.
+
+    `granularity`: what the shape of the scale says, None where it fits none. `block`: the rows and columns of the
+    weight that one scale is for, whatever the granularity: value [r, c] = code [r, c] × scales [r // rows, c // cols].
+    """
+
+    module: str
+    weight: str
+    shape: tuple[int, ...]
+    scale: str | None
+    input_scale: str | None
+    scheme: Scheme | None
+    granularity: Granularity | None = None
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An FP8 checkpoint: what its configuration says, and its tensors by name.
+
+    `problems`: what is wrong with its files (file, what), each of which may lack tensors for it.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    declared: Declared
+    tensors: Mapping[str, Located]
+    problems: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def codes(self) -> Mapping[str, Codes]:
+        """Module -> its codes, of every weight in E4M3, in the order of names. A stack of experts in one tensor is a
+        module under the tensor's name.
+        """
+        named = {name: name.removesuffix(".weight") for name in sorted(self.tensors)}
+        return {module: self._codes(module, name) for name, module in named.items() if self._is_weight(name)}
+
+    def _is_weight(self, name: str) -> bool:
+        tensor = self.tensors[name]
+        return tensor.dtype == CODES and len(tensor.shape) >= 2 and not name.rpartition(".")[2].endswith("scale")
+
+    def _codes(self, module: str, weight: str) -> Codes:
+        form = self.declared.form
+        shape, dot = self.tensors[weight].shape, "." if weight != module else "_"
+
+        def first(names: tuple[str, ...]) -> str | None:
+            endings = [name if dot == "." else name.removeprefix("weight_") for name in names]
+            return next((found for end in endings if (found := f"{module}{dot}{end}") in self.tensors), None)
+
+        scale, scheme = first(WEIGHT_SCALES[form]), self.declared.scheme(module)
+        codes = Codes(module, weight, shape, scale, first(INPUT_SCALES[form]), scheme)
+        if scale is None:
+            return codes
+        granularity, block = granularity_of(self.tensors[scale].shape, shape, scheme)
+        return replace(codes, granularity=granularity, block=block)
+
+    @cached_property
+    def cache_scales(self) -> Mapping[str, str]:
+        """Tensor -> the attention module it is of, of the scales of a cache that bear a name of the form's."""
+        own = {"k_scale": "k_proj", "v_scale": "v_proj"}
+        found = {}
+        for name in sorted(self.tensors):
+            module, _, last = name.rpartition(".")
+            if last in CACHE_SCALES:
+                found[name] = module.removesuffix(f".{own[last]}")
+        return found
+
+    def values(self, name: str) -> Float32s:
+        """The values of a tensor as float32, in its shape: for scales. Raises InputError for a type that no scale has,
+        or a file that has become shorter.
+        """
+        tensor = self.tensors[name]
+        if tensor.dtype not in TYPES:
+            raise InputError(f"{tensor.file}: {name} is {tensor.dtype}, which no scale is; store it as F32")
+        found: Float32s = self._read(tensor, TYPES[tensor.dtype]).astype(np.float32)
+        return found.reshape(tensor.shape)
+
+    def scales(self, codes: Codes) -> Float32s:
+        """The scales of a weight, float32 [rows, columns] of blocks (`Codes.block`), one row and column where there is
+        one scale; of a stack of experts, [experts, rows, columns]. Raises InputError where there is none, naming the
+        weight, or where its shape fits none.
+        """
+        if codes.scale is None:
+            raise InputError(
+                f"{codes.weight}: has no scale ({' or '.join(WEIGHT_SCALES[self.declared.form])}), and codes without "
+                f"one say nothing; export the checkpoint again"
+            )
+        if codes.block is None:
+            raise InputError(
+                f"{codes.scale}: has the shape {list(self.tensors[codes.scale].shape)}, which does not tile "
+                f"{codes.weight} {list(codes.shape)}; export the checkpoint again"
+            )
+        rows, columns = (-(-side // of) for side, of in zip(codes.shape[-2:], codes.block, strict=True))
+        return self.values(codes.scale).reshape(*codes.shape[:-2], rows, columns)
+
+    def read_codes(self, codes: Codes) -> npt.NDArray[np.uint8]:
+        """The codes of a weight as bytes, in its shape, mapped from the file."""
+        tensor = self.tensors[codes.weight]
+        return self._read(tensor, np.uint8).reshape(tensor.shape)
+
+    @cached_property
+    def _mapped(self) -> dict[Path, npt.NDArray[np.uint8]]:
+        return {}
+
+    def _read(self, tensor: Located, dtype: Any) -> npt.NDArray[Any]:
+        if tensor.start == tensor.end:
+            return np.zeros(0, dtype)
+        try:
+            if tensor.file not in self._mapped:
+                self._mapped[tensor.file] = np.memmap(tensor.file, np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{tensor.file}: cannot be read ({error}); copy or download it again") from None
+        return self._mapped[tensor.file][tensor.start : tensor.end].view(dtype)
+
+
+def granularity_of(
+    scale: tuple[int, ...], weight: tuple[int, ...], scheme: Scheme | None
+) -> tuple[Granularity | None, tuple[int, int] | None]:
+    """What a scale of this shape is one of, and the rows and columns each is for; what `scheme` says comes first where
+    several fit. (None, None) where none does.
+    """
+    *stack, rows, columns = weight
+    sides = scheme.block if scheme is not None and scheme.block is not None else BLOCK
+    grid = [-(-rows // sides[0]), -(-columns // sides[1])]
+    shapes: dict[Granularity, tuple[list[list[int]], tuple[int, int]]] = {
+        "tensor": ([[], [1], [1, 1]] if not stack else [stack, [*stack, 1], [*stack, 1, 1]], (rows, columns)),
+        "channel": ([[*stack, rows], [*stack, rows, 1]], (1, columns)),
+        "block": ([[*stack, *grid], [*stack, grid[0], 1, grid[1], 1]], sides),
+    }
+    said = scheme.weights if scheme is not None else None
+    for granularity in sorted(shapes, key=lambda name: name != said):
+        fitting, block = shapes[granularity]
+        if list(scale) in fitting:
+            return granularity, block
+    return None, None
+
+
+def open_checkpoint(directory: Path) -> Checkpoint | None:
+    """The FP8 checkpoint in `directory`; None for one that is not quantized.
+
+    Raises InputError for a configuration or an index that does not read, a form that is not read (naming it, what is
+    read, and the way round), and a folder without safetensors. Files that are missing or damaged are its `problems`.
+    """
+    declared = declared_form(directory)
+    if declared is None:
+        return None
+    promised = _promised(directory)
+    tensors: dict[str, Located] = {}
+    problems: list[tuple[str, str]] = []
+    for file in sorted(set(promised.values())) if promised is not None else [SINGLE]:
+        for name, tensor in sound_tensors(directory / file, problems):
+            if name in tensors:
+                problems.append((file, f"holds {name}, and so does {tensors[name].file.name}"))
+            else:
+                tensors[name] = tensor
+    damaged = {file for file, _ in problems}
+    for name, file in (promised or {}).items():
+        if file not in damaged and (name not in tensors or tensors[name].file.name != file):
+            problems.append((INDEX, f"promises {name} in {file}, which does not hold it"))
+    return Checkpoint(directory, read_json(directory / CONFIG), declared, tensors, tuple(problems))
+
+
+def _promised(directory: Path) -> dict[str, str] | None:
+    """`weight_map` of the index; None where one file holds all, which transformers looks for first."""
+    if exists(directory / SINGLE):
+        return None
+    path = directory / INDEX
+    if not exists(path):
+        raise InputError(f"{directory}: has no safetensors weights: neither {SINGLE} nor {INDEX}; copy the whole of it")
+    index = read_json(path, finite=False)
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
+        raise InputError(
+            f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again"
+        )
+    outside = next((file for file in shards.values() if Path(file).name != file or "\0" in file), None)
+    if outside is not None:
+        raise InputError(
+            f"{path}: names {outside!r}, which is not a file beside it; the checkpoint is damaged or not to be trusted"
+        )
+    return shards
+
+
+def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, Located]]:
+    """The tensors of a file that lie within it, until one does not, which is added to the `problems`."""
+    try:
+        header, size = read_header(file), file.stat().st_size
+    except InputError as error:
+        problems.append((file.name, str(error).removeprefix(f"{file}: ").partition("; ")[0]))
+        return
+    for name, tensor in header.items():
+        bits = BITS.get(tensor.dtype) or _bits(tensor.dtype)
+        whole = prod(tensor.shape) * bits == 8 * (tensor.end - tensor.start)
+        if min(tensor.shape, default=0) < 0 or not whole or not 0 < tensor.start <= tensor.end <= size:
+            problems.append((file.name, f"does not hold the whole of {name}"))
+            return
+        yield name, Located(tensor.dtype, tensor.shape, tensor.start, tensor.end, file)
+
+
+def _bits(dtype: str) -> int:
+    """As 16 of `BF16`, 8 of `F8_E4M3`."""
+    digits = dtype.partition("_")[0].lstrip("BFIUC")
+    return int(digits) if digits.isdecimal() and len(digits) < 4 else 0

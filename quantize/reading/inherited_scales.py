@@ -1,0 +1,136 @@
+"""`--inherit`: the static scales of activations and of the cache, as an FP8 checkpoint has them.
+
+The text is run all the same, and says what these scales do to it: saturation, underflow, and how far they are from the
+best. Members of a group receive one tensor, which a graph quantizes once: where a checkpoint has several scales for it,
+the largest is taken, as vLLM does for products that it makes one of.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ...calibrate.measure.coverage import coverage
+from ...calibrate.measure.histogram import Histogram
+from ...calibrate.measure.statistics import Statistics
+from ...calibrate.model.source import Source
+from ...core.errors import InputError
+from ...options import Clipping, ScaleOptions
+from ...options.declare import first_given
+from ..codes.formats import E4M3
+from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit
+from .dequantized import Given, Inherited, given_of
+
+
+def given_to_inherit(source: Source) -> Given:
+    """The FP8 checkpoint that `source` is; raises InputError where it is none."""
+    given = given_of(source)
+    if given is None:
+        raise InputError(f"--inherit: {source.name} is no FP8 checkpoint, so it has no scales to inherit; leave it out")
+    return given
+
+
+def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[str], options: ScaleOptions) -> None:
+    """Raise InputError when the checkpoint lacks a scale that `options` has taken from it: of the input of one of
+    `modules`, or of the cache of one of `attentions`.
+    """
+    if not options.inherit:
+        return
+    given = given_to_inherit(source)
+    for module in modules:
+        if given.input_scale(source.stored(f"{module}.weight")) is None:
+            raise InputError(
+                f"--inherit: {source.name} has no static scale of the input of {module}; leave --inherit out, and it "
+                "is measured"
+            )
+    for name in (f"{module}.{part}" for part in CACHE_PARTS[options.kv_cache] for module in attentions):
+        if name not in given.cache_scales:
+            raise InputError(
+                f"--inherit: {source.name} has no scale of the cache of {name}; leave --kv-cache out, or --inherit, "
+                "and it is measured"
+            )
+
+
+def inherited_activations(
+    source: Source, statistics: Statistics, modules: Sequence[str]
+) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
+    """Scales of the inputs of `modules`, as they were given; and those whose inputs, as measured, have none."""
+    given, first = given_to_inherit(source), group_of(statistics.record.groups)
+    found = {module: given.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
+    experts = {name for layer in coverage(statistics) for name in layer.products}
+    largest: dict[str, float] = {}
+    for module, scale in found.items():
+        group = first.get(module, module)
+        largest[group] = max(largest.get(group, 0.0), scale)
+    scales: dict[str, TensorScale] = {}
+    skipped: dict[str, Skipped] = {}
+    for module in modules:
+        group = first.get(module, module)
+        tensor = statistics.tensors.get(f"{group}.input")
+        reason = unfit(tensor.histogram if tensor else None)
+        if module in experts and tensor is not None and not tensor.histogram.samples:
+            reason = None  # no token came by: what was given is all that is known of it
+        if reason is not None or tensor is None:
+            skipped[module] = reason or Skipped(reason="never observed", samples=0)
+        else:
+            scales[module] = _as_given(tensor.histogram, largest[group])
+    return scales, skipped
+
+
+def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[str, TensorScale]:
+    """Scales of the keys (`k` in `parts`) and values (`v`) of every cache, as they were given."""
+    scales = given_to_inherit(source).cache_scales
+    return {
+        name: _as_given(tensor.histogram, scales[name])
+        for name, tensor in statistics.tensors.items()
+        if name.endswith(tuple(f".{part}" for part in parts))
+    }
+
+
+def kept_weights(source: Source, options: ScaleOptions) -> Inherited | None:
+    """The weights of `source` that are codes already, where it is an FP8 checkpoint: kept, unless `options` have
+    weights quantized in a way of their own.
+    """
+    given = given_of(source)
+    own = first_given(options, ("weight_method", "weight_rounding"))
+    return Inherited(source, given, kept=own is None) if given else None
+
+
+def remarks(
+    source: Source, groups: Mapping[str, Sequence[str]], scales: Scales, options: ScaleOptions
+) -> Iterator[str]:
+    """What to note where `source` is an FP8 checkpoint: what became of its codes, and what was not as it was given."""
+    given = given_of(source)
+    if given is None:
+        return
+    yield became(scales)
+    wide = [module for module in scales.weights if source.stored(f"{module}.weight") not in given.weights]
+    if wide:
+        yield (
+            f"--only: {wide[0]}{f' and {len(wide) - 1} more' if len(wide) > 1 else ''} had no FP8 codes in "
+            f"{source.name}, and {'have' if len(wide) > 1 else 'has'} now"
+        )
+    if options.inherit and given.cache_scales and not scales.kv_cache:
+        parts = "fp8" if any(name.endswith(".k") for name in given.cache_scales) else "v"
+        yield f"--inherit: {source.name} has scales of an FP8 cache, which --kv-cache {parts} takes too"
+    for members in groups.values() if options.inherit else ():
+        found = {name: given.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights}
+        if len(set(found.values())) > 1:
+            named = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            yield f"--inherit: {named} read one tensor under different scales; the largest is taken"
+            return
+
+
+def became(scales: Scales) -> str:
+    """What became of the weights of an FP8 checkpoint, in a sentence."""
+    kept = sum(weight.method == INHERITED for weight in scales.weights.values())
+    blocks = [weight.sqnr_db for weight in scales.weights.values() if weight.method.endswith(" blocks")]
+    losses = [loss for loss in blocks if loss is not None]
+    parts = [f"{kept} of {len(scales.weights)} products keep their FP8 codes and scales as they were given"]
+    if blocks:
+        least = f", which leaves {min(losses):.1f} dB at the least" if losses else ""
+        parts.append(f"{len(blocks)} had a scale for each block, and have one for each channel{least}")
+    if anew := len(scales.weights) - kept - len(blocks):
+        parts.append(f"{anew} {'are' if anew > 1 else 'is'} quantized anew")
+    return "; ".join(parts)
+
+
+def _as_given(histogram: Histogram, scale: float) -> TensorScale:
+    return described(histogram, E4M3, Clipping(), (INHERITED, scale * E4M3.max, scale))

@@ -1,0 +1,265 @@
+"""What the configuration of an FP8 checkpoint says: its form, and how each module is quantized.
+
+Three forms are read. compressed-tensors (llm-compressor, fp8q) and transformers' own fine-grained FP8 (DeepSeek-V3,
+Qwen3-FP8) say it in `quantization_config` of config.json; ModelOpt's export does so in hf_quant_config.json, and newer
+ones repeat it in config.json with `quant_method` modelopt, where transformers 5.14 knows no such method and vLLM reads
+it. What is said is held against what is there by the lint (`quantize.lint`), and is not believed here: `fp8_tensors`
+goes by the tensors.
+
+Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`), transformers 5.14
+(`FineGrainedFP8Config`, `quantizers_utils.should_convert_module`), ModelOpt 0.47 (`export/quant_utils.py`,
+`convert_hf_config.py`), vLLM (`layers/quantization/{compressed_tensors,fp8,modelopt}.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from ...calibrate.input.untrusted import exists, read_json
+from ...core.errors import InputError
+from .module_patterns import Form, Matcher
+
+CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
+#: One scale for a weight, one for each output channel, or one for each block of `Scheme.block`.
+Granularity = Literal["tensor", "channel", "block"]
+GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
+#: One scale of an input that is in the checkpoint, one that is found as it runs, or an input that is not quantized.
+Inputs = Literal["static", "dynamic", "none"]
+#: What is read, as a refusal says it.
+READ = (
+    "compressed-tensors (float-quantized), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO) and fp8 (blocks or "
+    "one scale a tensor)"
+)
+ORIGINAL = "give the checkpoint it was made from, in BF16"
+#: What is not FP8, by a part of its method or format: its name, and the way round. The first that fits.
+OTHERS = (
+    (
+        "mxfp4",
+        "MXFP4",
+        "load it with transformers' Mxfp4Config(dequantize=True), save it with save_pretrained and give that",
+    ),
+    ("nvfp4", "NVFP4", ORIGINAL),
+    ("mxfp6", "MXFP6", ORIGINAL),
+    ("mxfp8", "MXFP8", ORIGINAL),
+    ("gptq", "INT4 or INT8", ORIGINAL),
+    ("awq", "INT4", ORIGINAL),
+    ("bitsandbytes", "INT8, INT4 or NF4", ORIGINAL),
+    ("pack-quantized", "INT4 or INT8", ORIGINAL),
+    ("int-quantized", "INT8", ORIGINAL),
+)
+#: transformers' and vLLM's block where the configuration of fine-grained FP8 names none; ModelOpt names it nowhere.
+BLOCK = (128, 128)
+#: compressed-tensors' presets that are FP8.
+PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
+    "FP8": ("tensor", "static"),
+    "FP8_DYNAMIC": ("channel", "dynamic"),
+    "FP8_BLOCK": ("block", "dynamic"),
+}
+#: What ModelOpt calls its ways, in capitals.
+MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
+    "FP8": ("tensor", "static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "dynamic"),
+    "FP8_PB_WO": ("block", "none"),
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a module is quantized. `block`: rows and columns of the weight that one scale is for, where it is blocks."""
+
+    weights: Granularity
+    inputs: Inputs
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The modules that `targets` match, under one scheme."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What the file `source` says: the form, the schemes, the modules it leaves out, and whether the cache has scales.
+
+    `ignore` None: not said, and each loader leaves out what it does by itself.
+    """
+
+    source: Path
+    form: Form
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] | None
+    cache: bool
+
+    @cached_property
+    def _matchers(self) -> tuple[Matcher, ...]:
+        return tuple(Matcher(pattern, self.form, self.source) for pattern in self.ignore or ())
+
+    @cached_property
+    def _targets(self) -> tuple[tuple[Matcher, Scheme], ...]:
+        """The most specific first: names, patterns, classes (compressed-tensors' `match_targets`)."""
+        found = [
+            (Matcher(target, self.form, self.source), group.scheme) for group in self.groups for target in group.targets
+        ]
+        return tuple(sorted(found, key=lambda entry: entry[0].rank))
+
+    def ignored_by(self, module: str) -> str | None:
+        """The entry of `ignore` that leaves a module out; None where there is none."""
+        return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a module is to be quantized, if it is of a class that is; None for one that is left out or no target."""
+        if self.ignored_by(module) is not None:
+            return None
+        return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
+
+
+def declared_form(directory: Path) -> Declared | None:
+    """What the configuration in `directory` says of quantization; None where it says nothing.
+
+    Raises InputError for a configuration that does not read, and for a form that is not read: it names the form, what
+    is read, and the way round.
+    """
+    config = _object(directory / CONFIG)
+    text_config = config.get("text_config")
+    inner = text_config.get("quantization_config") if isinstance(text_config, dict) else None
+    said = config.get("quantization_config") or config.get("compression_config") or inner
+    if said is not None and not isinstance(said, dict):
+        raise InputError(f"{directory / CONFIG}: quantization_config is no object; copy or download it again")
+    method = str(said.get("quant_method") or "") if said else ""
+    if exists(directory / MODELOPT_CONFIG) and (not method or method.startswith("modelopt")):
+        return _modelopt(directory / MODELOPT_CONFIG, _object(directory / MODELOPT_CONFIG).get("quantization"))
+    if not said:
+        return None
+    source = directory / CONFIG
+    if method.startswith("modelopt"):
+        return _modelopt(source, said)
+    if method == "compressed-tensors":
+        return _compressed_tensors(source, said)
+    if method == "fp8":
+        return _fine_grained(source, said)
+    raise refused(source, f"quant_method is {method!r}", f"{method} {said.get('format', '')}")
+
+
+def refused(source: Path, found: str, of: str = "") -> InputError:
+    """What to say of a form that is not read: `found` says where it is named, `of` holds its name."""
+    for part, name, way_round in OTHERS:
+        if part in of.lower():
+            return InputError(f"{source}: {found} ({name}), and what is read is {READ}; {way_round}")
+    return InputError(f"{source}: {found}, and what is read is {READ}; {ORIGINAL}")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: does not hold an object; copy or download it again")
+    return value
+
+
+def _names(value: Any, source: Path, key: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{source}: {key} is no list of names; copy or download it again")
+    return tuple(value)
+
+
+def _modelopt(source: Path, said: Any) -> Declared:
+    if not isinstance(said, dict):
+        raise InputError(f"{source}: has no object quantization; copy or download it again")
+    ignore = said.get("exclude_modules", said.get("ignore")) or []
+    groups: list[Group] = []
+    algorithm = str(said.get("quant_algo") or "")
+    layers = said.get("quantized_layers")
+    if algorithm.upper() == "MIXED_PRECISION" and isinstance(layers, dict):
+        for module, layer in layers.items():
+            each = str(layer.get("quant_algo") if isinstance(layer, dict) else "")
+            groups.append(Group((module,), _modelopt_scheme(source, each)))
+    else:
+        groups.append(Group(("*",), _modelopt_scheme(source, algorithm)))
+    cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
+    if cache and not (isinstance(cache, dict) or str(cache).upper() == "FP8"):
+        raise refused(source, f"the cache is {cache}", str(cache))
+    return Declared(source, "modelopt", tuple(groups), _names(ignore, source, "exclude_modules"), bool(cache))
+
+
+def _modelopt_scheme(source: Path, algorithm: str) -> Scheme:
+    if algorithm.upper() not in MODELOPT:
+        of = "awq" if algorithm.upper().startswith("W4A16") and "NVFP4" not in algorithm.upper() else algorithm
+        raise refused(source, f"quant_method is 'modelopt' with quant_algo {algorithm or None!r}", of)
+    return _scheme(*MODELOPT[algorithm.upper()])
+
+
+def _scheme(weights: Granularity, inputs: Inputs) -> Scheme:
+    return Scheme(weights, inputs, BLOCK if weights == "block" else None)
+
+
+def _fine_grained(source: Path, said: dict[str, Any]) -> Declared:
+    block = _block(said.get("weight_block_size", list(BLOCK)), source, "weight_block_size")
+    activation = str(said.get("activation_scheme", "dynamic")).lower()
+    if activation not in ("static", "dynamic"):
+        raise refused(source, f"activation_scheme is {activation!r}")
+    ignore = said.get("modules_to_not_convert") or said.get("ignored_layers")
+    names = None if ignore is None else _names(ignore, source, "modules_to_not_convert")
+    inputs: Inputs = "static" if activation == "static" else "dynamic"
+    scheme = Scheme("block" if block else "tensor", inputs, block)
+    return Declared(source, "fp8", (Group((".*",), scheme),), names, False)
+
+
+def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):  # compressed-tensors once wrote 128x128
+        value = [int(side) if side.isdecimal() and len(side) < 10 else 0 for side in value.split("x")]
+    if isinstance(value, list) and len(value) == 2 and all(type(side) is int and 0 < side < 1 << 31 for side in value):
+        return value[0], value[1]
+    raise InputError(
+        f"{source}: {key} is {value!r}, and should be two sizes such as [128, 128]; set those of the blocks"
+    )
+
+
+def _compressed_tensors(source: Path, said: dict[str, Any]) -> Declared:
+    written = str(said.get("format") or "")
+    if written not in ("float-quantized", "naive-quantized", "mixed-precision"):
+        raise refused(source, f"quant_method is 'compressed-tensors' with the format {written!r}", written)
+    groups = said.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise InputError(f"{source}: has no config_groups; copy or download it again")
+    found = tuple(_group(source, name, group) for name, group in groups.items())
+    ignore = _names(said.get("ignore") or [], source, "ignore")
+    cache = said.get("kv_cache_scheme")
+    static = isinstance(cache, dict) and not cache.get("dynamic", False)
+    return Declared(source, "compressed-tensors", found, ignore, static)
+
+
+def _group(source: Path, name: str, group: Any) -> Group:
+    if isinstance(group, list):
+        if name.upper() not in PRESETS:
+            raise refused(source, f"config_groups has the preset {name!r}", name)
+        return Group(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
+    if not isinstance(group, dict):
+        raise InputError(f"{source}: config_groups.{name} is no object; copy or download it again")
+    said, activations = group.get("weights"), group.get("input_activations")
+    if not isinstance(said, dict) or (str(said.get("type", "int")).lower(), said.get("num_bits", 8)) != ("float", 8):
+        raise refused(source, f"the weights of config_groups.{name} are {_kind(said)}", _kind(said))
+    strategy = str(said.get("strategy") or ("channel" if said.get("group_size") == -1 else "tensor")).lower()
+    granularity: Granularity | None = next((kind for kind in GRANULARITIES if kind == strategy), None)
+    if granularity is None:
+        raise refused(source, f"the weights of config_groups.{name} are FP8 by {strategy}", "mxfp8")
+    static = isinstance(activations, dict) and not activations.get("dynamic", False)
+    inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
+    block = (_block(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
+    scheme = Scheme(granularity, inputs, block)
+    return Group(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
+
+
+def _kind(said: Any) -> str:
+    """As INT4 or NVFP4, of what a group says of its weights."""
+    if not isinstance(said, dict):
+        return "not quantized"
+    bits, kind = said.get("num_bits", 8), str(said.get("type", "int")).lower()
+    if kind == "float" and bits == 4:
+        return "NVFP4" if said.get("group_size") == 16 else "MXFP4"
+    return f"{'FP' if kind == 'float' else 'INT'}{bits}"

@@ -1,0 +1,115 @@
+"""Attention in FP8: both of its products take E4M3 codes on both sides, queries by keys and probabilities by values.
+
+    scores = (Σ q·k) · (s_q · s_k · scaling)        out = (Σ p·v) · (s_p · s_v)
+
+One static scale each for a layer's queries, keys and values, by the method that the run's other scales were chosen by.
+Probabilities lie in [0, 1], whatever the text, so their scale is that of 1, and nothing of them is measured. Keys and
+values that are codes already, in an FP8 cache, have the same scale there and become the same codes again. Queries and
+probabilities may be two codes each (`linear`), so that what attention loses is what keys and values lose.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from ...calibrate.measure.statistics import TensorStatistics
+from ...core.errors import InputError
+from ...options import Clipping, Terms
+from ..codes.encoding import code_values, two_code_values
+from ..codes.formats import TWO_TERMS
+from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
+
+#: What transformers calls the reference's attention.
+CODES = "fp8q_codes"
+PARTS = ("q", "k", "v")
+
+
+def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping, terms: Terms = 1) -> AttentionScales:
+    """Choose the scales of attention from the statistics of a run's queries, which have `terms` codes a value, keys and
+    values.
+
+    Raises InputError naming the first tensor that has none.
+    """
+    modules = sorted({name.removesuffix(".q") for name in tensors if name.endswith(".q")})
+    scales: dict[str, TensorScale] = {}
+    for name in (f"{module}.{part}" for module in modules for part in PARTS):
+        tensor = tensors.get(name)
+        reason = unfit(tensor.histogram if tensor else None)
+        if tensor is None or reason is not None:
+            raise InputError(
+                f"{name}: {reason.reason if reason else 'never observed'}; attention in FP8 has no scale for it, "
+                "leave out --attention fp8"
+            )
+        grid = GRIDS[terms if name.endswith(".q") else 1]
+        scales[name] = tensor_scale(tensor.histogram, clipping, grid, tensor.amax_batches)
+    return AttentionScales(tensors=scales, terms=terms, probabilities=PROBABILITY_SCALES[terms])
+
+
+def save_scales(path: Path, scales: AttentionScales) -> None:
+    """Write `<attention>.attention.q_scale` and those of k, v and p, float32 [1] each, where the graph finds them."""
+    named = {name: scale.scale for name, scale in scales.tensors.items()}
+    named |= {f"{name.removesuffix('.q')}.p": scales.probabilities for name in scales.tensors if name.endswith(".q")}
+    stored = {
+        f"{module}.attention.{part}_scale": torch.tensor([scale])
+        for (module, _, part), scale in ((name.rpartition("."), named[name]) for name in named)
+    }
+    save_file(stored, path, metadata={"format": "pt", "terms": str(scales.terms)})
+
+
+def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
+    """Let `model` (changed in place) attend on codes, by the scales that `save_scales` wrote to `path`."""
+    scales: dict[str, dict[str, torch.Tensor]] = {}
+    for name, scale in load_file(path).items():
+        module, _, part = name.removesuffix("_scale").rpartition(".")
+        scales.setdefault(module.removesuffix(".attention"), {})[part] = scale[0]
+    with safe_open(path, "pt") as file:
+        two = (file.metadata() or {}).get("terms") == "2"
+    for module, parts in scales.items():
+        object.__setattr__(model.get_submodule(module), "fp8q_scales", parts)
+        object.__setattr__(model.get_submodule(module), "fp8q_two_terms", two)
+    AttentionInterface.register(CODES, attention_on_codes)
+    AttentionMaskInterface.register(CODES, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.set_attn_implementation(CODES)
+
+
+def attention_on_codes(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Grouped-query attention [batch, heads, length, size] on codes, the sums in FP32; `attention_mask` is added to the
+    scores, which are capped before.
+    """
+    scales: dict[str, torch.Tensor] = {
+        part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
+    }
+    repeats = query.shape[1] // key.shape[1]
+    two = vars(module)["fp8q_two_terms"]
+    k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
+    factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + attention_mask.float()
+    output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])
+    return output.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _product(x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool) -> torch.Tensor:
+    """The codes of `x` [..., n, k] under `scale`, one or `two` a value, by `codes` [..., k, m], in FP32."""
+    if not two:
+        return code_values(x, scale) @ codes
+    first, second = (term @ codes for term in two_code_values(x, scale))
+    return first + second / TWO_TERMS.divisor

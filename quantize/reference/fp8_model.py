@@ -1,0 +1,122 @@
+"""The FP8 model as a torch module, read from the checkpoint fp8q wrote: what every other runtime is held against.
+
+It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it
+proves the file too.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from ...calibrate.checkpoint.adapter import open_adapter
+from ...calibrate.model.adapter_addition import lay_beside
+from ...calibrate.model.bf16_products import widen_products
+from ...calibrate.model.products import attention_modules, output_axis
+from ...calibrate.model.skeleton import skeleton
+from ...calibrate.model.tensor_names import renamed_in
+from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, stored_tensors
+from .attention import attend_in_codes
+from .kv_cache import FP8Cache
+from .linear import FP8Linear, Mode, replace_linears
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model and the scales of its cache (`<module>.k`, `<module>.v`, as far as these are codes)."""
+
+    model: PreTrainedModel
+    cache_scales: dict[str, float]
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of the kind the model is served with."""
+        return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, which is on codes."""
+        layer = self.model.get_submodule(module)
+        assert isinstance(layer, FP8Linear), "what scales.json has in weights is quantized in the checkpoint"
+        return layer
+
+
+class StoredCodes:
+    """The FP8 layers of a checkpoint that fp8q wrote, each read when it is asked for."""
+
+    def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
+        """Of the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` as `mode` says."""
+        self.model, self.mode, self.device = model, mode, device
+        self.two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
+        self.where = stored_tensors(directory)
+        self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
+        shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
+        self._renamed = renamed_in(config, shapes)
+
+    @property
+    def modules(self) -> list[str]:
+        """The products whose weights are codes."""
+        own = {under: name for name, under in self._renamed.items()}
+        return [
+            own.get(name, name).removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")
+        ]
+
+    @property
+    def cache_scales(self) -> dict[str, float]:
+        """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
+        names = [name for name in self.where if name.endswith((".k_scale", ".v_scale"))]
+        return {name.removesuffix("_scale"): float(self.read(name)[0]) for name in names}
+
+    def has(self, name: str) -> bool:
+        """Whether there is the tensor that the model calls `name`."""
+        return self._renamed.get(name, name) in self.where
+
+    def read(self, name: str) -> torch.Tensor:
+        """That tensor."""
+        under = self._renamed.get(name, name)
+        tensor: torch.Tensor = self._shards[self.where[under]].get_tensor(under).to(self.device)
+        return tensor
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, on codes."""
+        axis = output_axis(self.model.get_submodule(module))
+        codes, scale = (
+            self.read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale")
+        )
+        terms = 2 if module in self.two_terms else 1
+        bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
+        return FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
+
+
+def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:
+    """The FP8 layers of the checkpoint in `directory`, and a model in `dtype` that has no weights yet."""
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
+
+
+def load_reference(
+    directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | None = None
+) -> Reference:
+    """Load the checkpoint in `directory`, with the `adapter` there of that name on; wide parts compute in `dtype`,
+    products as `mode` says (see `linear`).
+    """
+    codes = open_codes(directory, mode, dtype, device)
+    model = codes.model
+    replace_linears(model, {module: codes.layer(module) for module in codes.modules})
+    wide = {name: codes.read(name) for name in model.state_dict() if codes.has(name)}
+    model.load_state_dict(
+        {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()},
+        strict=False,
+        assign=True,
+    )
+    model.tie_weights()
+    unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not unset, f"the checkpoint has no {unset[0]}"
+    torch.nn.Module.to(model, device)
+    widen_products(model, dtype, device)
+    if (directory / ATTENTION_SCALES).is_file():
+        attend_in_codes(model, directory / ATTENTION_SCALES)
+    if adapter is not None:
+        lay_beside(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
+    return Reference(model, codes.cache_scales)

@@ -1,0 +1,250 @@
+"""Where to clip: pure functions of an exact histogram and a format, evaluated on the real grid.
+
+A scale s cuts the magnitudes into cells, one for each value of the format's grid, at the midpoints of the scaled grid.
+Magnitudes are counted by BF16 bit pattern, patterns are ordered as magnitudes are, and both s and the midpoints are
+short numbers, so each cut *is* a pattern: every cell's count, sum and sum of squares is a difference of two prefix sums
+over the 32,640 finite patterns. Nothing is binned or searched for, a candidate costs one look-up a midpoint (126 for
+E4M3), and the optimum is taken over every BF16 scale there is, not over a coarse grid.
+
+The squared error of a cell of grid value g with count n, sum a and sum of squares b is b - 2(gs)a + (gs)²n. Sums are
+float64: the error, 1e-3 of the energy, keeps ten digits. What follows from the amax of each batch instead is in
+`delayed`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.measure.histogram import INFINITY, Histogram, magnitudes
+from ...options import Clipping, Method, ScaleGrid
+from ..codes.formats import E4M3, Grid
+
+METHODS: tuple[str, ...] = get_args(Method)
+#: No optimum lies lower than this below the amax's scale, for any distribution worth quantizing.
+CLIP_OCTAVES = 10
+Float64s = npt.NDArray[np.float64]
+
+
+def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
+    """Sum of (value - dequantized)² over all finite values, float64 [candidates], for float32 `scales` [candidates]."""
+    if format.by_value:
+        return _error_by_value(histogram, format, np.asarray(scales, np.float32).ravel())
+    counts = _finite_counts(histogram)
+    x = _MAGNITUDES.astype(np.float64)
+    s = np.asarray(scales, np.float32).reshape(-1, 1)
+    n, a, b = _cell_sums((counts, counts * x, counts * x * x), _cuts(s, format))
+    g = s.astype(np.float64) * format.grid.astype(np.float64)
+    error: Float64s = np.maximum((b - 2 * g * a + g * g * n).sum(axis=1), 0)
+    return error
+
+
+def _error_by_value(histogram: Histogram, format: Grid, scales: npt.NDArray[np.float32]) -> Float64s:
+    values, counts = histogram.finite
+    x, n = values.astype(np.float64), counts.astype(np.float64)
+    return np.array([(((x - format.round(values / s) * np.float64(s)) ** 2) * n).sum() for s in scales])
+
+
+def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
+    """KL divergence, in nats, of the quantized distribution from the real one, float64 [len(scales)], for float32
+    `scales` [candidates].
+
+    TensorRT's entropy calibrator (Migacz 2017, "8-bit inference with TensorRT", GTC S7310) with exact BF16 patterns for
+    its 2,048 bins and the cells of the format for its 128 levels. P is the distribution over the patterns that occur up
+    to the clip s·max, with all that lies beyond it counted at the largest of them, where saturation puts it. Q knows of
+    each cell only how many values fell into it: the unclipped count of the cell, spread evenly over the patterns that
+    occur in it. KL = Σ P ln(P / Q), both normalized. Infinite where every value lies beyond the clip.
+    """
+    counts = _finite_counts(histogram)
+    total, occurs = counts.sum(), (counts > 0).astype(np.float64)
+    s = np.asarray(scales, np.float32).reshape(-1, 1)
+    inside = np.searchsorted(_MAGNITUDES, s[:, 0].astype(np.float64) * format.max, side="right")
+    cuts = np.minimum(_cuts(s, format), inside[:, None])
+    n, k, n_log_n = _cell_sums((counts, occurs, counts * _log(counts)), cuts, inside)
+    kept = n.sum(axis=1)
+    some, beyond = kept > 0, total - kept
+    q = _log(n) - _log(k) - _log(kept)[:, None]  # log Q of each pattern of the cell
+    last = np.maximum.accumulate(np.where(counts > 0, np.arange(INFINITY), 0))[inside - 1]
+    at_last = counts[last]
+    q_last = np.take_along_axis(q, (cuts <= last[:, None]).sum(axis=1, keepdims=True), axis=1)[:, 0]
+    p_log_p = (
+        n_log_n.sum(axis=1)
+        - at_last * _log(at_last)
+        + (at_last + beyond) * _log(at_last + beyond)
+        - total * np.log(total)
+    )
+    divergence = (p_log_p - (n * q).sum(axis=1) - beyond * q_last) / total
+    return np.where(some, np.maximum(divergence, 0), np.inf)
+
+
+def _log(x: Float64s) -> Float64s:
+    """The natural logarithm, and 0 at 0: what is multiplied by a count of zero."""
+    return np.log(np.where(x > 0, x, 1))
+
+
+#: The magnitude of every finite pattern.
+_MAGNITUDES = magnitudes(np.arange(INFINITY))
+
+
+def _finite_counts(histogram: Histogram) -> Float64s:
+    return histogram.dense()[:INFINITY].astype(np.float64)
+
+
+def _cuts(scales: npt.NDArray[np.float32], format: Grid) -> npt.NDArray[np.int64]:
+    """For `scales` [candidates, 1]: the first pattern above each midpoint, int64 [candidates, midpoints].
+
+    A value on a midpoint goes to the even code.
+    """
+    with np.errstate(over="ignore"):  # infinity is a cut that no finite value reaches
+        bits = (scales * format.midpoints).view(np.uint32)
+    tie_goes_up = np.arange(len(format.midpoints)) % 2 == 1
+    first = np.where(tie_goes_up, (bits + np.uint32(0xFFFF)) >> 16, (bits >> 16) + 1)
+    return np.minimum(first, INFINITY).astype(np.int64)
+
+
+def _cell_sums(
+    weights: tuple[Float64s, ...], cuts: npt.NDArray[np.int64], end: npt.NDArray[np.int64] | None = None
+) -> Float64s:
+    """Sums of each of `weights` [patterns] over each cell, float64 [len(weights), candidates, cells]; the last cell
+    ends at `end`, all patterns by default.
+    """
+    prefix = np.zeros((len(weights), INFINITY + 1))
+    np.cumsum(np.stack(weights), axis=1, out=prefix[:, 1:])
+    last = np.full(len(cuts), INFINITY) if end is None else end
+    edges = np.concatenate([np.zeros_like(cuts[:, :1]), cuts, last[:, None]], axis=1)
+    return np.diff(prefix[:, edges], axis=2)
+
+
+def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float | None:
+    """Signal-to-quantization-noise ratio of the finite values at `scale`, in dB; None where the error is zero."""
+    values, counts = histogram.finite
+    return decibels(
+        float((values.astype(np.float64) ** 2 * counts).sum()), float(squared_error(histogram, format, [scale])[0])
+    )
+
+
+def decibels(signal: float, noise: float) -> float | None:
+    """The ratio of two sums of squares in dB; None where there is no noise, or no signal that it could disturb."""
+    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+
+
+def lost_share(decibels: float | None) -> float:
+    """The share of the energy that is lost where `decibels` of signal to noise are left; None: nothing."""
+    return 0.0 if decibels is None else 10 ** (-decibels / 10)
+
+
+def saturation(histogram: Histogram, format: Grid, scale: float) -> float:
+    """Share of the finite values beyond the clip, a fraction."""
+    values, counts = histogram.finite
+    return float(counts[values > np.float64(scale) * format.max].sum() / max(counts.sum(), 1))
+
+
+def underflow(histogram: Histogram, format: Grid, scale: float) -> float:
+    """Share of the finite, non-zero values that round to code 0, a fraction."""
+    values, counts = histogram.finite
+    lost = counts[(values > 0) & (values <= np.float64(scale) * format.midpoints[0])].sum()
+    return float(lost / max(counts[values > 0].sum(), 1))
+
+
+def clip_amax(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
+    """The largest finite magnitude: nothing saturates."""
+    return histogram.amax
+
+
+def clip_percentile(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
+    """The observed magnitude at `clipping.percentile`."""
+    return histogram.percentile(clipping.percentile)
+
+
+def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
+    """The clip of the BF16 scale with the least squared error; of equals the amax's own, else the largest below it, for
+    headroom.
+
+    What lies beyond a clip errs by its distance from it at least, and more for every smaller clip: candidates for which
+    that alone exceeds the error of the amax's scale are not tried, which leaves two or three octaves of eleven.
+    """
+    candidates = candidate_scales(histogram.amax, format)
+    bound = squared_error(histogram, format, candidates[:1])[0] * (1 + 1e-9)
+    candidates = candidates[_error_beyond(histogram, candidates * np.float64(format.max)) <= bound]
+    return float(candidates[np.argmin(squared_error(histogram, format, candidates))]) * format.clip
+
+
+def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
+    """Sum over the values beyond each of `clips` of (value - clip)², float64 [clips]."""
+    values, counts = histogram.finite
+    x, n = values.astype(np.float64), counts.astype(np.float64)
+    suffix = np.zeros((3, len(x) + 1))
+    suffix[:, :-1] = np.cumsum(np.stack([n, n * x, n * x * x])[:, ::-1], axis=1)[:, ::-1]
+    n_beyond, a_beyond, b_beyond = suffix[:, np.searchsorted(x, clips, side="right")]
+    error: Float64s = b_beyond - 2 * clips * a_beyond + clips * clips * n_beyond
+    return error
+
+
+def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
+    """Clip of the BF16 scale with the least KL divergence (`entropy`); of equals the first of `candidate_scales`."""
+    candidates = candidate_scales(histogram.amax, format)
+    return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.clip
+
+
+def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
+    """Every BF16 scale that may be the best, float32: that of `amax`, those down to `CLIP_OCTAVES` octaves below it,
+    then those up to an octave above.
+
+    None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen
+    to lie nearer to the grid; an octave on, the grid is the same but for one octave less of subnormals, so no squared
+    error is less after that. Of scales that are powers of two alone none is better above the amax's.
+    """
+    top = int(scale_of(amax, format).view(np.uint32) >> 16)
+    if format.power_of_two:
+        top = min(top, int(LARGEST_POWER.view(np.uint32) >> 16))
+        return magnitudes(np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -128))
+    below, above = (
+        np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1),
+        np.arange(top + 1, min(top + 128, INFINITY)),
+    )
+    return magnitudes(np.concatenate([below, above]))
+
+
+CLIPPERS: dict[str, Callable[[Histogram, Grid, Clipping], float]] = {
+    "amax": clip_amax,
+    "percentile": clip_percentile,
+    "mse": clip_mse,
+    "entropy": clip_entropy,
+}
+
+
+def bf16_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """The smallest BF16 number not below each non-negative float32, as float32 of the same shape."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """The smallest power of two not below each positive, normal float32, as float32 of the same shape: the mantissa
+    rounded away, upwards.
+    """
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+
+
+def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt.NDArray[np.float32]:
+    """The scale of a clip: FP32 clip / FP32 maximum of a code, rounded up to the grid of scales, float32 of the same
+    shape.
+
+    Rounded up so that the clip itself never saturates; on the BF16 grid so that whoever loads the checkpoint, in BF16
+    or in FP32, holds this very number. A power of two is on that grid too; it makes dequantization exact, and wastes up
+    to an octave of range. Two terms have no other, whatever `grid` says: they are exact under powers of two alone.
+    """
+    quotient = np.asarray(clip, np.float32) / np.float32(format.clip)
+    return power_of_two_ceil(quotient) if powers_alone(format, grid) else bf16_ceil(quotient)
+
+
+def powers_alone(format: Grid, grid: ScaleGrid) -> bool:
+    """Whether scales are powers of two: where `grid` asks for them, and where the format has no others."""
+    return format.power_of_two or grid == "power-of-two"
+
+
+#: The largest power of two of which every code is a BF16 number.
+LARGEST_POWER = power_of_two_ceil(magnitudes(INFINITY - 1) / np.float32(E4M3.max)) / np.float32(2)

@@ -1,0 +1,285 @@
+"""`scales.json`: each tensor's decision, or why its module stays in BF16.
+
+A scale comes out of one function, `scale_of`; what has no scale (amax zero, NaN or Inf seen, never observed) is refused
+by one function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; here the module stays in BF16 and says so.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from ...calibrate.measure.histogram import INFINITY, Histogram, magnitudes
+from ...calibrate.measure.statistics import Statistics, TensorStatistics
+from ...core.errors import InputError
+from ...core.files import Strict, read_document
+from ...core.run import Run
+from ...options import Clipping, KvCache
+from ..codes.formats import E4M3, TWO_TERMS, Grid
+from .clip import CLIPPERS, LARGEST_POWER, clip_mse, powers_alone, saturation, scale_of, sqnr_db, underflow
+from .delayed import clip_delayed
+from .expert_scales import Starved
+
+#: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
+CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
+#: Scales below the smallest normal BF16 number are flushed to zero by some hardware.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+#: The scale of BF16's largest number.
+LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
+#: What has chosen the scales, and codes, that an FP8 checkpoint had already.
+INHERITED: Literal["inherited"] = "inherited"
+#: The formats of activations, by the number of their terms.
+GRIDS: dict[int, Grid] = {1: E4M3, 2: TWO_TERMS}
+#: The scale of a probability, by the number of its terms.
+PROBABILITY_SCALES = {terms: float(scale_of(1.0, grid)) for terms, grid in GRIDS.items()}
+
+
+class Lossy(Strict):
+    """What has a `sqnr_db`, which is null where rounding costs nothing: that null is written, where others are left
+    out.
+    """
+
+    @model_serializer(mode="wrap")
+    def _with_null(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = fields(self)
+        return {"sqnr_db": None} | written
+
+
+class WeightScales(Lossy):
+    """One weight's per-channel scales; the scales themselves are in the checkpoint."""
+
+    method: str = Field(
+        description="what chose them: `inherited` with its codes from an FP8 checkpoint, or `mse of 128x128 blocks`, "
+        "chosen anew where that has scales of blocks: what this loses is `sqnr_db`"
+    )
+    rounding: Literal["nearest", "gptq", "sequential", "inherited"] = "nearest"
+    axis: int = Field(description="of the output channels")
+    channels: int
+    scale_min: float
+    scale_max: float
+    sqnr_db: float | None
+    zero_channels: int | None = Field(
+        default=None, description="all-zero channels: exact with any scale, they take scale_max"
+    )
+
+
+class TensorScale(Lossy):
+    """One activation's or cache tensor's per-tensor scale; shares are fractions.
+
+    With two `terms` a value is scale × (a + b/16), and all that is said of it is of both.
+    """
+
+    method: str = Field(
+        description="what chose the clip; where that gave nothing a scale can be made of: `amax (percentile gave 0)`"
+    )
+    amax: float
+    clip: float
+    scale: float
+    terms: Literal[1, 2] = 1
+    saturation: float
+    underflow: float
+    sqnr_db: float | None
+    sqnr_best_db: float | None = Field(default=None, description="at the scale of least squared error")
+
+
+class Skipped(Strict):
+    """Why a module stays in BF16; `value` and `samples` where a measured number is the reason."""
+
+    reason: str
+    value: float | None = None
+    samples: int | None = None
+
+
+class Scales(Strict):
+    """`scales.json`.
+
+    Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has.
+    """
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    format: Literal["e4m3", "int8"] = "e4m3"
+    weights: dict[str, WeightScales]
+    activations: dict[str, TensorScale]
+    kv_cache: dict[str, TensorScale] = Field(default_factory=dict)
+    skipped: dict[str, Skipped]
+
+    @property
+    def promised(self) -> list[str]:
+        """The modules whose product runs on FP8 codes on both sides."""
+        return list(self.weights)
+
+    @property
+    def two_terms(self) -> list[str]:
+        """The modules whose input is two codes a value."""
+        return [module for module, activation in self.activations.items() if activation.terms == 2]
+
+    @property
+    def cache_parts(self) -> str:
+        """Which parts of the cache are codes: `kv`, `v` alone, or none."""
+        return "".join(sorted({name[-1] for name in self.kv_cache}))
+
+
+class AttentionScales(Strict):
+    """`attention.json`: `<attention>.q`, `.k` and `.v` -> its scale; the scale of all probabilities, and how many codes
+    stand for a query or a probability.
+    """
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    tensors: dict[str, TensorScale]
+    terms: Literal[1, 2] = 1
+    probabilities: float = PROBABILITY_SCALES[1]
+
+
+def load_scales(run: Run) -> Scales:
+    """Read `scales.json`; raises InputError when it is missing or not the file `fp8q calibrate` wrote."""
+    return read_document(run.require(run.scales, "quantize"), Scales)
+
+
+def unfit(histogram: Histogram | None) -> Skipped | None:
+    """Why no scale follows from these values; None where one does."""
+    if histogram is None or not histogram.samples:
+        return Skipped(reason="never observed: no token of the calibration text reached it", samples=0)
+    if histogram.nans:
+        return Skipped(
+            reason=f"NaN in {histogram.nans:,} of {histogram.samples:,} input values",
+            value=float("nan"),
+            samples=histogram.samples,
+        )
+    if histogram.infinities:
+        return Skipped(
+            reason=f"Inf in {histogram.infinities:,} of {histogram.samples:,} input values",
+            value=float("inf"),
+            samples=histogram.samples,
+        )
+    if float(scale_of(histogram.amax, E4M3)) < SMALLEST_SCALE:
+        return Skipped(
+            reason="amax is 0: every input value is zero or vanishes in BF16",
+            value=histogram.amax,
+            samples=histogram.samples,
+        )
+    return None
+
+
+def tensor_scale(
+    histogram: Histogram, clipping: Clipping, format: Grid = E4M3, amax_batches: npt.NDArray[np.float32] | None = None
+) -> TensorScale:
+    """Choose the scale of one tensor and say what it does to the values it was chosen for.
+
+    The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
+    """
+    return described(histogram, format, clipping, _clip_and_scale(histogram, clipping, format, amax_batches))
+
+
+def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tuple[str, float, float]) -> TensorScale:
+    """What a scale, `chosen` as method, clip and scale, does to the values of `histogram`."""
+    method, clip, scale = chosen
+    # of nothing, nothing is lost at any scale
+    best = float(scale_of(clip_mse(histogram, format, clipping), format)) if histogram.amax else scale
+    achieved, possible = (sqnr_db(histogram, format, each) for each in (scale, best))
+    return TensorScale(
+        method=method,
+        amax=histogram.amax,
+        clip=clip,
+        scale=scale,
+        terms=format.terms,
+        saturation=saturation(histogram, format, scale),
+        underflow=underflow(histogram, format, scale),
+        sqnr_db=achieved,
+        sqnr_best_db=None if achieved is None or possible is None else max(achieved, possible),
+    )
+
+
+def _clip_and_scale(
+    histogram: Histogram, clipping: Clipping, format: Grid, amax_batches: npt.NDArray[np.float32] | None
+) -> tuple[str, float, float]:
+    """The method, clip and scale of `clipping`.
+
+    A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin
+    goes as far as scales do.
+    """
+    method: str = clipping.method
+    if clipping.method == "delayed":
+        if amax_batches is None:
+            raise InputError(
+                "--method delayed: needs the amax of every batch, which a histogram does not hold; choose another "
+                "method"
+            )
+        clip = clip_delayed(amax_batches, clipping)
+    else:
+        clip = CLIPPERS[clipping.method](histogram, format, clipping)
+    if scale_of(clip, format) < SMALLEST_SCALE:
+        method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
+    powers = powers_alone(format, clipping.scale_grid)
+    scale = np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin)
+    scale = float(np.clip(scale, SMALLEST_SCALE, LARGEST_POWER if powers else LARGEST_SCALE))
+    return method, scale * format.clip if powers else float(np.ldexp(clip, clipping.margin)), scale
+
+
+def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
+    """Module -> the first module of its group, whose name the group's tensor bears."""
+    return {member: first for first, members in groups.items() for member in members}
+
+
+def activation_scales(
+    statistics: Statistics,
+    modules: Iterable[str],
+    clipping: Clipping,
+    format: Grid = E4M3,
+    two_terms: Collection[str] = (),
+    starved: Mapping[str, Starved] = MappingProxyType({}),
+) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
+    """Scales of the inputs of `modules`, of which `two_terms` (whole groups) take two codes a value and the others one
+    of `format`; and those that have none. Members of a group repeat theirs. `starved`: experts that saw too little,
+    and take another amax than their own.
+    """
+    scales: dict[str, TensorScale] = {}
+    skipped: dict[str, Skipped] = {}
+    first = group_of(statistics.record.groups)
+    chosen: dict[str, TensorScale | Skipped] = {}
+    for module in modules:
+        name = f"{first.get(module, module)}.input"
+        if name not in chosen:
+            grid = TWO_TERMS if module in two_terms else format
+            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
+        decision = chosen[name]
+        if isinstance(decision, Skipped):
+            skipped[module] = decision
+        else:
+            scales[module] = decision
+    return scales, skipped
+
+
+def _scale_or_reason(
+    tensor: TensorStatistics | None, clipping: Clipping, format: Grid, starved: Starved | None
+) -> TensorScale | Skipped:
+    histogram = tensor.histogram if tensor else None
+    reason = unfit(histogram)
+    if histogram is not None and starved and starved.larger and not histogram.nans + histogram.infinities:
+        plain = Clipping(margin=clipping.margin, scale_grid=clipping.scale_grid)
+        _, clip, scale = _clip_and_scale(starved.larger, plain, format, None)
+        return described(histogram, format, clipping, (starved.method, clip, scale))
+    if reason is not None or tensor is None:
+        return reason or Skipped(reason="never observed", samples=0)
+    return tensor_scale(tensor.histogram, clipping, format, tensor.amax_batches)
+
+
+def kv_cache_scales(statistics: Statistics, clipping: Clipping, parts: str = "kv") -> dict[str, TensorScale]:
+    """Scales of every key (`k` in `parts`) and value (`v`) cache; none for no parts.
+
+    Raises InputError naming the first tensor that has none: a cache in two types serves nobody.
+    """
+    scales: dict[str, TensorScale] = {}
+    if not parts:
+        return scales
+    for name, tensor in statistics.tensors.items():
+        if not name.endswith(tuple(f".{part}" for part in parts)):
+            continue
+        if reason := unfit(tensor.histogram):
+            raise InputError(f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-cache off")
+        scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+    if not scales:
+        raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
+    return scales

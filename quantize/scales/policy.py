@@ -1,0 +1,145 @@
+"""Which matrix products run in FP8: the linear layers that ModelOpt's registry knows, but the output head and what the
+user leaves out.
+
+The output head stays in BF16 because its error goes straight into the logits and it is a small share of the work.
+Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ...core.errors import InputError
+from .decisions import Scales, Skipped
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of a model: all by name, the output head's name, those of a class that cannot be quantized
+    (name -> class), and those that an FP8 checkpoint has no codes for. `no_graph`: why no ONNX graph can be made of the
+    model. `routers`: those that choose among experts, which only a mixture of them has.
+    """
+
+    names: tuple[str, ...]
+    head: str | None
+    unknown: dict[str, str]
+    wide: frozenset[str] = frozenset()
+    no_graph: str | None = None
+    routers: frozenset[str] = frozenset()
+
+
+def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
+    """Split `products` into modules to quantize and modules that stay in BF16, with the reasons.
+
+    `skip`, `only`: shell patterns over module names; without `only` all are meant, but what an FP8 checkpoint keeps
+    wide. Raises InputError for a pattern that
+    matches nothing, and when nothing is left.
+    """
+    for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
+        if not any(fnmatchcase(name, pattern) for name in products.names):
+            raise _unmatched(option, pattern, products.names)
+    skipped: dict[str, Skipped] = {}
+    for name in products.names:
+        matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
+        if name == products.head:
+            skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
+        elif name in products.routers:
+            skipped[name] = Skipped(reason="router: another choice of experts costs more than its product")
+        elif name in products.unknown:
+            skipped[name] = Skipped(
+                reason=f"of class {products.unknown[name]}, which is no linear layer that ModelOpt's registry knows"
+            )
+        elif matching:
+            skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")
+        elif only and not any(fnmatchcase(name, pattern) for pattern in only):
+            skipped[name] = Skipped(reason=f"asked for: not in --only {' '.join(only)}")
+        elif name in products.wide and not only:
+            skipped[name] = Skipped(reason="as it was given: no FP8 codes in the source checkpoint")
+    chosen = [name for name in products.names if name not in skipped]
+    if not chosen:
+        raise InputError(
+            f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize; skip fewer "
+            "with --skip, or name more with --only"
+        )
+    return chosen, skipped
+
+
+def match_terms(patterns: Sequence[str], products: Products, chosen: Sequence[str]) -> list[str]:
+    """The modules among `chosen`, those that are quantized, that --two-terms `patterns` match.
+
+    Raises InputError for a pattern that matches none of them.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in products.names):
+            raise _unmatched("--two-terms", pattern, products.names)
+        if not any(fnmatchcase(name, pattern) for name in chosen):
+            raise InputError(f"--two-terms {pattern}: all that it matches stays in BF16; name other modules")
+    return [name for name in chosen if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[str]:
+    """`named` modules and all that read the same tensors: these are quantized once, to codes that all of them take."""
+    wanted = set(named)
+    return [member for members in groups if not wanted.isdisjoint(members) for member in members]
+
+
+def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
+    """The modules that take `two_terms` though none of the --two-terms `patterns` matches them."""
+    return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def parted(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
+    """A warning where, of sibling modules that read one tensor, only some run in FP8; None where there are none such.
+
+    vLLM makes one product of such siblings (q, k and v; gate and up), and wants them all in one scheme. `groups`:
+    modules that receive the same tensor; of those in `experts`, modules that hold a layer's, `parted_experts` tells.
+    """
+    families: dict[tuple[str, ...], None] = {}
+    held = tuple(f"{layer}." for layer in experts)
+    for members in groups:
+        for parent in {member.rpartition(".")[0] for member in members if not member.startswith(held)}:
+            families[tuple(member for member in members if member.rpartition(".")[0] == parent)] = None
+    found = [family for family in families if 0 < sum(member in scales.skipped for member in family) < len(family)]
+    if not found:
+        return None
+    wide, fp8 = ([member for member in found[0] if (member in scales.skipped) == kept] for kept in (True, False))
+    others = f", and so in {len(found) - 1} more such groups" if len(found) > 1 else ""
+    return (
+        f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
+        "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
+    )
+
+
+def parted_experts(experts: Iterable[str], scales: Scales) -> str | None:
+    """A warning where, of the products of one layer's `experts` (the modules that hold them), only some run in FP8;
+    None where there are none such.
+
+    vLLM holds the experts of a layer in one tensor, and asks its expert 0 how all of them are stored (0.32's
+    compressed_tensors_moe.py, read): it refuses where the products of that one differ, and else reads codes as values,
+    or values as codes.
+    """
+    found: list[tuple[str, list[str], int]] = []
+    for layer in experts:
+        inside = [name for name in (*scales.activations, *scales.skipped) if name.startswith(f"{layer}.")]
+        wide = [name for name in inside if name in scales.skipped]
+        if 0 < len(wide) < len(inside):
+            found.append((layer, wide, len(inside)))
+    if not found:
+        return None
+    layer, wide, count = found[0]
+    named = ", ".join(name.removeprefix(f"{layer}.") for name in wide[:3]) + (" …" if len(wide) > 3 else "")
+    others = f", and so in {len(found) - 1} more {'layers' if len(found) > 2 else 'layer'}" if len(found) > 1 else ""
+    return (
+        f"{layer}: {len(wide)} of {count} products of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
+        "takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads it wrong in "
+        "silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
+    )
+
+
+def _unmatched(option: str, pattern: str, names: Iterable[str]) -> InputError:
+    return InputError(f"{option} {pattern}: matches no module; names are like {', '.join(_examples(names))}")
+
+
+def _examples(names: Iterable[str]) -> list[str]:
+    """One name of each kind, told by its last part."""
+    return list({name.rpartition(".")[2]: name for name in names}.values())[:4]

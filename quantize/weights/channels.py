@@ -1,0 +1,169 @@
+"""Per-output-channel scales and codes of a weight matrix.
+
+`amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weights.mse`).
+With these scales fixed, weights are rounded to nearest, or so that they make up for each other's errors
+(`gptq`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+
+from ...options import WeightRounding
+from ..codes.encoding import ENCODERS
+from ..codes.formats import E4M3, Grid
+from ..scales.clip import decibels, scale_of
+from ..scales.decisions import INHERITED, SMALLEST_SCALE, Skipped, WeightScales
+from .gptq import Compensation, Compensations, compensated_codes
+from .mse import mse_scales
+
+WeightMethod = Literal["amax", "mse"]
+#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger
+#: blocks leave larger holes in the heap.
+BLOCK_VALUES = 1 << 20
+WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
+
+
+class Made(Protocol):
+    """Codes and scales that were made before."""
+
+    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`, where it has any."""
+
+
+class Kept(Protocol):
+    """Codes that a checkpoint has already."""
+
+    def of(self, module: str) -> "QuantizedWeight | None":
+        """The weight [out, in] of `module` as it is; None where it must be quantized."""
+
+    def blocks(self, module: str) -> str:
+        """What to add to the method of a module whose scales were those of blocks; empty for others."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How weights are quantized: how their scales are chosen, what compensates rounding errors (None: each weight goes
+    to its nearest code), what `--weight-rounding sequential` has made already, and what is `kept` as it is.
+    """
+
+    method: WeightMethod
+    compensations: Compensations | None = None
+    made: Made | None = None
+    kept: Kept | None = None
+
+    def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
+        """The `weight` [out, in] of `module`, quantized."""
+        found = self.made.of(module) if self.made else None
+        if found is not None:
+            return QuantizedWeight(*found, summary(weight, *found, self.method, "sequential"))
+        return quantize_weight(
+            weight, self.method, self.compensations.of(module) if self.compensations else None, format
+        )
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Codes float8_e4m3fn (or int8) [out, in], scale float32 [out], and what to write of them."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    summary: WeightScales
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    method: WeightMethod,
+    compensation: Compensation | None = None,
+    format: Grid = E4M3,
+    wanted: torch.Tensor | None = None,
+) -> QuantizedWeight | Skipped:
+    """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped.
+
+    `compensation`: of its input; without it weights are rounded to nearest. Both `mse` and `compensation` are for E4M3.
+    `wanted` float32 [out, in]: what the codes are to come close to, where that is not the weight itself.
+    """
+    scale = channel_scales(weight, method, format)
+    if scale is None:
+        return Skipped(
+            reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel()
+        )
+    if compensation is None:
+        codes = nearest_codes(weight, scale, format)
+    else:
+        codes = compensated_codes(weight if wanted is None else wanted, scale, compensation)
+    return QuantizedWeight(
+        codes, scale, summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
+    )
+
+
+def summary(
+    weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, method: WeightMethod, rounding: WeightRounding
+) -> WeightScales:
+    """What to write of the `codes` [out, in] of `weight` under `scale` float32 [out]."""
+    return WeightScales(
+        method=method,
+        rounding=rounding,
+        axis=0,
+        channels=len(scale),
+        scale_min=float(scale.min()),
+        scale_max=float(scale.max()),
+        sqnr_db=_sqnr_db(weight, codes, scale),
+        zero_channels=int((_amax(weight) == 0).sum()) or None,
+    )
+
+
+def inherited_summary(scale: torch.Tensor) -> WeightScales:
+    """What to write of codes that are kept under their `scale` float32 [out]: nothing is lost."""
+    return WeightScales(
+        method=INHERITED, rounding=INHERITED, axis=0, channels=len(scale), scale_min=float(scale.min()),
+        scale_max=float(scale.max()), sqnr_db=None,
+    )  # fmt: skip
+
+
+def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4M3) -> torch.Tensor | None:
+    """Scale of each row of a finite BF16 `weight` [out, in], float32 [out] on the BF16 grid; None where all vanish.
+
+    A row of zeros is exact with any scale and takes the largest of the others'.
+    """
+    amax = _amax(weight).float().numpy()
+    fit = scale_of(amax, format) >= SMALLEST_SCALE
+    if not fit.any():
+        return None
+    scale = np.where(fit, scale_of(amax, format) if method == "amax" else mse_scales(weight), 0)
+    return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
+
+
+def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:
+    """The codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn (or int8) [out,
+    in].
+    """
+    encode = ENCODERS[format.name]
+    codes = torch.empty(weight.shape, dtype=encode(weight[:0], scale[:0, None]).dtype)
+    for rows in _blocks(weight):
+        codes[rows] = encode(weight[rows], scale[rows, None])
+    return codes
+
+
+def _amax(weight: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each row, in the weight's type [out], without a copy of the matrix."""
+    return torch.maximum(weight.amax(1), -weight.amin(1))
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[slice]:
+    """Rows of `weight` [out, in], at most `BLOCK_VALUES` values or one row at a time."""
+    rows = max(1, BLOCK_VALUES // weight.shape[1])
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))
+
+
+def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float | None:
+    """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64; None where nothing is lost."""
+    noise = signal = 0.0
+    for rows in _blocks(weight):
+        exact = weight[rows].float()
+        noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
+        signal += float(exact.square().sum(dtype=torch.float64))
+    return decibels(signal, noise)

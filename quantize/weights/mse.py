@@ -1,0 +1,143 @@
+"""The scale of least squared error for each row of a weight matrix, searched exactly and without quantizing a value.
+
+An E4M3 grid under scale 2s is the grid under s, but for its ends: it starts coarser by a bit and saturates an octave
+later. So the best of
+*all* scales lies between half and twice the amax scale, and each BF16 number in there is tried. From twice on, half the
+scale has the same grid values and more, and saturates nowhere. Up to half, doubling saves the amax an eighth of amax²
+or more, and costs each value the square of half a subnormal step, (2^-10 / 448 · amax)², or less: a row would need more
+than 2^34 values for that to matter.
+
+A row's BF16 magnitudes are counted by bit pattern relative to the exponent of its amax, which makes one table of errors
+(pattern, candidate) serve all rows; the errors of all candidates on all rows are counts times table. Patterns come in
+octaves:
+
+- the two at the top, where a candidate may saturate: a column of the table for each pattern;
+- eleven in the middle, where every candidate is in its normal range, so that the error is 4^octave times that of the
+  octave above: counts are
+  folded into one of 128 mantissas, exactly;
+- eight at the bottom, where candidates have their subnormals: few values of a trained weight lie there, and their rows
+  of the table are added one by one;
+- below, every candidate rounds to zero: the same error for all, left out.
+
+Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one pass each) costs 256 passes for what is
+counted in one.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding_bag
+
+from ...calibrate.measure.histogram import magnitudes
+from ..codes.formats import E4M3, Float32s
+from ..scales.clip import scale_of
+
+OCTAVE = 1 << 7
+#: Octaves of magnitudes from the amax down, and how many at either end are no multiple of the one above.
+OCTAVES, TOP, BOTTOM = 21, 2, 8
+BINS = OCTAVES * OCTAVE
+#: Rows counted together: their bins are the values of one int16, for which `bincount` is fastest and stays in the
+#: cache.
+GROUP = (1 << 15) // BINS
+#: Rows to a task, so that what it holds stays in the cache too: memory does not grow with the matrix.
+BLOCK = 8 * GROUP
+
+
+@dataclass(frozen=True)
+class ErrorTable:
+    """Squared errors relative to 2^exponent of the row's amax, which so lies in [1, 2), at `candidates` float32
+    [candidates], ascending.
+
+    `folded` float32 [128 + 256, candidates]: the middle octaves as one (that of [1/4, 1/2)), then the two at the top;
+    `bottom` float32 [8 · 128, candidates].
+    """
+
+    candidates: Float32s
+    folded: torch.Tensor
+    bottom: torch.Tensor
+
+
+@cache
+def error_table() -> ErrorTable:
+    """The table, the same for every row of every matrix."""
+    top = (127 + 1) << 7  # the pattern of 2
+    values = magnitudes(np.arange(top - BINS, top))
+    lowest, highest = (
+        int(scale_of(amax, E4M3).view(np.uint32) >> 16)
+        for amax in (np.float32(0.5), np.nextafter(np.float32(4), np.float32(0)))
+    )
+    candidates = magnitudes(np.arange(lowest, highest + 1))
+    rounded = E4M3.round(values[:, None] / candidates) * candidates.astype(np.float64)
+    error = torch.from_numpy(((values.astype(np.float64)[:, None] - rounded) ** 2).astype(np.float32))
+    error[0] = 0  # the bin of all that rounds to zero
+    return ErrorTable(candidates, error[-(TOP + 1) * OCTAVE :], error[: BOTTOM * OCTAVE])
+
+
+def mse_scales(weight: torch.Tensor) -> Float32s:
+    """The BF16 scale with the least squared error for each row of a finite BF16 `weight` [out, in], float32 [out].
+
+    Of all BF16 scales there are, to the FP32 rounding of the summed errors. A row within `OCTAVES` octaves of BF16's
+    smallest number takes its amax scale.
+    """
+    error_table()  # made once, by this thread
+    with _single_threaded() as workers, ThreadPoolExecutor(workers) as pool:
+        return np.concatenate(
+            [*pool.map(_block_scales, weight.detach().cpu().contiguous().view(torch.int16).split(BLOCK))]
+        )
+
+
+def _block_scales(bits: torch.Tensor) -> Float32s:
+    """`mse_scales` of the BF16 patterns `bits` int16 [rows, in]."""
+    patterns = bits & 0x7FFF
+    amax = patterns.amax(1)
+    counts = _counts(patterns, amax >> 7)
+    table = error_table()
+    best = table.candidates[(_folded(counts) @ table.folded + _bottom_errors(counts, table.bottom)).argmin(1).numpy()]
+    exponent = (amax >> 7).numpy().astype(np.int32)
+    scales = np.where(exponent > OCTAVES, np.ldexp(best, exponent - 127), scale_of(magnitudes(amax.numpy()), E4M3))
+    return scales.astype(np.float32)
+
+
+def _counts(patterns: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """How often each magnitude occurs in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128]; bin 0 holds
+    all that is smaller.
+    """
+    rows = len(patterns)
+    floor = (exponent - (OCTAVES - 1)) << 7
+    place = (torch.arange(rows) % GROUP * BINS).to(torch.int16)
+    keys = torch.maximum(patterns, floor[:, None]).add_((place - floor)[:, None])
+    counts = torch.cat([torch.bincount(group.flatten(), minlength=GROUP * BINS) for group in keys.split(GROUP)])
+    return counts.view(-1, OCTAVES, OCTAVE)[:rows]
+
+
+def _folded(counts: torch.Tensor) -> torch.Tensor:
+    """The middle octaves folded into their highest, and the top ones as they are, float32 [rows, 128 + 256]."""
+    middle = OCTAVES - TOP - BOTTOM
+    weights = torch.ldexp(torch.ones(middle), 2 * torch.arange(1 - middle, 1))
+    return torch.cat([weights @ counts[:, BOTTOM:-TOP].float(), counts[:, -TOP:].float().flatten(1)], 1)
+
+
+def _bottom_errors(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """What the bottom octaves add to the errors, float32 [rows, candidates]."""
+    few = counts[:, :BOTTOM].flatten(1)
+    row, pattern = few.nonzero(as_tuple=True)
+    first = torch.searchsorted(row, torch.arange(len(few)))
+    return embedding_bag(pattern, table, first, mode="sum", per_sample_weights=few[row, pattern].float())
+
+
+@contextmanager
+def _single_threaded() -> Iterator[int]:
+    """Let each operator run in the thread that calls it, and give how many threads torch has: many small blocks are
+    faster side by side than one after the other.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)

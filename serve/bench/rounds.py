@@ -1,0 +1,71 @@
+"""Several models measured beside each other: in turns, so that whatever else the machine does hits all alike.
+
+All of them lie in memory at once. Before the rounds of a size each gives one answer that is not timed; then each round
+times one answer of each, and another begins each round.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..loop.sessions import Session
+from .meter import Held
+from .timing import Answer, Clock, answer
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that is measured: its name, its session, and what it holds of memory."""
+
+    name: str
+    session: Session
+    held: Held
+
+
+@dataclass
+class Answers:
+    """A contender's answers to one size, one a round; the memory that it held with them, and the energy that they took,
+    None where there is no counter.
+    """
+
+    memory_bytes: int
+    each: list[Answer] = field(default_factory=list)
+    joules: float | None = 0.0
+
+
+def measure(
+    contenders: Sequence[Contender],
+    size: tuple[int, int, int],
+    rounds: int,
+    advance: Callable[[int], None] = lambda done: None,
+    clock: Clock = time.perf_counter,
+) -> list[Answers]:
+    """What each of `contenders`, models of one vocabulary, takes for `size`: rows, tokens of each prompt, tokens of
+    each answer. `advance` is called with each number of answers given.
+    """
+    rows, length, tokens = size
+    vocabulary = min(each.session.vocabulary for each in contenders)
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (rows, length))
+    batches, found = [], []
+    for each in contenders:
+        with each.held.counting():
+            batches.append(each.session.open_batch(rows, length + tokens))
+            answer(batches[-1], each.session.pace, prompts, tokens, clock)
+        found.append(Answers(each.held.bytes))
+        advance(1)
+    for number in range(rounds):
+        for turn in range(len(contenders)):
+            index = (number + turn) % len(contenders)
+            each, answers = contenders[index], found[index]
+            before = each.held.meter.joules()
+            answers.each.append(answer(batches[index], each.session.pace, prompts, tokens, clock))
+            after = each.held.meter.joules()
+            spent = None if before is None or after is None else after - before
+            answers.joules = None if answers.joules is None or spent is None else answers.joules + spent
+            advance(1)
+    for each, batch in zip(contenders, batches, strict=True):
+        with each.held.counting():
+            batch.clear()
+    return found

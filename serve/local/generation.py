@@ -1,0 +1,104 @@
+"""Generating from a run directory in this process: what `fp8q generate` does, with the errors of the command line."""
+
+from collections.abc import Callable, Sequence
+
+from ...core.errors import BackendError, Fp8qError, InputError
+from ...core.record import command
+from ...core.run import Run, graph_names
+from ...export.engine.info import engine_stage, engines_of, load_engines
+from ...export.engine.targets import MODULES, Runtime, gpu_target
+from ...export.lint.check import sound_graph
+from ...options import Precision
+from ...quantize.reading.run_checkpoint import checkpoint_of
+from ..loop.engine_session import EngineSession
+from ..loop.generate import GenerationError, Generator, complete, completion
+from ..loop.request import Completion, Request, RequestError
+from ..loop.sessions import Session, SessionError, open_session
+from ..loop.text import ModelFileError, Vocabulary
+
+
+def open_run_session(
+    run: Run, runtime: str = "onnxruntime", precision: Precision = "fp8", adapter: str | None = None
+) -> Session:
+    """The model in `run` of a precision on a runtime that needs no torch, with the adapter of that name on.
+
+    Raises InputError when the run has no graph, BackendError when the runtime does not serve.
+    """
+    for engines in MODULES:
+        if runtime == engines:
+            return open_run_engine(run, engines, precision, adapter)
+    directory, graph = checkpoint_of(run, precision), graph_names(adapter)[1]
+    sound_graph(run.require(directory / graph, "export" if precision == "fp8" else f"export-{precision}"))
+    try:
+        return open_session(directory, runtime, graph)
+    except SessionError as error:
+        raise BackendError(str(error)) from error
+
+
+def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8", adapter: str | None = None) -> Session:
+    """The engine of a precision, or with an adapter, that the run has for this machine's GPU.
+
+    Raises BackendError when there is no GPU, or the runtime does not serve; InputError when the run has no engine for
+    it.
+    """
+    gpu = gpu_target()
+    if gpu is None:
+        raise BackendError(f"{runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime")
+    stage, folder = engine_stage(precision, adapter), engines_of(run, precision, adapter)
+    run.refuse_stale(stage)
+    built = [info.target for info in load_engines(run, precision, adapter) if info.runtime == runtime]
+    if gpu not in built:
+        raise InputError(
+            f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
+            f"{', '.join(built) or 'none'}); run `{command(stage, run.root)} --runtime {runtime} --target "
+            f"{gpu}`"
+        )
+    plan = run.require(folder / f"{gpu}.plan", stage)
+    try:
+        return EngineSession(plan, runtime)
+    except SessionError as error:
+        raise BackendError(str(error)) from error
+
+
+def open_generator(run: Run, session: Session, max_batch: int = 8) -> Generator:
+    """The generation loop over a session of the model in `run`, up to `max_batch` requests at a time.
+
+    Raises InputError when the model's files do not serve.
+    """
+    try:
+        return Generator(session, Vocabulary.read(run.model), max_batch)
+    except ModelFileError as error:
+        raise InputError(str(error)) from error
+
+
+def generate(
+    run: Run, requests: Sequence[Request], runtime: str = "onnxruntime", max_batch: int = 8
+) -> list[Completion]:
+    """Generate an answer to each of `requests` with the model in `run`, together.
+
+    Raises InputError for a request that cannot be served, and what the functions above and `answer` raise.
+    """
+    generator = open_generator(run, open_run_session(run, runtime), max_batch)
+    try:
+        return complete(generator, requests)
+    except (RequestError, GenerationError) as error:
+        raise _told(error) from error
+
+
+def answer(generator: Generator, request: Request, told: Callable[[str], None]) -> Completion:
+    """Generate an answer to one request, and tell its text as it comes.
+
+    Raises InputError for a request that cannot be served, and for logits that are no numbers.
+    """
+    pieces = []
+    try:
+        for piece in generator.run([request]):
+            pieces.append(piece)
+            told(piece.text)
+        return completion(pieces)
+    except (RequestError, GenerationError) as error:
+        raise _told(error) from error
+
+
+def _told(error: Exception) -> Fp8qError:
+    return InputError(str(error))

@@ -1,0 +1,235 @@
+"""The generation loop: many requests in one batch, each at its own position, entering and leaving as they come and end.
+
+A step gives every request that is being answered its next token, and then takes in a chunk of the prompts that wait.
+So nobody's answer stands still while others' prompts are read, however many or long they are: between two tokens of an
+answer go no more than `Pace.share` positions of prompts on average; prompts take turns too, and new ones go first. A
+prompt is always cut in the same places, and rows do not touch each other, so that a request is answered the same text
+alone and among others (tests/serve/local/test_generation.py holds the demo to it).
+
+A request that ends gives its row to the next at once (the last row moves into the gap). A row whose prompt is still
+taken in may lie among those that are being answered; it is decoded with them, and what that writes lies in the slot
+which the prompt's next chunk fills. Long prompts go in by chunks also because the graph answers with logits [batch,
+seq, vocabulary]: at 128k tokens of vocabulary, 512 positions are 268 MB of FP32.
+
+`fp8q generate` and the Triton model run this same file: `fp8q triton` copies it with its neighbours (`LOOP` in
+repository.py) beside `model.py`. Triton imports that as the module `<version>.model`, so the version directory is a
+package there and imports relative to this folder mean the same in both places; they cannot be shadowed by anything on
+the server's path either. Needs NumPy, tokenizers and the runtime: no torch, no transformers, nothing else of fp8q.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from .request import BusyError, Completion, Piece, Prepared, Request, RequestError, Row, prepare
+from .sessions import Pace, Session
+from .text import TextStream, Vocabulary
+
+__all__ = [
+    "BusyError", "Completion", "GenerationError", "Generator", "Piece", "Prepared", "Request", "RequestError",
+    "complete", "completion",
+]  # fmt: skip
+
+
+class GenerationError(RuntimeError):
+    """The model's answer to a request broke off."""
+
+
+class Generator:
+    """Runs requests through a session, at most `max_batch` at a time, in the order they were submitted.
+
+    Not for several threads at once: whoever steps it also submits and cancels (`service.Service` does it in a thread of
+    its own). `prepare` alone may be called from anywhere.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        vocabulary: Vocabulary,
+        max_batch: int = 8,
+        max_waiting: int | None = None,
+        pace: Pace | None = None,
+    ):
+        """Serve with `session`; prompts and answers are bounded by the model's positions, or the session's.
+
+        `max_waiting`: how many requests may wait for a row (None: any number); `pace`: another than the session's own.
+        """
+        self.vocabulary = vocabulary
+        self.positions = min(vocabulary.positions, session.most_positions or vocabulary.positions)
+        self.tokens = session.vocabulary
+        self.max_batch = min(max_batch, session.most_rows or max_batch)
+        self._max_waiting = max_waiting
+        self._pace = pace or session.pace
+        self._batch = session.open_batch(self.max_batch, self.positions)
+        self._tickets = self._steps = 0
+        self._credit = self._pace.saved
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or in flight."""
+        return bool(self._rows or self._waiting)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests are in flight, and how many wait."""
+        return len(self._rows), len(self._waiting)
+
+    def prepare(self, request: Request) -> Prepared:
+        """Tokenize a request, in any thread; raises RequestError for one that cannot be served."""
+        return prepare(request, self.vocabulary, self.positions, self.tokens)
+
+    def submit(self, request: Request | Prepared) -> int:
+        """Queue a request; returns the ticket that its pieces will carry.
+
+        Raises what `prepare` raises, and BusyError when as many are waiting as may.
+        """
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise BusyError(f"{len(self._waiting)} requests are waiting already; try again later")
+        ready = request if isinstance(request, Prepared) else self.prepare(request)
+        asked = ready.request
+        self._tickets += 1
+        text = TextStream(self.vocabulary.tokenizer, ready.prompt, asked.stop_words, self._lengths)
+        limit = min(asked.max_tokens, self.positions - len(ready.prompt))
+        end = frozenset[int]() if asked.ignore_end else self.vocabulary.end
+        self._waiting.append(Row(self._tickets, asked, ready.prompt, limit, text, end))
+        return self._tickets
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a request, whose row is free at once; one that has ended already is none to forget."""
+        self._waiting = deque(row for row in self._waiting if row.ticket != ticket)
+        for row in self._rows:
+            row.ended |= row.ticket == ticket
+        self._leave()
+
+    def drop(self) -> list[int]:
+        """Forget the requests in flight, and the cache with them; their tickets. Those who wait go on waiting."""
+        tickets = [row.ticket for row in self._rows]
+        self._rows.clear()
+        self._batch.clear()
+        return tickets
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        self.drop()
+
+    def step(self) -> list[Piece]:
+        """Give each request that is being answered its next token, and take in a chunk of prompts; return what each has
+        gained.
+
+        What the session raises goes through: then `drop` those in flight.
+        """
+        while self._waiting and len(self._rows) < self.max_batch:
+            self._rows.append(self._waiting.popleft())
+            self._rows[-1].turn = self._steps
+        if not self._rows:
+            return []
+        self._steps += 1
+        self._batch.reserve(
+            max(min(row.filled + self._pace.chunk, len(row.prompt) + row.produced) for row in self._rows),
+            max(len(row.prompt) + row.limit for row in self._rows),
+            len(self._rows),
+        )
+        pieces = self._decode()
+        pieces += self._prefill(len(pieces))
+        self._leave()
+        return pieces
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Piece]:
+        """Submit `requests` and step until all have ended; tickets ascend in their order."""
+        for request in requests:
+            self.submit(request)
+        while self.busy:
+            yield from self.step()
+
+    def _decode(self) -> list[Piece]:
+        """One token more for every row that is being answered."""
+        count = max((index + 1 for index, row in enumerate(self._rows) if row.answering), default=0)
+        if not count:
+            return []
+        rows = self._rows[:count]
+        tokens, filled = np.array([row.last for row in rows]), np.array([row.filled for row in rows])
+        pieces = []
+        for row, values in zip(rows, self._batch.decode(tokens, filled), strict=True):
+            if row.answering:
+                row.filled += 1
+                pieces.append(row.advance(values))
+        return pieces
+
+    def _prefill(self, others: int) -> list[Piece]:
+        """Take in a chunk of prompts, when its turn has come among the tokens of so many `others`; the first tokens of
+        those whose prompts are complete.
+        """
+        first, lengths = self._chunk()
+        if others:
+            positions, pace = max(lengths, default=0) * len(lengths), self._pace
+            self._credit = min(self._credit + pace.share + others - 1, max(pace.chunk, pace.saved))
+            if self._credit < positions:
+                return []
+            self._credit -= positions
+        if not lengths:
+            return []
+        rows = self._rows[first : first + len(lengths)]
+        tokens = np.zeros((len(rows), max(lengths)), np.int64)
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            tokens[index, :length] = row.prompt[row.filled : row.filled + length]
+        logits = self._batch.prefill(first, tokens, np.array([row.filled for row in rows]), np.array(lengths))
+        pieces = []
+        for row, length, values in zip(rows, lengths, logits, strict=True):
+            row.filled += length
+            row.turn = self._steps
+            if row.filled == len(row.prompt):
+                pieces.append(row.advance(values))
+        return pieces
+
+    def _chunk(self) -> tuple[int, list[int]]:
+        """The rows whose turn it is, the first and then its neighbours, and how much of each prompt to take in."""
+        left = [0 if row.answering else min(self._pace.chunk, len(row.prompt) - row.filled) for row in self._rows]
+        if not any(left):
+            return 0, []
+        waits = [index for index, length in enumerate(left) if length]
+        first = min(waits, key=lambda index: (self._rows[index].turn, self._rows[index].filled))
+        end, longest = first + 1, left[first]
+        while end < len(left) and left[end] and (end + 1 - first) * max(longest, left[end]) <= self._pace.chunk:
+            longest = max(longest, left[end])
+            end += 1
+        return first, left[first:end]
+
+    def _leave(self) -> None:
+        """Free the rows of those who have ended: the last one moves into each gap, so that those in use stay the first
+        ones.
+        """
+        for index in reversed([index for index, row in enumerate(self._rows) if row.ended]):
+            if self._rows[index].failed:
+                self._batch.wipe(index)
+            last = self._rows.pop()
+            if index < len(self._rows):
+                self._rows[index] = last
+                self._batch.move(len(self._rows), index, last.filled)
+        if not self._rows:
+            self._batch.clear()
+
+
+def complete(generator: Generator, requests: Sequence[Request]) -> list[Completion]:
+    """Run `requests` to their ends in a generator that has nothing else in flight; the answers, in the same order.
+
+    Raises GenerationError when the model's answer to one breaks off.
+    """
+    answers: dict[int, list[Piece]] = {}
+    for piece in generator.run(requests):
+        answers.setdefault(piece.ticket, []).append(piece)
+    return [completion(answers[ticket]) for ticket in sorted(answers)]
+
+
+def completion(pieces: Sequence[Piece]) -> Completion:
+    """The answer that the pieces of one request are; raises GenerationError for one that broke off."""
+    last = pieces[-1]
+    if last.error is not None:
+        raise GenerationError(f"generation failed: {last.error}")
+    assert last.finish_reason is not None, "the loop ran until nothing was in flight"
+    text = "".join(piece.text for piece in pieces)
+    return Completion(text, tuple(piece.token for piece in pieces), last.finish_reason, last.input_tokens)

@@ -1,0 +1,149 @@
+"""The plain `tensorrt_plan` model of a repository: the engine itself, every tensor of it, for those who bring a loop of
+their own.
+
+    <name>_engine/config.pbtxt
+    <name>_engine/engine.json     what the engine reads and answers (`EngineModel`), for people and for `fp8q lint`
+    <name>_engine/1/model.plan    the engine
+
+Tensors are those of the graph that the engine is built of; nothing is guessed. Triton has no FP8 type (its TensorRT
+backend maps those of `TRITON_TYPES`), so the engine of a run with an FP8 cache cannot be a model of its own: the cache
+is what goes in and out.
+
+Without `profile` Triton uses the first optimization profile alone; all are named, and the backend takes for each
+request the one that fits. Warm-up runs one request in each, so that the first client does not wait for kernels to be
+loaded: of one row, since the memory of a full batch's cache would be copied from the host for nothing, and over at
+least one slot, for an empty tensor has no buffer to warm up with.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from onnx import ValueInfoProto
+
+from ...core.errors import InputError
+from ...core.files import Strict
+from ...export.engine.info import EngineInfo
+from ...export.engine.profiles import Profile
+from ...export.lint.check import sound_graph
+from ...export.onnx_file.tensors import type_name
+from .schema import import_schema
+
+#: What follows the name of the Python model.
+SUFFIX = "_engine"
+PLAN, DESCRIPTION = "model.plan", "engine.json"
+PLATFORM = "tensorrt_plan"
+#: ONNX's element types that Triton's TensorRT backend takes, and what its schema calls them.
+TRITON_TYPES = {
+    "FLOAT": "TYPE_FP32",
+    "FLOAT16": "TYPE_FP16",
+    "BFLOAT16": "TYPE_BF16",
+    "INT8": "TYPE_INT8",
+    "UINT8": "TYPE_UINT8",
+    "INT32": "TYPE_INT32",
+    "INT64": "TYPE_INT64",
+    "BOOL": "TYPE_BOOL",
+}
+
+
+class Binding(Strict):
+    """An input or output of an engine: ONNX's name of its type, and its dimensions, the batch first."""
+
+    type: str
+    dims: list[int | str]
+
+
+class EngineModel(Strict):
+    """`engine.json`: what an engine reads and answers, in which profiles, and what built it (None: no plan yet)."""
+
+    inputs: dict[str, Binding]
+    outputs: dict[str, Binding]
+    profiles: list[Profile]
+    tensorrt: str | None = None
+    target: str | None = None
+    bytes: int | None = None
+
+    @property
+    def tensors(self) -> dict[str, Binding]:
+        """All of them, inputs first."""
+        return {**self.inputs, **self.outputs}
+
+    @property
+    def untyped(self) -> list[str]:
+        """The tensors that Triton has no type for."""
+        return [name for name, binding in self.tensors.items() if binding.type not in TRITON_TYPES]
+
+    @property
+    def max_batch(self) -> int:
+        """The most rows that every profile takes."""
+        return min(profile.batch[2] for profile in self.profiles)
+
+
+def describe(onnx_file: Path, profiles: Sequence[Profile], built: EngineInfo | None) -> EngineModel:
+    """The engine of a graph in `profiles`; `built`: what is known of the plan (None: there is none yet).
+
+    Raises InputError for a graph whose tensors do not all begin with the batch.
+    """
+    graph = sound_graph(onnx_file)
+    described = EngineModel(
+        inputs=_bindings(onnx_file, graph.inputs),
+        outputs=_bindings(onnx_file, graph.outputs),
+        profiles=list(profiles),
+        tensorrt=built.version if built else None,
+        target=built.target if built else None,
+        bytes=built.bytes if built else None,
+    )
+    return described
+
+
+def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str, Binding]:
+    found = {}
+    for name, value in values.items():
+        tensor = value.type.tensor_type
+        dims = [dim.dim_param if dim.HasField("dim_param") else int(dim.dim_value) for dim in tensor.shape.dim]
+        if not dims or dims[0] != "batch":
+            raise InputError(
+                f"{onnx_file}: {name} does not begin with the batch (its dimensions are {dims}), as every tensor of a "
+                "Triton model does; export the graph with `fp8q export`"
+            )
+        found[name] = Binding(type=type_name(tensor.elem_type), dims=dims)
+    return found
+
+
+def declared(model: EngineModel) -> Iterator[tuple[str, str, str, list[int]]]:
+    """What `config.pbtxt` declares: whether `input` or `output`, the name, Triton's type, the dimensions without the
+    batch (-1 for any size).
+    """
+    for field, bindings in (("input", model.inputs), ("output", model.outputs)):
+        for name, binding in bindings.items():
+            dims = [-1 if isinstance(size, str) else size for size in binding.dims[1:]]
+            yield field, name, TRITON_TYPES[binding.type], dims
+
+
+def engine_config(name: str, model: EngineModel) -> str:
+    """`config.pbtxt` of an engine whose tensors all have a type of Triton's, through Triton's own schema.
+
+    No `kind` in the instance group: the backend knows that it runs on a GPU, and a stand-in may not.
+    """
+    config_pb2, text_format = import_schema()
+    config = config_pb2.ModelConfig(name=name, platform=PLATFORM, max_batch_size=model.max_batch)
+    for field, tensor, kind, dims in declared(model):
+        getattr(config, field).add(name=tensor, data_type=config_pb2.DataType.Value(kind), dims=dims)
+    config.version_policy.latest.num_versions = 1
+    config.instance_group.add(count=1, profile=[str(index) for index in range(len(model.profiles))])
+    for profile in model.profiles:
+        warmed = config.model_warmup.add(name=profile.name, batch_size=1)
+        for tensor, (kind, dims) in warm_inputs(model, profile).items():
+            entry = warmed.inputs[tensor]
+            entry.data_type, entry.zero_data = config_pb2.DataType.Value(kind), True
+            entry.dims.extend(dims)
+    return str(text_format.MessageToString(config))
+
+
+def warm_inputs(model: EngineModel, profile: Profile) -> dict[str, tuple[str, list[int]]]:
+    """Input -> Triton's type and the dimensions (without the batch) of a warm-up request in a profile."""
+    least, likely, most = profile.capacity
+    filled = profile.model_copy(update={"capacity": (least, max(1, likely), most)})
+    return {
+        name: (TRITON_TYPES[binding.type], list(filled.shapes(name, binding.dims)[1][1:]))
+        for name, binding in model.inputs.items()
+    }

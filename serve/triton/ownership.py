@@ -1,0 +1,68 @@
+"""Whose a repository is: one that fp8q wrote is replaced, anything else is left alone.
+
+`repository.json` at its top, which Triton does not look at, lists what was written. A file beyond these is somebody's:
+a plan that was put in its place, a model of their own. Only what Python leaves beside the code it ran is not.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from ... import __version__
+from ...core.errors import InputError
+from ...core.files import Strict, disk_errors, read_document
+
+MARK = "repository.json"
+CACHE = "__pycache__"
+
+
+class Mark(Strict):
+    """`repository.json`: the version of fp8q, and the files that it wrote, relative to the repository."""
+
+    fp8q: str
+    files: list[str]
+
+
+def own(repository: Path) -> None:
+    """Mark a repository that was just written."""
+    files = sorted(_files(repository))
+    (repository / MARK).write_text(
+        Mark(fp8q=__version__, files=[*files, MARK]).model_dump_json(indent=1) + "\n", encoding="utf-8"
+    )
+
+
+def refuse_foreign(out: Path, recorded: Collection[str] = ()) -> None:
+    """Raise InputError where something lies at `out` that fp8q did not write; `recorded`: files there that a run's
+    record says it did.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise InputError(f"{out}: is no directory, and the Triton repository would be one; name another with --out")
+    with disk_errors(out):
+        there, known = _files(out), {*recorded, *_marked(out)}
+    if there and not known:
+        raise InputError(
+            f"{out}: is not empty and is no repository that fp8q wrote; name a new or empty directory with --out"
+        )
+    if foreign := sorted(there - known):
+        raise InputError(
+            f"{out}: holds {foreign[0]}, which `fp8q triton` did not write and would take away; move it, or name "
+            "another directory with --out"
+        )
+
+
+def _marked(out: Path) -> list[str]:
+    try:
+        return read_document(out / MARK, Mark).files
+    except InputError:
+        return []
+
+
+def _files(folder: Path) -> set[str]:
+    """What lies in a folder, as names relative to it; of directories those that hold nothing."""
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if CACHE not in path.relative_to(folder).parts
+        and (path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
+    }

@@ -1,0 +1,251 @@
+"""`RUN/triton`: a model repository that Triton serves as it is, and that can be copied away alone.
+
+    triton/
+      README.md                 how to start the server, how to call it, what to tune
+      Dockerfile                Triton's image with what it lacks for this (`images`)
+      repository.json           what fp8q wrote here (`ownership`)
+      <name>/config.pbtxt
+      <name>/1/model.py         triton_model.py, copied
+      <name>/1/generate.py …    the loop and its neighbours, copied (`LOOP`): the server needs no fp8q
+      <name>/1/weights/         the graph, the safetensors it points into, tokenizer and configuration
+      <name>/1/engines/         the run's engines, by runtime and target (`here`), where it has some
+      <name>_engine/…           the plain model of an engine, where there is one for TensorRT (`engine_model`)
+
+Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A
+path to `../model` would take none anywhere, but a repository is what people copy, mount and upload, and one that breaks
+then is none. With hard links ONNX's checker, and with it `onnx.load`, refuses the graphs on both sides.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from ...core.errors import InputError
+from ...core.files import replacing, share
+from ...core.reporter import Reporter
+from ...core.run import Run
+from ...options import TritonOptions, model_name
+from ..loop.engine_session import EngineRuntime
+from ..loop.here import AUTO, ONNX_RUNTIME, plan_path
+from .engine_model import DESCRIPTION, PLAN, SUFFIX, EngineModel, engine_config
+from .images import PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
+from .ownership import own
+from .schema import import_schema
+
+#: The files of the loop, which lie side by side in a repository as they do there.
+LOOP_FOLDER = Path(__file__).parent.parent / "loop"
+LOOP = (
+    "cache.py", "cuda.py", "device.py", "device_batch.py", "engine_session.py", "generate.py", "here.py",
+    "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
+)  # fmt: skip
+#: What the model reads beside its graph; the last is not in every checkpoint.
+COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
+WEIGHTS = "weights"
+#: Name -> Triton's type and shape (without the batch), and whether a request may leave it out.
+INPUTS = {
+    "text_input": ("TYPE_STRING", 1, False),
+    "stream": ("TYPE_BOOL", 1, True),
+    "max_tokens": ("TYPE_INT32", 1, True),
+    "stop_words": ("TYPE_STRING", -1, True),
+    "temperature": ("TYPE_FP32", 1, True),
+    "top_p": ("TYPE_FP32", 1, True),
+    "frequency_penalty": ("TYPE_FP32", 1, True),
+    "presence_penalty": ("TYPE_FP32", 1, True),
+    "seed": ("TYPE_UINT64", 1, True),
+    "return_num_input_tokens": ("TYPE_BOOL", 1, True),
+    "return_num_output_tokens": ("TYPE_BOOL", 1, True),
+    "return_finish_reason": ("TYPE_BOOL", 1, True),
+}
+OUTPUTS = {
+    "text_output": ("TYPE_STRING", 1),
+    "num_input_tokens": ("TYPE_UINT32", 1),
+    "num_output_tokens": ("TYPE_UINT32", 1),
+    "finish_reason": ("TYPE_STRING", 1),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The plain engine of a repository: what it reads and answers, and its plan (None: to be put there)."""
+
+    model: EngineModel
+    plan: Path | None
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """An engine that the Python model runs itself, where it finds the GPU of its `target`; `version`: of `runtime`."""
+
+    runtime: EngineRuntime
+    version: str
+    target: str
+    plan: Path
+
+
+def write_repository(
+    run: Run,
+    options: TritonOptions,
+    report: Reporter,
+    engine: Engine | None = None,
+    own_engines: Sequence[OwnEngine] = (),
+) -> list[Path]:
+    """Write the model repository of a run in the place of the one that is there, with the plain `engine` and those of
+    the Python model; returns its files.
+
+    Raises InputError when the checkpoint or the FP32 graph is missing or changed, BackendError when Triton's protobuf
+    schema is not installed.
+    """
+    out = options.out or run.triton
+    name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
+    config = config_text(name, options.max_batch, AUTO if own_engines else ONNX_RUNTIME)
+    engine_text = engine_config(name + SUFFIX, engine.model) if engine else ""
+    weights = weight_files(run)
+    plans = [engine.plan] if engine and engine.plan else []
+    with (
+        report.track("Writing the Triton repository", len([*weights, *plans, *own_engines]), "files") as advance,
+        replacing(out) as partial,
+    ):
+        _write_model(partial / name, config, weights, advance)
+        for each in own_engines:
+            place = plan_path(partial / name / "1", each.runtime, each.target)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            share(each.plan, place)
+            advance(1)
+        if engine:
+            folder = partial / (name + SUFFIX)
+            (folder / "1").mkdir(parents=True)
+            (folder / "config.pbtxt").write_text(engine_text, encoding="utf-8")
+            (folder / DESCRIPTION).write_text(engine.model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            for plan in plans:
+                share(plan, folder / "1" / PLAN)
+                advance(1)
+        built_by = engine.model.tensorrt if engine else None
+        packages = PINS | {each.runtime: each.version for each in own_engines}
+        image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans, packages=packages)
+        (partial / "Dockerfile").write_text(image, encoding="utf-8")
+        (partial / "README.md").write_text(readme(name, options, engine, image, own_engines), encoding="utf-8")
+        own(partial)
+    return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def _write_model(folder: Path, config: str, weights: list[Path], advance: Callable[[int], None]) -> None:
+    """Write the Python model: configuration, code, and copies of the weights."""
+    version = folder / "1"
+    (version / WEIGHTS).mkdir(parents=True)
+    for path in weights:
+        share(path, version / WEIGHTS / path.name)
+        advance(1)
+    shutil.copyfile(LOOP_FOLDER / "triton_model.py", version / "model.py")
+    for file in LOOP:
+        shutil.copyfile(LOOP_FOLDER / file, version / file)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def readme(
+    name: str, options: TritonOptions, engine: Engine | None, image: str, own_engines: Sequence[OwnEngine] = ()
+) -> str:
+    """The repository's own README.md; `image`: its Dockerfile."""
+    awaits = engine is not None and engine.plan is None
+    alone = f" --model-control-mode=explicit --load-model={name}" if awaits else ""
+    return _template("triton_readme.md").substitute(
+        name=name,
+        image=image_name(name),
+        max_batch=options.max_batch,
+        both=f" Beside it lies `{name}{SUFFIX}`, the plain engine." if engine else "",
+        build="" if release_in(image) else " --build-arg TRITON=YY.MM",
+        gpus=" --gpus=all" if engine or own_engines else "",
+        runs=_runs(own_engines),
+        serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
+        serve_bare=alone,
+        packages=pinned(PINS | {each.runtime: each.version for each in own_engines}),
+        engine=_engine_section(name, engine) if engine else "",
+    )
+
+
+def _runs(engines: Sequence[OwnEngine]) -> str:
+    """What the Python model runs on, in a sentence."""
+    if not engines:
+        return "It runs on ONNX Runtime on the CPU"
+    there = ", ".join(f"{each.target} ({each.runtime} {each.version})" for each in engines)
+    return (
+        f"It runs the engine of the GPU that it finds, {there}, with the cache on the GPU, and where there is none for "
+        "it ONNX Runtime on the CPU"
+    )
+
+
+def _engine_section(name: str, engine: Engine) -> str:
+    """What the README says of the plain engine, and how its plan comes to its place where it is not there."""
+    model = engine.model
+    shown = "; ".join(
+        f"`{profile.name}` of {profile.batch[0]} to {profile.batch[2]} rows, {profile.seq[0]} to {profile.seq[2]} "
+        f"tokens, {profile.capacity[0]} to {profile.capacity[2]} slots"
+        for profile in model.profiles
+    )
+    if engine.plan is not None:
+        plan = f"The plan is of TensorRT {model.tensorrt} for {model.target}, and runs on that version and GPU alone."
+    else:
+        plan = _template("triton_awaits.md").substitute(
+            name=name,
+            place=f"{name}{SUFFIX}/1/{PLAN}",
+            max_batch=model.max_batch,
+            max_seq_len=max(profile.capacity[2] for profile in model.profiles),
+        )
+    return _template("triton_engine.md").substitute(
+        name=name + SUFFIX, max_batch=model.max_batch, profiles=shown, plan=plan.rstrip("\n")
+    )
+
+
+def _template(name: str) -> Template:
+    return Template((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def weight_files(run: Run) -> list[Path]:
+    """The files of `RUN/model` that the model reads: the FP32 graph, its external data, and `COMPANIONS`."""
+    graph = run.require(run.onnx_fp32, "export")
+    exported = run.record().stages["export"].outputs  # the scales of attention in FP8 are; the weights are older
+    stored = [
+        run.require(run.model / name, "export" if f"{run.model.name}/{name}" in exported else "quantize")
+        for name in external_data(graph)
+    ]
+    optional = run.model / COMPANIONS[-1]
+    companions = [run.require(run.model / name, "quantize") for name in COMPANIONS[:-1]] + (
+        [run.require(optional, "quantize")] if optional.exists() else []
+    )
+    return [graph, *stored, *companions]
+
+
+def external_data(graph: Path) -> list[str]:
+    """Names of the files that the tensors of the ONNX model at `graph` lie in; no weight is read.
+
+    Raises InputError for one that is not beside the graph (it would not be there in a repository), is no file, or is
+    cut short.
+    """
+    from ...export.lint.check import sound_graph
+
+    names = sorted({where.location for _, _, where, _ in sound_graph(graph).storage.external})
+    for name in names:
+        if Path(name).name != name:
+            raise InputError(
+                f"{graph}: keeps weights in {name}, which is not beside it; export it again with `fp8q export`"
+            )
+    return names
+
+
+def config_text(name: str, max_batch: int, runtime: str = ONNX_RUNTIME) -> str:
+    """`config.pbtxt`, through Triton's own schema.
+
+    No `kind` in the instance group: one file for hosts with a GPU and without.
+    """
+    config_pb2, text_format = import_schema()
+    config = config_pb2.ModelConfig(name=name, backend="python", max_batch_size=1)
+    for key, (dtype, length, optional) in INPUTS.items():
+        config.input.add(name=key, data_type=config_pb2.DataType.Value(dtype), dims=[length], optional=optional)
+    for key, (dtype, length) in OUTPUTS.items():
+        config.output.add(name=key, data_type=config_pb2.DataType.Value(dtype), dims=[length])
+    config.model_transaction_policy.decoupled = True
+    config.instance_group.add(count=1)
+    for key, value in {"runtime": runtime, "weights": WEIGHTS, "max_batch": str(max_batch)}.items():
+        config.parameters[key].string_value = value
+    return str(text_format.MessageToString(config))

@@ -1,0 +1,227 @@
+"""Experts that are modules of their own: the same model, by whatever names the files have for them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fp8q.calibrate.model.bf16_products import widened_products
+from fp8q.calibrate.model.expert_modules import Expert, Experts, computes_the_same, experts_of, showing
+from fp8q.calibrate.model.source import load_model, meta_model, open_source
+
+from ...mixtures import MIXTURES, random_mixture
+from .damage import refusal, rewrite
+
+
+def transformers_own(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as transformers loads it, its experts fused, computed as their class says."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, experts_implementation="eager"
+    ).eval()
+    return model
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """Of transformers' own model too by the arithmetic that fp8q has on this processor."""
+    ids = torch.randint(0, 2048, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), widened_products():
+        made: torch.Tensor = model(ids).logits
+    return made
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("original", [True, False], ids=["an expert a tensor", "fused"])
+def test_logits_are_those_of_transformers_bit_for_bit(name: str, original: bool, tmp_path: Path) -> None:
+    path = random_mixture(tmp_path / name, name, save_original_format=original)
+    source = open_source(str(path))
+    assert not bool(source.parts) or not original
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(logits(load_model(source, dtype)), logits(transformers_own(path, dtype)))
+
+
+def test_the_trained_mixtral_is_the_same_bit_for_bit(shared_checkpoint: Callable[[str], Path]) -> None:
+    path = shared_checkpoint("mixtral")
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = load_model(open_source(str(path)), dtype)
+        assert torch.equal(logits(ours), logits(transformers_own(path, dtype)))
+    names = [name for name, module in ours.named_modules() if isinstance(module, nn.Linear) and ".0.mlp." in name]
+    assert names == [
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj" for expert in range(4) for part in ("gate", "up", "down")
+    ]
+
+
+def test_experts_have_the_names_of_their_files(shared_checkpoint: Callable[[str], Path]) -> None:
+    source = open_source(str(shared_checkpoint("mixtral")))
+    ours = "model.layers.3.mlp.experts.2"
+    theirs = "model.layers.3.block_sparse_moe.experts.2"
+    assert [source.stored(f"{ours}.{part}_proj.weight") for part in ("gate", "up", "down")] == [
+        f"{theirs}.{part}.weight" for part in ("w1", "w3", "w2")
+    ]
+    assert source.stored("model.layers.3.mlp.gate.weight") == "model.layers.3.block_sparse_moe.gate.weight"
+
+
+def test_fused_experts_get_the_names_that_files_had(tmp_path: Path) -> None:
+    apart, fused = (
+        open_source(str(random_mixture(tmp_path / str(kept), "mixtral", save_original_format=kept)))
+        for kept in (True, False)
+    )
+    assert fused.parts
+    assert not apart.parts
+    mine, theirs = fused.weights(), apart.weights()
+    assert set(mine.names()) == set(theirs.names())
+    for name in mine.names():
+        assert (mine.shape(name), mine.dtype(name)) == (theirs.shape(name), theirs.dtype(name))
+        assert torch.equal(mine.tensor(name), theirs.tensor(name))
+    assert fused.renamed == apart.renamed
+
+
+def test_a_part_of_a_fused_tensor_is_a_view_of_the_file(tmp_path: Path) -> None:
+    path = random_mixture(tmp_path / "fused", "qwen3_moe", save_original_format=False)
+    weights = open_source(str(path)).weights()
+    part = weights.tensor("model.layers.1.mlp.experts.2.up_proj.weight")
+    with safe_open(path / "model.safetensors", "pt") as file:
+        fused = file.get_tensor("model.layers.1.mlp.experts.gate_up_proj")
+    assert part.untyped_storage().nbytes() == fused.untyped_storage().nbytes() > part.nbytes
+    assert torch.equal(part, fused[2, fused.shape[1] // 2 :])
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = random_mixture(tmp_path / "mixtral", "mixtral")
+    rewrite(path, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"))
+    assert refusal(path) == (
+        f"{path}: the weights are not those of this MixtralForCausalLM: model.layers.1.mlp.experts.3.down_proj.weight "
+        "is missing; copy or download the checkpoint again"
+    )
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = random_mixture(tmp_path / "mixtral", "mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    rewrite(path, lambda tensors: tensors.update({name: tensors[name][:10]}))
+    assert refusal(path) == (
+        f"{path}: the weights are not those of this MixtralForCausalLM: model.layers.1.mlp.experts.3.gate_proj.weight "
+        "has shape [10, 64] where the model has [96, 64]; copy or download the checkpoint again"
+    )
+
+
+def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
+    path = random_mixture(tmp_path / "olmoe", "olmoe")
+    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    rewrite(path, lambda tensors: tensors.update({name.format(9): tensors[name.format(0)].clone()}))
+    assert refusal(path) == (
+        f"{path}: the weights are not those of this OlmoeForCausalLM: {name.format(9)} is unknown to the model; copy "
+        "or download the checkpoint again"
+    )
+
+
+class Fused(nn.Module):
+    """Two experts as transformers holds them; each method is a way to differ from the form that is taken."""
+
+    def __init__(self, **more: nn.Parameter) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(2, 12, 8, device="meta"))
+        self.down_proj = nn.Parameter(torch.empty(2, 8, 6, device="meta"))
+        self.act_fn = nn.SiLU()
+        self.num_experts = 2
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for token in range(len(x)):
+            for expert, weight in zip(index[token], weights[token], strict=True):
+                gate, up = self.split(self.gate_up_proj[expert] @ x[token])
+                out[token] += weight * (self.down_proj[expert] @ (self.act_fn(gate) * up))
+        return out
+
+    def split(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = both.chunk(2)
+        return gate, up
+
+
+class Interleaved(Fused):
+    def split(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return both[::2], both[1::2]
+
+
+class Limited(Fused):
+    def split(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = both.clamp(-7, 7).chunk(2)
+        return gate, up
+
+
+def test_a_class_is_taken_for_what_it_computes() -> None:
+    assert computes_the_same(Fused())
+    assert not computes_the_same(Interleaved())
+    assert not computes_the_same(Limited())
+
+
+def experts() -> Experts:
+    torch.manual_seed(0)
+    made = Experts(Expert(8, 6, nn.SiLU(), torch.empty(0)) for _ in range(3))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+ROUTED = (torch.tensor([[0, 2], [0, 2]]), torch.tensor([[0.25, 0.75], [1.0, 0.0]]))
+
+
+def test_experts_add_what_their_tokens_give() -> None:
+    module, x = experts(), torch.randn(2, 8)
+    by_hand = torch.stack([0.25 * module.experts[0](x)[0] + 0.75 * module.experts[2](x)[0], module.experts[0](x)[1]])
+    assert torch.allclose(module(x, *ROUTED), by_hand, atol=1e-7)
+
+
+def test_showing_every_expert_every_token_changes_no_output() -> None:
+    module, x = experts(), torch.randn(2, 8)
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for expert, tokens in zip(module.experts, seen.values(), strict=True):
+        down = expert.get_submodule("down_proj")
+        down.register_forward_pre_hook(lambda _, inputs, tokens=tokens: tokens.append(len(inputs[0])))
+    routed = module(x, *ROUTED)
+    assert seen == {0: [2], 1: [], 2: [2]}
+    with showing([module], "every"):
+        assert torch.equal(module(x, *ROUTED), routed)
+    assert seen == {0: [2, 2], 1: [2], 2: [2, 2]}
+    assert module.shown == "routed"
+
+
+def test_on_the_meta_device_all_experts_see_the_layers_own_input(tmp_path: Path) -> None:
+    model: Any = meta_model(open_source(str(random_mixture(tmp_path / "olmoe", "olmoe"))))
+    got: list[object] = []
+    (name, module) = next(iter(experts_of(model).items()))
+    assert name == "model.layers.0.mlp.experts"
+    module.register_forward_pre_hook(lambda _, inputs: got.append(inputs[0]))
+    for expert in module.experts:
+        expert.get_submodule("up_proj").register_forward_pre_hook(lambda _, inputs: got.append(inputs[0]))
+    model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"))
+    assert len(got) == 5
+    assert len(set(map(id, got[1:]))) == 1
+    assert got[0] is not got[1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "module", "kind"),
+    [
+        ("gpt_oss", "GptOssForCausalLM", "model.layers.0.mlp.experts", "GptOssExperts"),
+        ("llama4_text", "Llama4ForCausalLM", "model.layers.0.feed_forward.experts", "Llama4TextExperts"),
+        ("jetmoe", "JetMoeForCausalLM", "model.layers.0.mlp.input_linear", "JetMoeParallelExperts"),
+        ("longcat_flash", "LongcatFlashForCausalLM", "model.layers.0.mlp.experts", "LongcatFlashExperts"),
+    ],
+)
+def test_other_forms_are_refused_by_name(
+    tmp_path: Path, model_type: str, architecture: str, module: str, kind: str
+) -> None:
+    config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=2, architectures=[architecture])
+    path = random_mixture(tmp_path / "given", "olmoe")
+    config.save_pretrained(path)
+    assert refusal(path) == (
+        f"{path}: {architecture} is a mixture of experts ({module}, {kind}) in a form that fp8q does not do for now: "
+        "its weights are not gate_up_proj and down_proj alone, or it computes something else with them; give a model "
+        "of another architecture"
+    )

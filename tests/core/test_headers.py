@@ -1,0 +1,74 @@
+"""The reader of safetensors' headers, against safetensors' own writer and reader."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from fp8q.core.errors import InputError
+from fp8q.core.headers import Stored, header_bytes, read_header
+
+
+def written(path: Path, header: object, data: bytes = b"") -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    return path
+
+
+def test_tensors_lie_where_the_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    tensors = {
+        "wide": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "codes": np.arange(5).astype(ml_dtypes.float8_e4m3fn),
+        "one": np.array(7, np.int64),
+        "none": np.zeros((0, 4), np.float16),
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    content, header = path.read_bytes(), read_header(path)
+    with safe_open(path, "np") as opened:
+        assert header.keys() == set(opened.keys()) == tensors.keys()
+    for name, tensor in tensors.items():
+        assert header[name].shape == tensor.shape
+        assert content[header[name].start : header[name].end] == tensor.tobytes(), name
+    assert {name: at.dtype for name, at in header.items()} == {
+        "wide": "F32", "codes": "F8_E4M3", "one": "I64", "none": "F16",
+    }  # fmt: skip
+
+
+def test_a_header_is_read_of_a_file_whose_data_are_cut_short(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    path = written(tmp_path / "short.safetensors", {"x": entry, "__metadata__": {"format": "pt"}}, b"1234")
+    start = 8 + len(header_bytes(path))
+    assert read_header(path) == {"x": Stored("F32", (2,), start, start + 8)}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it has 0 bytes, and a header of 0"),
+        (b"\x08\x00\x00", "it has 3 bytes, and a header of 8"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", "it has 10 bytes, and a header of 1152921504606846976"),
+        ((3).to_bytes(8, "little") + b"{}", "it has 10 bytes, and a header of 3"),
+        ((2).to_bytes(8, "little") + b"[]", "its header does not read: AttributeError"),
+        ((2).to_bytes(8, "little") + b"{\xff", "its header does not read: UnicodeDecodeError"),
+        ((8).to_bytes(8, "little") + b'{"x": 1}', "its header does not read: TypeError"),
+        ((9).to_bytes(8, "little") + b'{"x": {}}', "its header does not read: KeyError"),
+        ((20_000).to_bytes(8, "little") + b"[" * 20_000, "its header does not read: RecursionError"),
+    ],
+)
+def test_what_is_no_header_is_refused_in_a_line_that_names_the_file(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        read_header(path)
+    assert str(refused.value) == f"{path}: is damaged or cut short ({why}); copy or download it again"
+
+
+def test_offsets_that_are_no_pair_are_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}
+    with pytest.raises(InputError, match="its header does not read: TypeError"):
+        read_header(written(tmp_path / "weights.safetensors", {"x": entry}))

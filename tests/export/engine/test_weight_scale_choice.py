@@ -1,0 +1,122 @@
+"""When an engine is built of the other form of its graph, and what is written then.
+
+TensorRT itself is not here. Its inspector is stood in for by what NVIDIA says of it (a product with per-channel scales
+in its DequantizeLinear runs wide); the graphs, and the engines of TensorRT-RTX that are built of them, are real.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from fp8q.core.errors import BackendError
+from fp8q.core.reporter import SILENT, Silent
+from fp8q.export.engine.build import Job, build_engine
+from fp8q.export.engine.plan import Evidence, read_plan
+from fp8q.export.engine.profiles import profiles
+from fp8q.export.engine.weight_scale_choice import Built, better, in_better_form, worth_trying
+from fp8q.export.graph.weight_scale_form import form_of
+from fp8q.export.onnx_file.loading import load_graph
+
+Decoders = Callable[..., Any]
+WIDE, ALL = {"a": "bf16 × bf16 -> bf16"}, {"a": "bf16 × bf16 -> bf16", "b": "bf16 × bf16 -> bf16"}
+
+
+class Told(Silent):
+    """A reporter that keeps the notes."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Evidence("inspector", wide=WIDE), True),
+        (Evidence("inspector", frozenset("ab")), False),
+        (Evidence("inspector", frozenset("ab"), narrow=frozenset("a")), False),
+        (Evidence("plan", wide=WIDE), False),  # TensorRT-RTX makes the same of both
+        (Evidence("unknown", wide=ALL), False),
+    ],
+)
+def test_the_other_form_is_tried_where_the_inspector_shows_wide_products(found: Evidence, expected: bool) -> None:
+    assert worth_trying(found) is expected
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (Evidence("inspector", frozenset("ab")), True),
+        (Evidence("inspector", frozenset("a"), WIDE), True),
+        (Evidence("inspector", frozenset("ab"), narrow=frozenset("b")), True),
+        (Evidence("inspector", frozenset("ab"), narrow=frozenset("ab")), True),  # codes at least
+        (Evidence("inspector", wide=ALL), False),
+        (Evidence("unknown"), False),
+    ],
+)
+def test_the_engine_with_fewer_products_short_of_the_promise_is_kept(second: Evidence, expected: bool) -> None:
+    assert better(Evidence("inspector", wide=ALL), second) is expected
+
+
+def building(modules: tuple[str, ...], wide: dict[str, int], refused: str = "") -> Callable[[Path, Path], Built]:
+    """Builds with TensorRT-RTX, and tells of the engine what an inspector would that finds the first `wide[form]`
+    products wide; of the form `refused` nothing can be built.
+    """
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
+    job = Job("tensorrt-rtx", "sm89", profiles(2, 64))
+
+    def build(graph: Path, path: Path) -> Built:
+        form = form_of(load_graph(graph))
+        if form == refused:
+            raise BackendError("TensorRT 10.15 cannot build it: no such kernel")
+        info, found = build_engine(graph, path, job, modules, SILENT)
+        assert (found.kind, len(found.fp8)) == ("plan", 7)
+        shown = dict.fromkeys(modules[: wide[form]], "bf16 × bf16 -> bf16 in profile 0")
+        return info, replace(found, kind="inspector", fp8=found.fp8 - shown.keys(), wide=shown)
+
+    return build
+
+
+def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder: Decoders, tmp_path: Path) -> None:
+    written, told = decoder(), Told()
+    before = {path: path.read_bytes() for path in written.path.parent.iterdir()}
+    (engines := tmp_path / "engines").mkdir()
+    build = building(written.modules, {"dq": 7, "mul": 0})
+    (info, found), graph = in_better_form(written.path, engines / "sm90.plan", build, told)
+    assert told.lines == ["sm89: with --weight-scale dq 7 of 7 products are wide, 0 with mul; the second is kept"]
+    assert (graph, info.weight_scale, found.wide) == (engines / "sm90.onnx", "mul", {})
+    assert {path.name for path in engines.iterdir()} == {"model.safetensors", "sm90.onnx", "sm90.plan"}
+    assert form_of(load_graph(graph)) == "mul"
+    plan = read_plan((engines / "sm90.plan").read_bytes())
+    assert plan is not None
+    assert any("rescale" in layer for kernel in plan.kernels[0] for layer in kernel.layers)
+    assert {path: path.read_bytes() for path in written.path.parent.iterdir()} == before
+    onnx.load_model(written.path)  # nothing at the data that ONNX refuses
+
+
+@pytest.mark.parametrize(
+    ("wide", "refused", "note"),
+    [
+        ({"dq": 2, "mul": 2}, "", "2 of 7 products are wide, 2 with mul; the first is kept"),
+        (
+            {"dq": 2, "mul": 0},
+            "mul",
+            "2 of 7 products are wide; with mul it cannot be built: TensorRT 10.15 cannot build it: no such kernel",
+        ),
+    ],
+)
+def test_where_the_other_form_does_no_better_nothing_of_it_stays(
+    decoder: Decoders, tmp_path: Path, wide: dict[str, int], refused: str, note: str
+) -> None:
+    written, told, path = decoder(), Told(), tmp_path / "sm90.plan"
+    build = building(written.modules, wide, refused)
+    (info, found), graph = in_better_form(written.path, path, build, told)
+    assert told.lines == [f"sm89: with --weight-scale dq {note}"]
+    assert (graph, info.weight_scale, len(found.wide)) == (written.path, None, 2)
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "sm90.plan"}

@@ -1,0 +1,160 @@
+"""Which products run in FP8, by name: what is asked for, what cannot be, and what a server makes of the choice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8q.core.errors import InputError
+from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale
+from fp8q.quantize.scales.policy import Products, match_terms, parted, parted_experts, select, taken_along, whole_groups
+
+NAMES = ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj", "l.0.mlp.conv", "lm_head")
+PRODUCTS = Products(NAMES, "lm_head", {"l.0.mlp.conv": "Conv1d"})
+HEAD = "output head: its error would go straight into the logits"
+CONV = "of class Conv1d, which is no linear layer that ModelOpt's registry knows"
+
+
+def reasons(skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str, str]:
+    """The modules that stay in BF16 and why."""
+    return {name: skipped.reason for name, skipped in select(PRODUCTS, skip, only)[1].items()}
+
+
+def test_all_linear_layers_but_the_head_run_in_fp8_unless_asked_otherwise() -> None:
+    assert select(PRODUCTS, ())[0] == ["l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj"]
+    assert reasons() == {"l.0.mlp.conv": CONV, "lm_head": HEAD}
+
+
+def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
+    assert select(PRODUCTS, (), ("*.mlp.*",))[0] == ["l.0.mlp.up_proj"]
+    left_out = "asked for: not in --only *.mlp.*"
+    assert reasons(only=("*.mlp.*",)) == {
+        "l.0.attn.q_proj": left_out,
+        "l.0.attn.k_proj": left_out,
+        "l.0.mlp.conv": CONV,
+        "lm_head": HEAD,
+    }
+
+
+def test_skip_takes_out_of_what_only_names() -> None:
+    assert select(PRODUCTS, ("*.q_proj",), ("*.attn.*", "*.up_proj"))[0] == ["l.0.attn.k_proj", "l.0.mlp.up_proj"]
+    assert reasons(("*.q_proj",), ("*.attn.*",))["l.0.attn.q_proj"] == "asked for: --skip *.q_proj"
+
+
+@pytest.mark.parametrize("option", ["skip", "only"])
+def test_a_pattern_that_matches_nothing(option: str) -> None:
+    with pytest.raises(InputError) as refused:
+        select(PRODUCTS, **{"skip": (), option: ("*.qproj",)})
+    assert str(refused.value) == (
+        f"--{option} *.qproj: matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, "
+        "l.0.mlp.up_proj, l.0.mlp.conv"
+    )
+
+
+def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
+    chosen = select(PRODUCTS, ("*.up_proj",))[0]
+    assert match_terms(("*.q_proj",), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
+    groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
+    assert whole_groups(["l.0.attn.k_proj"], groups) == ["l.0.attn.q_proj", "l.0.attn.k_proj"]
+    assert taken_along(("*.q_proj",), ["l.0.attn.q_proj", "l.0.attn.k_proj"]) == ["l.0.attn.k_proj"]
+    assert taken_along((), ["l.0.attn.q_proj"]) == []
+    for pattern, message in {
+        "*.qproj": "matches no module; names are like l.0.attn.q_proj, l.0.attn.k_proj, l.0.mlp.up_proj, l.0.mlp.conv",
+        "*.up_proj": "all that it matches stays in BF16; name other modules",
+    }.items():
+        with pytest.raises(InputError) as refused:
+            match_terms((pattern,), PRODUCTS, chosen)
+        assert str(refused.value) == f"--two-terms {pattern}: {message}"
+
+
+@pytest.mark.parametrize("only", ["lm_head", "*.conv"])
+def test_nothing_left_is_a_failure(only: str) -> None:
+    with pytest.raises(InputError) as refused:
+        select(PRODUCTS, (), (only,))
+    assert str(refused.value) == (
+        "all 5 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more "
+        "with --only"
+    )
+
+
+@given(st.lists(st.sampled_from(["*.attn.*", "*.q_proj", "*.up_proj", "*"]), min_size=1, max_size=3))
+def test_every_product_is_chosen_or_has_a_reason(only: list[str]) -> None:
+    chosen, skipped = select(PRODUCTS, (), only)
+    assert set(chosen) | skipped.keys() == set(NAMES)
+    assert not set(chosen) & skipped.keys()
+
+
+SCALE = TensorScale(method="amax", amax=1.0, clip=1.0, scale=1 / 448, saturation=0.0, underflow=0.0, sqnr_db=30.0)
+GROUPS = [["l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj", "l.0.mlp.fc"], ["l.0.attn.o_proj"]]
+
+
+def scales(*skipped: str) -> Scales:
+    """Scales in which these modules stay in BF16."""
+    fp8 = {name: SCALE for members in GROUPS for name in members if name not in skipped}
+    return Scales(weights={}, activations=fp8, skipped=dict.fromkeys(skipped, Skipped(reason="asked for")))
+
+
+@pytest.mark.parametrize(
+    "skipped", [(), ("l.0.mlp.fc",), ("l.0.attn.o_proj",), ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj")]
+)
+def test_whole_families_in_one_type_are_nothing_to_warn_of(skipped: tuple[str, ...]) -> None:
+    assert parted(GROUPS, scales(*skipped)) is None
+
+
+def test_a_family_in_two_types_is_what_vllm_refuses() -> None:
+    assert parted(GROUPS, scales("l.0.attn.q_proj")) == (
+        "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one product of them and "
+        "refuses such a checkpoint; "
+        "keep all of a group in BF16, or none, if vLLM is to serve it"
+    )
+    more = [*GROUPS, ["l.1.mlp.gate_proj", "l.1.mlp.up_proj"]]
+    assert " in FP8, and so in 1 more such groups: " in str(parted(more, scales("l.0.attn.q_proj", "l.1.mlp.up_proj")))
+
+
+EXPERTS = "l.0.mlp.experts"
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def layer_scales(layers: int, *wide: str) -> Scales:
+    """Scales of layers of two experts in which the products that end so stay in BF16."""
+    names = [f"l.{layer}.mlp.experts.{n}.{part}" for layer in range(layers) for n in range(2) for part in PARTS]
+    skipped = [name for name in names if name.endswith(wide)]
+    return Scales(
+        weights={},
+        activations={name: SCALE for name in names if name not in skipped},
+        skipped=dict.fromkeys(skipped, Skipped(reason="asked for")),
+    )
+
+
+def test_experts_of_a_layer_in_two_types_are_what_vllm_takes_for_one() -> None:
+    assert parted_experts([EXPERTS], layer_scales(1, *(f"experts.1.{part}" for part in PARTS))) == (
+        "l.0.mlp.experts: 3 of 6 products of its experts in BF16 (1.gate_proj, 1.up_proj, 1.down_proj) beside others "
+        "in FP8: vLLM takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads "
+        "it wrong in silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
+    )
+    layers = [f"l.{layer}.mlp.experts" for layer in range(3)]
+    assert " beside others in FP8, and so in 1 more layer: " in str(
+        parted_experts(layers[:2], layer_scales(2, "1.down_proj"))
+    )
+    assert " in BF16 (0.gate_proj, 0.up_proj, 1.gate_proj …) beside others in FP8, and so in 2 more layers: " in str(
+        parted_experts(layers, layer_scales(3, "gate_proj", "up_proj"))
+    )
+
+
+@pytest.mark.parametrize("wide", [(), PARTS])
+def test_whole_layers_of_experts_in_one_type_are_nothing_to_warn_of(wide: tuple[str, ...]) -> None:
+    both = layer_scales(1, *wide)
+    assert parted_experts([EXPERTS], both) is None
+    other = layer_scales(2)
+    mixed = Scales(
+        weights={},
+        activations=both.activations | {name: SCALE for name in other.activations if name.startswith("l.1.")},
+        skipped=both.skipped,
+    )
+    assert parted_experts([EXPERTS, "l.1.mlp.experts"], mixed) is None
+
+
+def test_what_is_split_inside_an_expert_is_told_once() -> None:
+    split, pair = layer_scales(1, "1.up_proj"), [f"{EXPERTS}.1.gate_proj", f"{EXPERTS}.1.up_proj"]
+    assert "1.up_proj in BF16 beside" in str(parted([pair], split))
+    assert parted([pair], split, [EXPERTS]) is None
+    assert "1 of 6 products of its experts in BF16 (1.up_proj)" in str(parted_experts([EXPERTS], split))

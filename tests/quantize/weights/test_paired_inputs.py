@@ -1,0 +1,101 @@
+"""Which inputs share a pass when weights are rounded layer by layer, and that sharing one changes nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8q.calibrate.model.products import observed_products
+from fp8q.calibrate.model.source import Source, load_model, open_source
+from fp8q.core.reporter import SILENT
+from fp8q.quantize.scales.decisions import Scales, TensorScale
+from fp8q.quantize.weights import paired_inputs
+from fp8q.quantize.weights.paired_inputs import HELD_BYTES, Gathered, Place, passes
+from fp8q.quantize.weights.sequential import Sequence
+
+from ...mixtures import random_mixture
+
+SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=30)
+BATCHES = {batch: np.random.default_rng(batch).integers(3, 500, (2, 24)) for batch in range(3)}
+
+
+def place(name: str, width: int = 8, out: int = 4, whole: bool = False) -> Place:
+    return Place(name, (name,), None, whole, (width, out))
+
+
+def test_the_sums_of_a_place_are_two_of_h_and_where_they_are_known_two_of_m() -> None:
+    assert place("down", 8, 4).held == 2 * 4 * 8 * 8
+    assert place("o_proj", 8, 4, whole=True).held == 2 * 4 * 8 * (8 + 4)
+
+
+def test_neighbours_whose_inputs_do_not_depend_on_one_another_share_a_pass() -> None:
+    names = ["qkv", "o", "shared", "0", "1", "2", "after", "3"]
+    found = passes(map(place, names), {"0", "1", "2", "3"})
+    assert [[each.first for each in together] for together in found] == [
+        ["qkv"], ["o"], ["shared"], ["0", "1", "2"], ["after"], ["3"],
+    ]  # fmt: skip
+    assert list(passes([], set())) == []
+
+
+def test_the_experts_of_two_mixtures_share_none() -> None:
+    """What the second gets may depend on the first's products."""
+    names = [f"{block}.experts.{expert}.down_proj" for block in "ab" for expert in range(2)]
+    found = passes(map(place, names), names)
+    assert [[each.first for each in together] for together in found] == [names[:2], names[2:]]
+
+
+def test_the_weights_of_experts_are_read_when_their_sums_are_used() -> None:
+    read: list[str] = []
+
+    def weight(name: str) -> torch.Tensor:
+        read.append(name)
+        return torch.ones(4, 8)
+
+    sums = Gathered(place("down", 8, 4), weight)
+    tokens = torch.ones(3, 8)
+    sums.add(0, (tokens, tokens), (tokens, tokens), tokens, 3)
+    assert read == []
+    assert [*sums.rows] == [*sums.rows] == read == ["down"]
+
+
+def test_a_pass_gathers_what_memory_is_there_for_and_one_place_at_the_least() -> None:
+    half = int((HELD_BYTES // 2 // 8) ** 0.5)  # two of this width fit, three do not
+    names = ["0", "1", "2", "3", "4"]
+    found = list(passes([place(name, half) for name in names], names))
+    assert [len(together) for together in found] == [2, 2, 1]
+    assert [len(together) for together in passes([place(name, 2 * half) for name in names], names)] == [1] * 5
+
+
+def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], int]:
+    """Codes and scales of every product of the layers, and how often a batch went through one."""
+    folder.mkdir()
+    names = observed_products(load_model(source, torch.float32, "cpu"))
+    scales = Scales(weights={}, activations=dict.fromkeys(names, SCALE), skipped={})
+    sequence, count, seen = Sequence(source, scales, "mse", BATCHES, folder), 0, Sequence._seen
+
+    def counting(*given: object) -> object:
+        nonlocal count
+        count += 1
+        return seen(*given)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "_seen", counting)
+        kept = sequence.run(SILENT)
+    found = {name: made for name in names if (made := kept.of(name)) is not None}
+    return {name: (made[0], made[1]) for name, made in found.items()}, count
+
+
+def test_experts_that_share_a_pass_are_rounded_as_each_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(str(random_mixture(tmp_path / "mixtral", "mixtral")))
+    together, few = rounded(source, tmp_path / "together")
+    monkeypatch.setattr(paired_inputs, "HELD_BYTES", 0)
+    apart, many = rounded(source, tmp_path / "apart")
+    assert (few, many) == (2 * 2 * 3 * (3 + 1), 2 * 2 * 3 * (3 + 4))  # layers, models, batches, inputs
+    assert together.keys() == apart.keys()
+    assert len(together) == 2 * (4 + 3 * 4)
+    for name, (codes, scale) in together.items():
+        assert torch.equal(codes.view(torch.uint8), apart[name][0].view(torch.uint8))
+        assert torch.equal(scale, apart[name][1])

@@ -1,0 +1,154 @@
+"""The service on the counting model: events, never clocks, say who has come how far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fp8q.serve.loop.generate import GenerationError
+from fp8q.serve.loop.request import BusyError, Piece, Request, RequestError
+from fp8q.serve.loop.service import Failed, Service
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import CountingModel
+
+SECONDS = 60
+pytestmark = pytest.mark.parametrize("counting", ["fp8"], indirect=True)
+
+
+class Client:
+    """Keeps what it is told, and holds the thread that tells it up until it `goes_on`."""
+
+    def __init__(self, raises: bool = False):
+        self.told: list[Piece | Failed] = []
+        self.first, self.done, self.goes_on = threading.Event(), threading.Event(), threading.Event()
+        self.goes_on.set()
+        self.raises = raises
+
+    def __call__(self, told: Piece | Failed) -> None:
+        self.told.append(told)
+        self.first.set()
+        self.goes_on.wait(SECONDS)
+        if isinstance(told, Failed) or told.finish_reason:
+            self.done.set()
+        if self.raises:
+            raise ConnectionError("gone")
+
+    @property
+    def text(self) -> str:
+        assert self.done.wait(SECONDS)
+        return "".join(each.text for each in self.told if isinstance(each, Piece))
+
+
+@pytest.fixture
+def service(counting: CountingModel) -> Iterator[Service]:
+    service = Service(counting.generator(2), max_waiting=3)
+    yield service
+    service.close()
+    assert service.load == (0, 0)
+
+
+def test_an_answer_comes_in_pieces(service: Service) -> None:
+    assert [piece.text for piece in service.stream(Request("t3 t1 t4", max_tokens=3))] == [" t1", " t2", " t6"]
+    assert service.alive
+
+
+def test_more_than_fit_are_all_answered(service: Service, counting: CountingModel) -> None:
+    clients = [Client() for _ in range(5)]
+    prompts = ["t1", "t3 t1 t4 t1 t5 t9", "t2 t7", "t14 t13 t12", "t0"]
+    for client, prompt in zip(clients, prompts, strict=True):
+        service.submit(Request(prompt, max_tokens=9), client)
+    assert [client.text for client in clients] == [counting.text(counting.answer(prompt, 9)) for prompt in prompts]
+
+
+def test_a_full_house_is_busy_and_a_closed_one_too(service: Service) -> None:
+    tokenizing = threading.Event()
+    prepare = service._generator.prepare
+    service._generator.prepare = lambda request: tokenizing.wait(SECONDS) and prepare(request)  # type: ignore[method-assign, assignment, return-value]
+    clients = [Client() for _ in range(5)]
+    for client in clients:
+        service.submit(Request("t3 t1 t4", max_tokens=3), client)
+    assert service.load == (0, 5)
+    with pytest.raises(BusyError) as raised:
+        service.submit(Request("t1"), Client())
+    assert str(raised.value) == "5 requests are here already; try again later"
+    tokenizing.set()
+    assert {client.text for client in clients} == {" t1 t2 t6"}
+    service.close()
+    assert not service.alive
+    with pytest.raises(BusyError) as raised:
+        service.submit(Request("t1"), Client())
+    assert str(raised.value) == "the service is closing; ask another"
+
+
+def test_tokenizing_a_long_prompt_holds_nobody(service: Service) -> None:
+    others_done = threading.Event()
+    prepare = service._generator.prepare
+
+    def slow(request: Request) -> Any:
+        assert request.prompt == "t3 t1 t4" or others_done.wait(SECONDS)
+        return prepare(request)
+
+    service._generator.prepare = slow  # type: ignore[method-assign]
+    long = Client()
+    service.submit(Request("t5 t5"), long)
+    for _ in range(3):
+        assert len(list(service.stream(Request("t3 t1 t4", max_tokens=3)))) == 3
+    assert not long.told
+    others_done.set()
+    assert long.text == ""
+
+
+def test_who_raises_or_cannot_say_whether_it_is_gone_harms_itself_alone(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    raising, good, unsure = Client(raises=True), Client(), Client()
+    service.submit(Request("t0", max_tokens=100), raising)
+    service.submit(Request("t0", max_tokens=100), unsure, lambda: bool(1 / 0))
+    service.submit(Request("t3 t1 t4", max_tokens=3), good)
+    assert good.text == " t1 t2 t6"
+    assert len(raising.told) == 1
+    assert unsure.text == ""
+    assert unsure.told == [Failed("whether the client has gone cannot be told: division by zero", "failed")]
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "a response could not be sent",
+        "whether a client has gone cannot be told",
+    ]
+
+
+def test_a_request_can_be_cancelled_at_any_time(service: Service) -> None:
+    client, gone = Client(), Client()
+    client.goes_on.clear()
+    ongoing = service.submit(Request("t0", max_tokens=150), client)
+    assert client.first.wait(SECONDS)
+    ongoing.cancel()
+    ongoing.cancel()
+    client.goes_on.set()
+    service.submit(Request("t0", max_tokens=150), gone, gone.first.is_set)
+    assert gone.done.wait(SECONDS)
+    assert gone.told[-1] == Failed("the client cancelled the request", "cancelled")
+    assert not client.done.is_set()
+    pieces = service.stream(Request("t0", max_tokens=150))
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert [piece.text for piece in service.stream(Request("t3 t1 t4", max_tokens=1))] == [" t1"]
+
+
+def test_what_is_wrong_is_told(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RequestError, match="^the prompt has no tokens; write something to continue$"):
+        list(service.stream(Request(" ")))
+    step = service._generator.step
+
+    def broken() -> Any:
+        service._generator.step = step  # type: ignore[method-assign]
+        step()
+        raise OSError("the device is gone")
+
+    service._generator.step = broken  # type: ignore[method-assign]
+    with pytest.raises(GenerationError, match="^generation failed: OSError: the device is gone$"):
+        list(service.stream(Request("t1")))
+    assert [record.getMessage() for record in caplog.records] == ["generation failed"]
+    assert [piece.text for piece in service.stream(Request("t3 t1 t4", max_tokens=1))] == [" t1"]

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from fp8q.serve.triton.images import PINS, RELEASES, dockerfile, newest, release_in, release_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_what_the_image_lacks_is_pinned_as_constraints_are() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {r.name: str(r.specifier) for r in map(Requirement, filter(None, (line.split("#")[0] for line in lines)))}
+    assert {name: pins[name] for name in PINS} == {name: f"=={version}" for name, version in PINS.items()}
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("10.16.1.11", "26.05"), ("11.2.1.2", "26.08"), ("10.15.1", "26.02"), ("10.16", None), ("12.0.0.1", None)],
+)
+def test_a_release_is_told_by_three_numbers_of_the_version_and_never_guessed(version: str, release: str | None) -> None:
+    assert release_of(version) == release
+
+
+def test_the_newest_release_is_the_last() -> None:
+    assert newest() == max(RELEASES.values())
+    assert list(RELEASES) == sorted(RELEASES, key=lambda version: [int(number) for number in version.split(".")])
+
+
+def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
+    assert dockerfile("Demo", "10.16.1.11", awaits_plan=False) == (
+        "# What Triton's image lacks for this repository, made by `fp8q triton`. The repository is mounted, not "
+        "copied:\n"
+        "#   docker build -t demo-triton - < Dockerfile\n"
+        "# TensorRT 10.16.1.11 built the plan, and runs it: this release has it.\n"
+        "ARG TRITON=26.05\n"
+        "FROM nvcr.io/nvidia/tritonserver:${TRITON}-py3\n"
+        "# Ubuntu's Python takes packages from an index only when told to.\n"
+        "ENV PIP_BREAK_SYSTEM_PACKAGES=1\n"
+        "RUN pip install --no-cache-dir onnxruntime==1.31.1 tokenizers==0.22.2\n"
+        "EXPOSE 8000 8001 8002\n"
+        'CMD ["tritonserver", "--model-repository=/models"]\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensorrt", "awaits_plan", "release", "words"),
+    [
+        ("10.16.1.11", False, "26.05", "TensorRT 10.16.1.11 built the plan, and runs it: this release has it."),
+        ("12.0.0.1", False, None, "The release must have the TensorRT 12.0.0.1 built the plan: give it, as "),
+        (None, True, None, "The release must have the TensorRT which built the plan: give it, as "),
+        (None, False, "26.08", "Any release will do: the model brings its own runtime"),
+    ],
+)
+def test_the_release_has_a_default_only_where_it_is_known(
+    tensorrt: str | None, awaits_plan: bool, release: str | None, words: str
+) -> None:
+    text = dockerfile("demo", tensorrt, awaits_plan)
+    assert words in text
+    assert release_in(text) == release
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("FROM nvcr.io/nvidia/tritonserver:26.02-py3\n", "26.02"),
+        ("ARG TRITON=26.03\nFROM nvcr.io/nvidia/tritonserver:${TRITON}-py3\n", "26.03"),
+        ("FROM ubuntu:24.04\n", None),
+        ("", None),
+    ],
+)
+def test_a_dockerfiles_release_is_read(text: str, release: str | None) -> None:
+    assert release_in(text) == release

@@ -1,0 +1,400 @@
+"""`fp8q serve` on the counting model: what it answers, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from fp8q.core.errors import InputError
+from fp8q.options import ServeOptions
+from fp8q.serve.web.gate import names_of
+from tests.serve.conftest import make_counting_run
+from tests.serve.web.started_server import SECONDS, Thread, in_thread, started
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fp8q.core.run import Run
+
+Fp8q = Callable[..., Any]
+NAME = 'model="counting"'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thread]:
+    """One server for all that leave it as it was."""
+    with in_thread(make_counting_run(tmp_path_factory.mktemp("serve") / "run", 40).root, name="counting") as found:
+        yield found
+
+
+@pytest.fixture
+def own(counting_run: Run) -> Iterator[Thread]:
+    """A server of a test's own."""
+    with in_thread(counting_run.root, name="counting") as found:
+        yield found
+
+
+def events(response: httpx.Response) -> list[Any]:
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *found, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in found]
+
+
+def test_an_answer_is_openais_whole_and_in_chunks(server: Thread) -> None:
+    asked: dict[str, Any] = {"prompt": "t3 t1 t4", "max_tokens": 3, "temperature": 0}
+    found = server.post(**asked).json()
+    assert found.pop("id").startswith("cmpl-")
+    assert found.pop("created") > 1_700_000_000
+    usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    choice = {"index": 0, "text": " t1 t2 t6", "logprobs": None, "finish_reason": "length"}
+    assert found == {"object": "text_completion", "model": "counting", "choices": [choice], "usage": usage}
+    *chunks, last = events(server.post(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " t1 t2 t6"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert (last["choices"], last["usage"]) == ([], usage)
+
+
+def test_prompts_are_texts_or_tokens_one_or_several(server: Thread) -> None:
+    for prompt in ("t3 t1 t4", [3, 1, 4], ["t3 t1 t4"], [[3, 1, 4]]):
+        found = server.post(prompt=prompt, max_tokens=3, temperature=0).json()["choices"]
+        assert [choice["text"] for choice in found] == [" t1 t2 t6"]
+    found = server.post(prompt=["t3 t1 t4", "t0", "t2"], max_tokens=2, temperature=0).json()
+    assert [choice["text"] for choice in found["choices"]] == [" t1 t2", " t0 t0", " t2 t6"]
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    streamed: dict[int, str] = {}
+    for event in events(server.post(prompt=[[3, 1, 4], [0]], max_tokens=2, temperature=0, stream=True)):
+        for choice in event["choices"]:
+            streamed[choice["index"]] = streamed.get(choice["index"], "") + choice["text"]
+    assert streamed == {0: " t1 t2", 1: " t0 t0"}
+
+
+def test_stop_is_one_word_or_several_and_the_end_of_text_a_token(server: Thread) -> None:
+    for stop in ("t6", ["t9", "t6"]):
+        (choice,) = server.post(prompt="t3 t1 t4", max_tokens=9, temperature=0, stop=stop).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (" t1 t2 ", "stop")
+    found = server.post(prompt="t1 t4 t2", temperature=0).json()
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("", "stop")
+    assert found["usage"]["completion_tokens"] == 1
+
+
+def test_log_probabilities_stand_beside_the_tokens(server: Thread) -> None:
+    (choice,) = server.post(prompt="t3 t1 t4", max_tokens=2, temperature=0, logprobs=2).json()["choices"]
+    found = choice["logprobs"]
+    assert found["tokens"] == ["t1", "t2"]
+    assert found["text_offset"] == [0, 2]
+    # the logits of the counting model are -(distance)^2: the next ones lie 1 below
+    first = found["top_logprobs"][0]
+    assert found["token_logprobs"][0] == first["t1"]
+    assert sorted(round(each - first["t1"], 5) for each in first.values()) == [-1.0, 0.0]
+    assert server.post(prompt="t3", logprobs=0, temperature=0, max_tokens=1).json()["choices"][0]["logprobs"][
+        "top_logprobs"
+    ] == [{}]
+
+
+#: Fields (beside a good prompt, where they have none), which of them is at fault, and what is said.
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": ""}, "prompt", "the prompt has no tokens; write something to continue"),
+    ({"prompt": 5}, "prompt", "prompt: must be a text, token ids, or a list of either"),
+    ({"prompt": ["a", 5]}, "prompt", "prompt: must be a text, token ids, or a list of either"),
+    ({"prompt": [True]}, "prompt", "prompt: must be a text, token ids, or a list of either"),
+    ({"prompt": []}, "prompt", "prompt: holds 0 prompts; give from 1 to 128"),
+    ({"prompt": ["a"] * 129}, "prompt", "prompt: holds 129 prompts; give from 1 to 128"),
+    ({"prompt": [99]}, "prompt", "the prompt has the token 99, and the model's go from 0 to 15"),
+    (
+        {"prompt": [1] * 40},
+        "prompt",
+        "the prompt has 40 tokens and the model 40 positions for prompt and answer; shorten it to 39 tokens or fewer",
+    ),
+    ({"n": 2}, "n", "n: input should be less than or equal to 1"),
+    ({"n": True}, "n", "n: input should be a valid integer"),
+    ({"best_of": 2}, "best_of", "best_of: input should be less than or equal to 1"),
+    ({"echo": True}, "echo", "echo: input should be False"),
+    ({"suffix": "b"}, "suffix", "suffix: input should be ''"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: input should be greater than or equal to 1"),
+    ({"max_tokens": "5"}, "max_tokens", "max_tokens: input should be a valid integer"),
+    ({"temperature": -1}, "temperature", "temperature: input should be greater than or equal to 0"),
+    ({"seed": 2**64}, "seed", "seed: input should be less than or equal to 18446744073709551615"),
+    ({"logprobs": 21}, "logprobs", "logprobs: input should be less than or equal to 20"),
+    (
+        {"logit_bias": {"5": 1}},
+        "logit_bias",
+        "logit_bias: dictionary should have at most 0 items after validation, not more",
+    ),
+    ({"stop": 5}, "stop", "stop: input should be a valid string; or input should be a valid list"),
+    (
+        {"guided": 1},
+        "guided",
+        "guided: is no field that this server knows; leave it out (docs/serve.md lists those it takes)",
+    ),
+]
+
+
+def test_what_cannot_be_is_refused_with_the_field_at_fault(server: Thread) -> None:
+    for fields, param, message in REFUSED:
+        for stream in (False, True):
+            found = server.post(**{"prompt": "t1", **fields, "stream": stream})
+            error = {"message": message, "type": "invalid_request_error", "param": param}
+            assert found.status_code == 400
+            assert {name: value for name, value in found.json()["error"].items() if name != "code"} == error
+    assert server.post().json()["error"]["message"] == "prompt: field required"
+    found = server.post(prompt="t1", model="b")
+    assert (found.status_code, found.json()["error"]) == (
+        404,
+        {
+            "message": "there is no model b; there is counting", "type": "invalid_request_error", "param": "model",
+            "code": "model_not_found",
+        },
+    )  # fmt: skip
+
+
+def test_what_changes_nothing_may_be_said(server: Thread) -> None:
+    found = server.post(
+        prompt="t3 t1 t4", max_tokens=3, temperature=0, n=1, user="somebody", metadata={"a": 1}, store=True, top_k=-1,
+        logit_bias={}, echo=False, stop=None, suffix=None,
+    )  # fmt: skip
+    assert found.json()["choices"][0]["text"] == " t1 t2 t6"
+
+
+#: Bodies that are refused, with why.
+UNREADABLE = [
+    (b"[", "the body is no JSON that is read here (EOF while parsing a list at line 1 column 1); mend it"),
+    (b'{"prompt": NaN}', "the body is no JSON that is read here (expected value at line 1 column 12); mend it"),
+    (b'"a"', "the body: input should be a valid dictionary or object to extract fields from"),
+    (b"", "the body: field required"),
+    (
+        b'{"prompt": "\xff"}',
+        "the body is no JSON that is read here (invalid unicode code point at line 1 column 13); mend it",
+    ),
+]
+
+
+def test_a_body_that_does_not_read_is_refused(server: Thread) -> None:
+    for body, message in UNREADABLE:
+        found = server.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert (found.status_code, found.json()["error"]["message"]) == (400, message)
+    found = server.client.post("/v1/completions", content=b'{"prompt": "t1"}', headers={"Content-Type": "text/plain"})
+    assert (found.status_code, found.json()["error"]["message"]) == (
+        415, "the body must be JSON; send it with the header Content-Type: application/json",
+    )  # fmt: skip
+
+
+def test_models_are_listed_and_other_paths_are_none(server: Thread) -> None:
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert {name: model[name] for name in ("id", "precision", "runtime", "max_model_len")} == {
+        "id": "counting", "precision": "fp8", "runtime": "onnxruntime", "max_model_len": 40,
+    }  # fmt: skip
+    assert server.client.get("/v1/models/counting").json() == model
+    for path, status in (("/v1/models/a/b", 404), ("/docs", 404), ("/redoc", 404), ("/v1/completions", 405)):
+        found = server.client.get(path)
+        assert (found.status_code, set(found.json()["error"])) == (status, {"message", "type", "param", "code"})
+
+
+def test_a_model_without_a_template_says_so_to_those_who_chat(own: Thread, counting_run: Run) -> None:
+    found = own.post("/v1/chat/completions", messages=[{"role": "user", "content": "t1"}])
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == (
+        f"{counting_run.model}: its tokenizer has no chat template; put the one that the model was trained with there "
+        "as chat_template.jinja, or generate without a chat"
+    )
+
+
+class Held:
+    """Keeps the stepping thread of a server where it is, between two steps."""
+
+    def __init__(self, server: Thread):
+        self._go, held = threading.Event(), threading.Event()
+        self.service = server.server.serving.models[0].service
+
+        def hold() -> None:
+            held.set()
+            self._go.wait(SECONDS)
+
+        self.service.run_between_steps(hold)
+        assert held.wait(SECONDS)
+
+    def release(self) -> None:
+        self._go.set()
+
+    def settle(self) -> None:
+        """Wait until all that was asked of the thread so far is done."""
+        done = threading.Event()
+        self.service.run_between_steps(done.set)
+        assert done.wait(SECONDS)
+
+
+def test_who_comes_to_a_full_house_is_told_to_come_back(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8q.serve.loop.service.Service.__init__.__defaults__", (1,))
+    with in_thread(counting_run.root, name="counting", max_batch=2) as server:
+        held = Held(server)
+        found = server.post(prompt=["t1", "t2", "t3", "t4"], max_tokens=2)
+        assert (found.status_code, found.headers["retry-after"]) == (429, "1")
+        assert found.json()["error"] == {
+            "message": "3 requests are here already; try again later", "type": "rate_limit_error", "param": None,
+            "code": "busy",
+        }  # fmt: skip
+        assert server.count(f'fp8q_requests_total{{{NAME},outcome="busy"}}') == 4
+        held.release()
+        end = time.monotonic() + SECONDS
+        while (found := server.post(prompt="t3 t1 t4", max_tokens=1, temperature=0)).status_code == 429:
+            assert time.monotonic() < end, "those who were turned away are still counted"
+        assert found.json()["choices"][0]["text"] == " t1"
+
+
+def test_a_client_that_hangs_up_frees_its_row_at_once(own: Thread) -> None:
+    held = Held(own)
+    body = b'{"prompt": "t0", "stream": true}'
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(own.address) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while held.service.load != (0, 1):
+            pass
+    while own.count(f'fp8q_requests_total{{{NAME},outcome="cancelled"}}') == 0:
+        pass
+    held.release()
+    held.settle()
+    assert held.service.load == (0, 0)
+    assert own.count(f"fp8q_generated_tokens_total{{{NAME}}}") == 0
+
+
+def test_what_was_asked_is_counted(own: Thread) -> None:
+    own.post(prompt="t3 t1 t4", max_tokens=3, temperature=0)
+    own.post(prompt="")
+    assert own.count(f'fp8q_requests_total{{{NAME},outcome="length"}}') == 1
+    assert own.count(f'fp8q_requests_total{{{NAME},outcome="refused"}}') == 1
+    assert own.count(f"fp8q_prompt_tokens_total{{{NAME}}}") == 3
+    assert own.count(f"fp8q_generated_tokens_total{{{NAME}}}") == 3
+    assert own.count(f"fp8q_time_to_first_token_seconds_count{{{NAME}}}") == 1
+    assert own.count(f"fp8q_inter_token_seconds_count{{{NAME}}}") == 2
+    assert own.count(f"fp8q_requests_running{{{NAME}}}") == own.count(f"fp8q_requests_waiting{{{NAME}}}") == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is ended so
+def test_a_loop_that_has_ended_is_told_and_nobody_waits_for_it(own: Thread) -> None:
+    for path in ("/health", "/health/ready", "/health/live"):
+        assert (own.client.get(path).status_code, own.client.get(path).json()) == (200, {"status": "ok"})
+    held, found = Held(own), list[httpx.Response]()
+    waiting = threading.Thread(target=lambda: found.append(own.post(prompt="t1", max_tokens=9)))
+    waiting.start()
+    while held.service.load == (0, 0):
+        pass
+
+    def end() -> None:
+        raise SystemExit
+
+    held.service.run_between_steps(end)
+    held.release()
+    waiting.join(SECONDS)
+    assert (found[0].status_code, found[0].json()["error"]["message"]) == (
+        500, "the loop that generates has ended; start the server again",
+    )  # fmt: skip
+    for path in ("/health", "/health/ready", "/health/live"):
+        assert (own.client.get(path).status_code, own.client.get(path).json()) == (503, {"status": "dead"})
+    assert own.post(prompt="t1").status_code == 503
+
+
+def test_with_a_key_only_who_has_it_is_answered(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8Q_API_KEY", "secret")
+    with in_thread(counting_run.root) as server:
+        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Bearer \xe9".encode("latin-1")}):
+            found = server.client.get("/v1/models", headers=headers)  # type: ignore[arg-type]
+            assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
+            assert found.json()["error"]["code"] == "invalid_api_key"
+        assert server.client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert [server.client.get(path).status_code for path in ("/", "/health", "/metrics")] == [200, 200, 200]
+
+
+def test_a_browser_that_was_sent_here_under_another_name_is_refused(server: Thread) -> None:
+    for host, status in (("evil.example", 403), ("evil.example:80", 403), ("localhost:80", 200), ("[::1]:80", 200)):
+        assert server.client.get("/health", headers={"Host": host}).status_code == status
+    assert names_of("0.0.0.0") is names_of("example.org") is None
+
+
+def test_the_page_may_load_nothing_and_run_its_own_script_alone(server: Thread) -> None:
+    page = server.client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    for kind in (" src=", 'href="http', "url(", "innerHTML", "onclick="):
+        assert kind not in page.text
+
+
+def test_a_stopped_server_answers_who_is_here_and_takes_nobody_else(counting_run: Run) -> None:
+    with started(counting_run.root) as served, httpx.Client(base_url=served.url, timeout=SECONDS) as client:
+        asked = {"prompt": "t0", "max_tokens": 30, "ignore_eos": True, "temperature": 0, "stream": True}
+        with client.stream("POST", "/v1/completions", json=asked) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            served.process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n")
+        out, err = served.process.communicate(timeout=SECONDS)
+        assert (served.process.returncode, out) == (0, "")
+        assert err == (
+            "fp8q: stopped by SIGTERM; those who are being answered have 30 seconds, and a second signal ends it at "
+            "once\n"
+        )
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.url)
+
+
+def test_who_is_not_answered_in_time_is_cut_off_and_the_exit_code_says_so(counting_run: Run) -> None:
+    with in_thread(counting_run.root, name="counting", grace=0) as server:
+        held = Held(server)
+        found = list[httpx.Response]()
+        waiting = threading.Thread(target=lambda: found.append(server.post(prompt="t1")))
+        waiting.start()
+        while held.service.load == (0, 0):
+            pass
+        server.server.stop()
+        waiting.join(SECONDS)
+        held.release()
+    assert (found[0].status_code, found[0].json()["error"]["message"]) == (503, "the server has closed; ask another")
+    assert server.cut == 1
+
+
+def test_an_address_that_is_taken_is_one_line(fp8q: Fp8q, counting_run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert fp8q("serve", counting_run.root, "--port", port).complaint() == (
+            f"--host 127.0.0.1 --port {port}: cannot be listened at (Address already in use); name another, or --port "
+            "0 for a free one"
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"port": 65536}, "--port 65536: is no port; give one from 1 to 65535, or 0 for a free one"),
+        ({"name": "a b"}, "--name 'a b': must be of printable ASCII characters, without spaces"),
+        ({"api_key": ""}, "--api-key '': must be of printable ASCII characters, without spaces"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        ServeOptions(**given)
+    assert str(refused.value) == message
+
+
+def test_bf16_is_not_put_beside_itself(fp8q: Fp8q, counting_run: Run) -> None:
+    assert fp8q("serve", counting_run.root, "--bf16", "--runtime", "bf16").complaint() == (
+        "--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out"
+    )
+
+
+def test_a_serving_host_needs_the_extra_and_no_torch(
+    base_install: Callable[..., Any], counting_run: Run, tmp_path: Path
+) -> None:
+    found = base_install("serve", counting_run.root)
+    assert (found.returncode, found.stdout) == (4, "")
+    assert found.stderr == (
+        "fp8q: fastapi is not installed and this command needs it; install it with `pip install 'fp8q[serve]'`\n"
+    )

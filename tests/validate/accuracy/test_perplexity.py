@@ -1,0 +1,175 @@
+"""Windows and scores: what is scored, by hand."""
+
+from math import nan
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8q.core.errors import GateError, InputError
+from fp8q.core.reporter import SILENT
+from fp8q.stages.validating import check_increase, check_numbers
+from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
+from fp8q.validate.accuracy.perplexity import cut
+
+IDS = np.arange(10, dtype=np.int64)
+
+
+def test_windows_without_overlap_score_all_but_their_first_token() -> None:
+    evaluation = cut(IDS, "text", 4, 4)
+    assert evaluation.ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # 8 and 9 fill no window
+    assert evaluation.scored.tolist() == [[False, True, True, True]] * 2
+    assert evaluation.protocol.tokens == 6
+
+
+def test_a_stride_scores_each_token_once_with_more_context() -> None:
+    evaluation = cut(IDS, "text", 4, 2)
+    assert evaluation.ids.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7], [6, 7, 8, 9]]
+    assert sorted(evaluation.ids[evaluation.scored].tolist()) == list(range(1, 10))
+    assert evaluation.protocol.stride == 2
+
+
+def test_with_a_prefix_every_token_of_the_text_is_scored_the_first_too() -> None:
+    evaluation = cut(np.array([99, *IDS]), "text", 4, 3, (99,))
+    assert evaluation.ids.tolist() == [[99, 0, 1, 2], [99, 3, 4, 5], [99, 6, 7, 8]]  # 9 fills no window
+    assert evaluation.scored.tolist() == [[False, True, True, True]] * 3
+    assert (evaluation.protocol.tokens, evaluation.protocol.prefix, evaluation.protocol.bos) == (9, [99], "auto")
+    assert cut(IDS, "text", 4, 3, (99,)).ids.tolist() == evaluation.ids.tolist()  # held out of the middle of a text
+
+
+def test_with_a_prefix_a_stride_counts_the_text_and_scores_each_token_once() -> None:
+    evaluation = cut(np.array([99, *IDS]), "text", 4, 2, (99,))
+    assert evaluation.ids.tolist() == [[99, 0, 1, 2], [99, 2, 3, 4], [99, 4, 5, 6], [99, 6, 7, 8]]
+    assert evaluation.scored.tolist() == [[False, True, True, True], *[[False, False, True, True]] * 3]
+    assert sorted(evaluation.ids[evaluation.scored].tolist()) == list(range(9))
+
+
+def test_a_prefix_of_two_tokens_leaves_two_less_for_the_text() -> None:
+    evaluation = cut(IDS, "text", 4, 1, (99, 98))
+    assert evaluation.ids[:2].tolist() == [[99, 98, 0, 1], [99, 98, 1, 2]]
+    assert evaluation.scored[:2].tolist() == [[False, False, True, True], [False, False, False, True]]
+
+
+def test_where_a_document_begins_inside_a_window_the_prefix_is_not_scored() -> None:
+    evaluation = cut(np.array([99, 0, 1, 99, 2, 3, 4]), "text", 4, 3, (99,))
+    assert evaluation.ids.tolist() == [[99, 0, 1, 99], [99, 2, 3, 4]]
+    assert evaluation.scored.tolist() == [[False, True, True, False], [False, True, True, True]]
+
+
+@given(tokens=st.integers(1, 60), context=st.integers(2, 12), prefix=st.integers(0, 2), data=st.data())
+def test_no_token_is_scored_twice_and_none_is_left_out(
+    tokens: int, context: int, prefix: int, data: st.DataObject
+) -> None:
+    front = tuple(range(1000, 1000 + min(prefix, context - 1)))
+    tokens += context
+    evaluation = cut(np.arange(tokens), "text", context, data.draw(st.integers(1, context - len(front))), front)
+    scored = evaluation.ids[evaluation.scored].tolist()
+    last = int(evaluation.ids[-1, -1])
+    if front or evaluation.protocol.stride < context:
+        assert scored == list(range(0 if front else 1, last + 1))
+    else:  # the first of each window has no past
+        assert scored == [token for token in range(last + 1) if token % context]
+
+
+@pytest.mark.parametrize(
+    ("context", "stride", "message"),
+    [
+        (4, 4, "--stride 4: must lie between 1 and 3, the context 4 less the 1 that each window begins with"),
+        (
+            1,
+            1,
+            "--context 1: a window needs at least 2 tokens, one to read and one to score",
+        ),
+        (12, 11, "text: has 10 tokens, less than one window of 12; give more text or a smaller --context"),
+    ],
+)
+def test_windows_that_cannot_begin_with_the_prefix_are_refused(context: int, stride: int, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        cut(IDS, "text", context, stride, (99,))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("context", "stride", "message"),
+    [
+        (4, 5, "--stride 5: must lie between 1 and the context, 4"),
+        (1, 1, "--context 1: a window needs at least 2 tokens, one to read and one to score"),
+        (11, 11, "text: has 10 tokens, less than one window of 11; give more text or a smaller --context"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(context: int, stride: int, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        cut(IDS, "text", context, stride)
+    assert str(error.value) == message
+
+
+def test_perplexity_kl_and_agreement_of_two_known_distributions() -> None:
+    """A uniform runtime against one that gives token 0 half of the probability, over four tokens."""
+    evaluation = cut(np.zeros(8, np.int64), "text", 4, 4)
+    skewed = torch.log(torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6]))
+
+    def uniform(ids: np.ndarray) -> torch.Tensor:
+        return torch.zeros(*ids.shape, 4)
+
+    accuracy, nll = compare(evaluation, {"other": lambda ids: skewed.expand(*ids.shape, 4), "bf16": uniform}, 4, SILENT)
+    assert accuracy.runtimes["bf16"].perplexity == pytest.approx(4)
+    assert accuracy.runtimes["bf16"].kl_mean_nats is None
+    other = accuracy.runtimes["other"]
+    assert other.perplexity == pytest.approx(2)
+    assert other.perplexity_increase == pytest.approx(-0.5)
+    assert other.kl_mean_nats == pytest.approx(0.25 * np.log(0.25 / 0.5) + 0.75 * np.log(0.25 * 6), abs=1e-6)
+    assert other.top1_agreement == 1.0
+    assert np.isnan(nll["other"][:, 0]).all()
+    np.testing.assert_allclose(nll["other"][:, 1:], np.log(2), rtol=1e-6)
+
+
+def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> None:
+    protocol = cut(IDS, "text", 4, 4).protocol
+    bf16, broken = (
+        RuntimeAccuracy(perplexity=2.0, nll_nats=0.7),
+        RuntimeAccuracy(perplexity=float("nan"), nll_nats=float("nan"), perplexity_increase=float("nan")),
+    )
+    with pytest.raises(
+        GateError, match="^reference: perplexity nan is nan% above BF16's, more than --max-ppl-increase 1.00%; "
+    ):
+        check_increase(Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": broken}), 0.01)
+    with pytest.raises(
+        InputError,
+        match=(
+            "^--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add "
+            "what is missing to --runtimes$"
+        ),
+    ):
+        check_increase(Accuracy(protocol=protocol, runtimes={"reference": bf16}), 0.01)
+
+
+def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = cut(np.random.default_rng(0).integers(0, 7, 60), "text", 6, 3)
+    table = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    runtimes = {"bf16": lambda ids: table[ids], "other": lambda ids: table[ids] * 1.1}
+    together = compare(evaluation, runtimes, 7, SILENT)
+    monkeypatch.setattr("fp8q.validate.accuracy.compare.LOGITS_BYTES", 1)
+    alone = compare(evaluation, runtimes, 7, SILENT)
+    assert alone[0] == together[0]
+    np.testing.assert_array_equal(alone[1]["other"], together[1]["other"])
+
+
+def test_a_perplexity_that_is_no_number_is_no_success() -> None:
+    protocol = Protocol(dataset="text", sha256="0", tokens=1, context=2, stride=2)
+    good, bad = RuntimeAccuracy(perplexity=2.0, nll_nats=0.7), RuntimeAccuracy(perplexity=nan, nll_nats=nan)
+    check_numbers(Accuracy(protocol=protocol, runtimes={"bf16": good, "reference": good}))
+    with pytest.raises(InputError) as blamed:
+        check_numbers(Accuracy(protocol=protocol, runtimes={"reference": bad, "bf16": bad}))
+    assert str(blamed.value) == (
+        "bf16: perplexity is nan on text: the model gives no finite numbers before anything is quantized; check its "
+        "config.json and its weights"
+    )
+    with pytest.raises(GateError) as lost:
+        check_numbers(Accuracy(protocol=protocol, runtimes={"bf16": good, "reference": bad}))
+    assert str(lost.value) == (
+        "reference: perplexity is nan on text, and BF16's is a number; `fp8q inspect` shows what stands out, keep "
+        "modules in BF16 with --skip"
+    )

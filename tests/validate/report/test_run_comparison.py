@@ -1,0 +1,104 @@
+"""Runs side by side, and what each part of the report is without them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.stages import reporting
+from fp8q.stages.steps import Notes
+from fp8q.validate.accuracy.document import load_accuracy, load_tokens, save_accuracy
+from fp8q.validate.report.report import render
+from fp8q.validate.report.run_comparison import names, run_rows, run_table, than
+
+
+def other_of(run: Run, more_nats: float) -> Run:
+    """A copy, beside it, whose FP8 loses so much more at every token."""
+    other = Run(run.root.with_name("other"))
+    shutil.copytree(run.root, other.root)
+    accuracy, nll = load_accuracy(run), load_tokens(run)
+    nll["reference"] = nll["reference"] + np.float32(more_nats)
+    with other.stage("validate", {}, {}) as log:
+        log.outputs += save_accuracy(other, accuracy, nll)
+    return other
+
+
+def test_a_run_is_held_against_the_first_token_by_token(evaluated_run: Run) -> None:
+    other = other_of(evaluated_run, 0.01)
+    first, second = run_rows([evaluated_run, other])
+    assert (first.name, second.name) == (evaluated_run.root.name, "other")
+    assert first.than_first is None
+    assert second.than_first == pytest.approx((np.expm1(0.01), np.expm1(0.01)), rel=1e-3)
+    assert (first.activations, first.weights, first.cache) == ("one term", "nearest", "FP8")
+    assert (first.products, first.all_products) == (5, 7)
+    cells = [[cell.text for cell in row] for row in run_table([first, second]).cells()]
+    assert cells[1][-1] == "+1.01 to +1.01 %"
+    assert cells[0][-1] == ""
+
+
+def test_other_windows_are_not_compared(evaluated_run: Run) -> None:
+    other = other_of(evaluated_run, 0.01)
+    accuracy, nll = load_accuracy(other), load_tokens(other)
+    protocol = accuracy.protocol.model_copy(update={"stride": accuracy.protocol.stride - 1})
+    with other.stage("validate", {}, {}) as log:
+        log.outputs += save_accuracy(other, accuracy.model_copy(update={"protocol": protocol}), nll)
+    assert than(evaluated_run, other, "reference") is None
+    assert than(evaluated_run, evaluated_run, "tensorrt") is None
+
+
+def test_a_run_that_was_not_evaluated_has_a_row_too(calibrated_run: Run) -> None:
+    (row,) = run_rows([calibrated_run])
+    assert (row.verdict, row.runtime, row.perplexity) == ("unknown", None, None)
+    assert row == replace(row, than_first=None, increase_interval=None)
+
+
+def test_names_are_as_short_as_they_can_be() -> None:
+    assert names([Path("/a/one"), Path("/b/two")]) == ["one", "two"]
+    assert names([Path("/a/run"), Path("/b/run"), Path("/b/c")]) == ["a/run", "b/run", "b/c"]
+
+
+def test_the_page_shows_the_others(evaluated_run: Run) -> None:
+    other = other_of(evaluated_run, 0.01)
+    assert "Beside other runs" not in render(evaluated_run)
+    page = render(evaluated_run, [other])
+    assert "Beside other runs" in page
+    assert "+1.01 to +1.01 %" in page
+
+
+def test_the_report_is_written_again_when_another_run_is_another(
+    evaluated_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[int]()
+
+    def write(run: Run, notes: Notes, others: Sequence[Run]) -> list[Path]:
+        written.append(len(others))
+        run.report_html.write_text("page")
+        return [run.report_html]
+
+    monkeypatch.setattr("fp8q.validate.report.report.write_report", write)
+    other = other_of(evaluated_run, 0.01)
+    for compared in ([other], [other], []):
+        reporting.report(evaluated_run, compared, Notes(SILENT))
+    assert written == [1, 0]
+    reporting.report(evaluated_run, [other], Notes(SILENT))
+    accuracy, nll = load_accuracy(other), load_tokens(other)
+    nll["reference"] += 1
+    with other.stage("validate", {}, {}) as log:
+        log.outputs += save_accuracy(other, accuracy, nll)
+    reporting.report(evaluated_run, [other], Notes(SILENT))
+    assert written == [1, 0, 1, 1]
+
+
+def test_a_run_is_not_put_beside_itself(evaluated_run: Run) -> None:
+    again = Run(evaluated_run.root.parent / "." / evaluated_run.root.name)
+    with pytest.raises(InputError) as refused:
+        reporting.report(evaluated_run, [again], Notes(SILENT))
+    assert str(refused.value) == f"--compare {again.root}: is in the report already; name each run once"

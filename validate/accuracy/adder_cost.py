@@ -1,0 +1,126 @@
+"""The reference on some of the windows with another sum of its codes: what a tensor core's adder costs the model.
+
+Adding as `quantize.reference.adder` does takes minutes where the processor's own product takes seconds, so a few
+windows are run, evenly spaced over the text: always the same ones. The reference with sums in FP32 goes through the
+same windows, since only with that can they be compared; both scale the sum in FP32 and round it once, as the mode
+`exact` does.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...core.headers import read_header
+from ...core.reporter import Reporter
+from ...core.run import Run
+from ...options import Accumulator
+from ...quantize.codes.formats import CODE_DTYPE
+from ...quantize.reference.adder import seconds_a_product
+from ...quantize.reference.fp8_model import Reference
+from ...quantize.reference.linear import FP8Linear
+from ...quantize.scales.decisions import load_scales
+from .compare import BASELINE, Forward, Opener, Outcome, compare_in_turn
+from .perplexity import Evaluation
+from .runtimes import logits_of, open_reference, vocabulary
+
+NLL = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The windows `chosen` of an evaluation, int64 indices."""
+
+    whole: Evaluation
+    chosen: npt.NDArray[np.int64]
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """These windows alone."""
+        return Evaluation(self.whole.ids[self.chosen], self.whole.scored[self.chosen], self.whole.protocol)
+
+    @property
+    def tokens(self) -> int:
+        """How many of their tokens are scored."""
+        return int(self.whole.scored[self.chosen].sum())
+
+    def spread(self, nll: NLL) -> NLL:
+        """`nll` of these windows as one of all, NaN in the others, float32 [windows, context]."""
+        every = np.full(self.whole.ids.shape, np.nan, np.float32)
+        every[self.chosen] = nll
+        return every
+
+
+def sample(evaluation: Evaluation, windows: int) -> Sample:
+    """`windows` windows from the first to the last, evenly spaced, or all where there are no more."""
+    last = len(evaluation.ids) - 1
+    return Sample(evaluation, np.unique(np.linspace(0, last, min(windows, last + 1)).round().astype(np.int64)))
+
+
+def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
+    """What is going to be run, and about how long the sums take here, in words."""
+    windows, context = taken.evaluation.ids.shape
+    products = products_a_token(run)
+    seconds = windows * context * products * seconds_a_product(accumulator, device)
+    return (
+        f"--accumulator {accumulator}: the reference on {windows} of {len(taken.whole.ids)} windows; the sums of "
+        f"{windows * context:,} tokens of {products:,} products take about {seconds:,.1f} s here"
+    )
+
+
+def products_a_token(run: Run) -> int:
+    """Products of codes that a token takes: as many as `run`'s checkpoint has codes, twice as many where its inputs are
+    of two terms.
+    """
+    twice = {f"{module}.weight" for module in load_scales(run).two_terms}
+    headers = (read_header(shard) for shard in sorted(run.model.glob("*.safetensors")))
+    return sum(
+        prod(tensor.shape) * (2 if name in twice else 1)
+        for header in headers
+        for name, tensor in header.items()
+        if tensor.dtype == CODE_DTYPE
+    )
+
+
+def compare_sums(
+    run: Run,
+    taken: Sample,
+    baseline: Opener | None,
+    accumulator: Accumulator,
+    device: str,
+    folder: Path,
+    report: Reporter,
+) -> Outcome:
+    """Run the sample through the reference with sums in FP32 and as `accumulator` has them, and through the `baseline`
+    that both are compared with; the outcome is of both references. `folder`: as of `compare_in_turn`.
+    """
+
+    def opener(name: Accumulator) -> Opener:
+        return lambda: adding(open_reference(run, "exact", device), name)
+
+    runtimes = {f"reference-{name}": opener(name) for name in dict.fromkeys(["fp32", accumulator])}
+    besides = {BASELINE: baseline} if baseline else {}
+    found = compare_in_turn(taken.evaluation, besides | runtimes, vocabulary(run.model), folder, report)
+    of = {
+        name: accuracy.model_copy(update={"tokens": taken.tokens})
+        for name, accuracy in found.accuracy.runtimes.items()
+        if name != BASELINE
+    }
+    accuracy = found.accuracy.model_copy(update={"runtimes": of})
+    return Outcome(accuracy, {name: taken.spread(found.nll[name]) for name in of}, found.failed)
+
+
+def adding(reference: Reference, accumulator: Accumulator) -> Forward:
+    """Logits of `reference`, its codes added as `accumulator` says."""
+    forward = logits_of(reference)
+
+    def added(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        for layer in reference.model.modules():
+            if isinstance(layer, FP8Linear):
+                layer.accumulator = accumulator
+        return forward(ids)
+
+    return added

@@ -1,0 +1,273 @@
+"""The same tokens through every runtime, one after the other, each compared with BF16 and, where it runs, with FP32.
+
+A runtime is loaded, run over a chunk of windows, and given up again: the peak of memory is that of the largest, not of
+all. What others are compared with leaves its logits on disk (`stored_logits`), and a chunk is as many windows as a
+tenth of the free disk has room for: most texts are one chunk. Windows go through a runtime in batches that do not
+depend on the chunks, so that the numbers do not either. What is found of a chunk is saved at its end: whoever was
+killed goes on at the next runtime. One that fails is left out, and the others go on.
+"""
+
+import ctypes
+import gc
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...core.errors import BackendError
+from ...core.files import replacing
+from ...core.reporter import Reporter
+from ...core.undo import scratch
+from .divergence import Against, Found, joined, measure
+from .document import Accuracy, RuntimeAccuracy
+from .perplexity import Evaluation
+from .stored_logits import Kept
+
+#: Logits of a batch of windows: int64 [windows, context] -> float tensor [windows, context, vocabulary].
+Forward = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+#: Loads a runtime.
+Opener = Callable[[], Forward]
+BASELINE = "bf16"
+#: The yardstick of the baseline's own arithmetic.
+FLOAT32 = "fp32"
+#: What other sums of the same codes are held against, beside the baseline.
+EXACT_SUMS = "reference-fp32"
+#: What later runtimes are compared with, in the order of their turns, and what the divergence from each is called.
+YARDSTICKS = {BASELINE: "kl", FLOAT32: "kl_fp32", EXACT_SUMS: "kl_sums"}
+#: What the FP32 model's turn finds of the baseline, which had its own before.
+BACK = "kl_fp32_of_baseline"
+#: What is found of each token, and what its mean is called in `accuracy.json`.
+MEANS = {
+    "kl": "kl_mean_nats", "top1": "top1_agreement", "top5": "top5_agreement", "kl_fp32": "kl_fp32_nats",
+    "kl_sums": "kl_sums_nats",
+}  # fmt: skip
+#: Largest float32 logits of one batch, in bytes.
+LOGITS_BYTES = 16 << 20
+#: Of the free disk, what the logits of a chunk may take: the disk is others' too, and the numbers stay the same.
+DISK_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found, and why runtimes `failed`. `nll`, and `kl` from the baseline: float32 [windows, context], nats,
+    NaN where not scored.
+    """
+
+    accuracy: Accuracy
+    nll: dict[str, npt.NDArray[np.float32]]
+    failed: dict[str, str]
+    kl: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+
+    def joined(self, other: "Outcome") -> "Outcome":
+        """This and what was found of other runtimes."""
+        runtimes = self.accuracy.runtimes | other.accuracy.runtimes
+        accuracy = self.accuracy.model_copy(update={"runtimes": runtimes})
+        return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl)
+
+
+def compare(
+    evaluation: Evaluation, runtimes: Mapping[str, Forward], vocabulary: int, report: Reporter
+) -> tuple[Accuracy, dict[str, npt.NDArray[np.float32]]]:
+    """Run `evaluation` through `runtimes` that are loaded (the one named "bf16" is what the others are compared with).
+
+    Returns the summary and, for each runtime, the negative log-likelihood in nats, float32 [windows, context], NaN
+    where not scored. Raises BackendError for a runtime that fails.
+    """
+
+    def loaded(forward: Forward) -> Opener:
+        return lambda: forward
+
+    with scratch() as folder:
+        openers = {name: loaded(forward) for name, forward in runtimes.items()}
+        outcome = compare_in_turn(evaluation, openers, vocabulary, folder, report)
+    for why in outcome.failed.values():
+        raise BackendError(why)
+    return outcome.accuracy, outcome.nll
+
+
+def compare_in_turn(
+    evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path, report: Reporter
+) -> Outcome:
+    """Run `evaluation` through the runtimes that `openers` load, one after the other.
+
+    `folder` keeps what is found: a call with the same evaluation and runtimes goes on from there.
+    """
+    folder.mkdir(exist_ok=True)
+    turns = Turns(evaluation, openers, vocabulary, folder)
+    todo = {part: names for part in range(len(turns.parts)) if (names := turns.missing(part))}
+    if len(todo) > 1:
+        report.note(
+            f"{turns.chunk:,} of {len(evaluation.ids):,} windows at a time, whose logits a tenth of the free disk has "
+            f"room for: each runtime is loaded {len(todo)} times"
+        )
+    windows = sum(turns.windows(part) * len(names) for part, names in todo.items())
+    with report.track(f"Evaluating {', '.join(openers)}", windows, "windows") as advance, torch.inference_mode():
+        for part in todo:
+            turns.take(part, advance)
+    return turns.outcome()
+
+
+class Turns:
+    """The runtimes' turns at the chunks: what is saved, what is missing, what failed."""
+
+    def __init__(self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path):
+        """Cut the chunks, as the call did that began this `folder`."""
+        self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
+        self.names = [name for name in YARDSTICKS if name in openers]
+        self.names += [name for name in openers if name not in YARDSTICKS]
+        windows, context = evaluation.ids.shape
+        self.batch = max(1, LOGITS_BYTES // (4 * context * vocabulary))
+        self.chunk = self._chunk(4 * context * vocabulary)
+        self.parts = [slice(start, min(start + self.chunk, windows)) for start in range(0, windows, self.chunk)]
+
+    def _chunk(self, logits_bytes: int) -> int:
+        """Windows of a chunk, in whole batches; `logits_bytes`: what those of one window take at most."""
+        noted = self.folder / "windows"
+        if not noted.is_file():
+            free: int = shutil.disk_usage(self.folder).free
+            kept = max(1, len(YARDSTICKS.keys() & self.openers))
+            batches = int(DISK_SHARE * free) // (kept * logits_bytes * self.batch)
+            with replacing(noted) as partial:
+                partial.write_text(str(self.batch * max(1, batches)), encoding="utf-8")
+        return int(noted.read_text(encoding="utf-8"))
+
+    def windows(self, part: int) -> int:
+        """How many windows a chunk has."""
+        return len(self.evaluation.ids[self.parts[part]])
+
+    def missing(self, part: int) -> list[str]:
+        """The runtimes of which not all that can be found of a chunk is saved."""
+        return [
+            name
+            for name in self.names
+            if name not in self.failed
+            and not {"nll", *(each.field for each in self._against(name, part))} <= self._found(name, part).keys()
+        ]
+
+    def take(self, part: int, advance: Callable[[int], None]) -> None:
+        """Let all that are missing have their turn at a chunk, and again those whose logits they need."""
+        missing = self.missing(part)
+        for name in self.names:
+            later = self.names[self.names.index(name) + 1 :] if name in YARDSTICKS else []
+            keep = not self._kept(name, part).exists() and not set(later).isdisjoint(missing)
+            if name in missing or keep:
+                try:
+                    self._run(name, part, keep, advance if name in missing else lambda windows: None)
+                except BackendError as error:
+                    self.failed[name] = str(error)
+                settle()
+        for name in YARDSTICKS:
+            self._kept(name, part).remove()
+
+    def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
+        """Load a runtime, run it over a chunk, and save what is found of it, and its logits to `keep`."""
+        forward, against = loading(name, self.openers[name]), self._against(name, part)
+        back = BACK if name == FLOAT32 and against else None
+        found, row = list[Found](), 0
+        with self._kept(name, part).writing() if keep else nullcontext() as write:
+            for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
+                some = slice(start, min(start + self.batch, self.parts[part].stop))
+                ids, scored = self.evaluation.ids[some], self.evaluation.scored[some]
+                logits = running(name, forward, ids, some, len(self.evaluation.ids))
+                found.append(measure(logits, scored, ids, row, against, back, write))
+                row += int(scored.sum())
+                advance(len(ids))
+        with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:
+            np.savez(handle, allow_pickle=False, **joined(found))
+
+    def _against(self, name: str, part: int) -> list[Against]:
+        """What a runtime is compared with: the yardsticks that had their turn before it, and did not fail."""
+        before = self.names[: self.names.index(name)]
+        return [
+            Against(self._kept(other, part), field, agreement=other == BASELINE)
+            for other, field in YARDSTICKS.items()
+            if other in before and other not in self.failed
+        ]
+
+    def _kept(self, name: str, part: int) -> Kept:
+        return Kept(self.folder, f"{part}-{name}", int(self.evaluation.scored[self.parts[part]].sum()))
+
+    def _file(self, name: str, part: int) -> Path:
+        return self.folder / f"{part}-{quote(name, safe='')}.npz"
+
+    def _found(self, name: str, part: int) -> Found:
+        """What is saved of a runtime on a chunk; nothing where it has not run."""
+        if not (path := self._file(name, part)).is_file():
+            return {}
+        with np.load(path, allow_pickle=False) as arrays:
+            return {field: arrays[field] for field in arrays.files}
+
+    def outcome(self) -> Outcome:
+        """The means over all chunks, of the runtimes that ran them all."""
+        found = {
+            name: joined([self._found(name, part) for part in range(len(self.parts))])
+            for name in self.openers
+            if name not in self.failed
+        }
+        if BASELINE in found and BACK in found.get(FLOAT32, {}):
+            found[BASELINE][YARDSTICKS[FLOAT32]] = found[FLOAT32][BACK]
+        base = found[BASELINE]["nll"] if BASELINE in found else None
+        nll = {name: self._placed(each["nll"]) for name, each in found.items()}
+        own = YARDSTICKS[BASELINE]
+        kl = {name: self._placed(each[own]) for name, each in found.items() if own in each}
+        runtimes = {name: summary(each, None if name == BASELINE else base) for name, each in found.items()}
+        return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed, kl)
+
+    def _placed(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
+        """A value for each scored token, where the token is; NaN elsewhere."""
+        every = np.full(self.evaluation.ids.shape, np.nan, np.float32)
+        every[self.evaluation.scored] = values
+        return every
+
+
+def loading(name: str, opener: Opener) -> Forward:
+    """The runtime, loaded. Raises BackendError where it fails."""
+    try:
+        return opener()
+    except (RuntimeError, MemoryError) as error:
+        raise BackendError(f"{name}: cannot be loaded ({told(error)})") from error
+
+
+def running(name: str, forward: Forward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> torch.Tensor:
+    """Logits of `windows` of all `of` them. Raises BackendError where the runtime fails."""
+    try:
+        return forward(ids)
+    except (BackendError, RuntimeError, MemoryError) as error:
+        where = f"window {windows.start + 1}" + (f" to {windows.stop}" if len(ids) > 1 else "")
+        raise BackendError(f"{name}: failed at {where} of {of} ({told(error)})") from error
+
+
+def told(error: BaseException) -> str:
+    """What a library's exception says, in a line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def settle() -> None:
+    """Give back the memory of a runtime that nobody holds any more, to the system too: glibc keeps what was freed."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
+def summary(found: Found, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
+    """Means and quantiles of what was found; `base`: the baseline's loss of the same tokens, of another runtime."""
+    nll = mean(found["nll"])
+    means = {name: mean(found[field]) for field, name in MEANS.items() if field in found}
+    if base is not None:
+        means["perplexity_increase"] = float(np.expm1(nll - mean(base)))
+    if "kl" in found:
+        means["kl_p99_nats"] = float(np.quantile(found["kl"].astype(np.float32), 0.99))
+    return RuntimeAccuracy.model_validate({"perplexity": float(np.exp(nll)), "nll_nats": nll, **means})
+
+
+def mean(values: npt.NDArray[np.float32 | np.bool_]) -> float:
+    """The mean, summed in float64."""
+    return float(values.mean(dtype=np.float64))

@@ -1,0 +1,54 @@
+"""`continuations.json`: what BF16 and FP8 write after the same words, greedily, as they would be served.
+
+A picture beside the numbers: most texts part sooner or later, since one token that was nearly as likely is enough, and
+what follows is then another text, not a worse one.
+"""
+
+from html import escape
+from typing import Annotated
+
+from pydantic import Field
+
+from ...core.files import Strict, read_document
+from ...core.run import Run
+
+
+class Continuation(Strict):
+    """Both answers to `prompt`; `common` is the text that they share, and `parts_at` the first token (from 0) in which
+    they differ, null where none does.
+    """
+
+    prompt: str
+    bf16: str
+    fp8: str
+    common: str
+    parts_at: int | None = None
+
+    @property
+    def rests(self) -> tuple[str, str]:
+        """What BF16 and FP8 write after what they share."""
+        return self.bf16[len(self.common) :], self.fp8[len(self.common) :]
+
+
+class Continuations(Strict):
+    """`continuations.json`; `tokens` are the most of an answer."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    tokens: int
+    continuations: list[Continuation]
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows them: side by side, what parts them bold."""
+        if not self.continuations:
+            return "<p>Not written: <code>fp8q report RUN</code> does so where the source model is.</p>"
+        cell = "<td style='text-align:left;vertical-align:top;white-space:pre-wrap'>{}<b>{}</b></td>"
+        rows = "".join(
+            f"<tr>{''.join(cell.format(escape(each.prompt + each.common), escape(rest)) for rest in each.rests)}</tr>"
+            for each in self.continuations
+        )
+        return f"<table><tr><th>BF16</th><th>FP8</th></tr>{rows}</table>"
+
+
+def load_continuations(run: Run) -> Continuations:
+    """Read `continuations.json`; raises InputError when it is missing or not the file `fp8q report` wrote."""
+    return read_document(run.require(run.continuations, "continue"), Continuations)

@@ -1,0 +1,103 @@
+"""What is found at each scored token: its loss, and how far the distribution is from that of another runtime.
+
+KL(p || q) = Σ p (log p - log q) over the vocabulary, in nats: it sees what perplexity, which looks at one token's
+probability, averages away. Agreement in the first token: both think the same one likeliest. In the first five: the
+share of the baseline's five likeliest that are among this one's five, in any order; whether its likeliest alone is
+among them is nearly always so (100.00 % on the demo), and would say nothing.
+
+Worked out over a few positions at a time: five tables of a vocabulary are needed beside each other, and of a whole
+batch that was most of the memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .stored_logits import Kept, Writer
+
+#: Largest float32 table of positions by vocabulary at a time, in bytes.
+BLOCK_BYTES = 1 << 20
+#: How many of the likeliest tokens are held against each other.
+TOP = 5
+
+#: Name -> a value for each scored token, in evaluation order.
+Found = dict[str, npt.NDArray[np.float32 | np.bool_]]
+
+
+@dataclass(frozen=True)
+class Against:
+    """A runtime that others are compared with: `field` is what its divergence is called, `agreement` whether the
+    likeliest tokens are compared too.
+    """
+
+    kept: Kept
+    field: str
+    agreement: bool = False
+
+
+def measure(
+    logits: torch.Tensor,
+    scored: npt.NDArray[np.bool_],
+    ids: npt.NDArray[np.int64],
+    start: int,
+    against: Sequence[Against],
+    back: str | None = None,
+    write: Writer | None = None,
+) -> Found:
+    """What is found of `logits` [windows, context, vocabulary] at those of the tokens `ids` [windows, context] that are
+    `scored`, each by the logits at the position before it.
+
+    `start`: the row of the first of them in what was kept of `against`. `back`: what to call the divergence of the
+    first of these from this runtime. `write`: takes the logits of the scored tokens.
+    """
+    context, vocabulary = logits.shape[1:]
+    windows, positions = np.nonzero(scored)
+    rows = torch.from_numpy(windows * context + positions - 1).to(logits.device)
+    targets = torch.from_numpy(ids[scored]).to(logits.device)
+    flat = logits.reshape(-1, vocabulary)
+    size = max(1, BLOCK_BYTES // (4 * vocabulary))
+    blocks = []
+    for first in range(0, len(rows), size):
+        some = flat[rows[first : first + size]]
+        if write:
+            write(some)
+        others = {each: each.kept.read(start + first, start + first + len(some)).to(some.device) for each in against}
+        blocks.append(of_block(some.float(), targets[first : first + size], others, back))
+    return joined(blocks)
+
+
+def of_block(
+    logits: torch.Tensor, targets: torch.Tensor, others: Mapping[Against, torch.Tensor], back: str | None
+) -> Found:
+    """The same of logits [tokens, vocabulary] of `targets` [tokens], and those of the `others`."""
+    log_q = torch.log_softmax(logits, dim=-1)
+    found = {"nll": -log_q.gather(1, targets[:, None])[:, 0]}
+    for i, (each, theirs) in enumerate(others.items()):
+        log_p = torch.log_softmax(theirs.float(), dim=-1)
+        found[each.field] = divergence(log_p, log_q)
+        if i == 0 and back:
+            found[back] = divergence(log_q, log_p)
+        if each.agreement:
+            found["top1"] = log_p.argmax(-1) == log_q.argmax(-1)
+            found["top5"] = overlap(log_p, log_q)
+    return {name: values.cpu().numpy() for name, values in found.items()}
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) in nats for each row of two [tokens, vocabulary]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_(min=0)
+
+
+def overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """The share of the likeliest tokens of p that are among those of q, for each row of two [tokens, vocabulary]."""
+    ours, theirs = (each.topk(min(TOP, each.shape[-1]), sorted=False).indices for each in (log_p, log_q))
+    return (ours[:, :, None] == theirs[:, None, :]).any(-1).float().mean(-1)
+
+
+def joined(parts: Sequence[Found]) -> Found:
+    """What was found of every part, one behind the other."""
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}

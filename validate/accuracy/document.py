@@ -1,0 +1,159 @@
+"""`accuracy.json` and `tokens.npz`: what each runtime made of the same tokens, and by which protocol.
+
+Perplexity is exp of the mean negative log-likelihood in nats over all scored tokens. The protocol is written beside it
+because the number means nothing without: Llama-2-7B has "WikiText-2 perplexity" 8.71 by one and 5.47 by another.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from ...core.files import Strict, read_document, reading, replacing, write_document
+from ...core.run import Run
+from ...options import Bos
+
+
+class Protocol(Strict):
+    """How the tokens were cut and scored: windows of `context` tokens, of which those of `prefix` come first and the
+    others, the text's own, every `stride`; each of these is scored once. Without a prefix the first has no past, and is
+    not scored. The defaults are those of files that are older than `--bos`.
+    """
+
+    dataset: str
+    sha256: str = Field(description="of the token ids, int64 little-endian")
+    tokens: int = Field(description="tokens scored")
+    context: int
+    stride: int
+    bos: Bos = "never"
+    prefix: list[int] = Field(default=[], description="ids of the tokens that each window begins with")
+    overlap: float | None = Field(
+        default=None,
+        description="share of this text that was calibrated on, or of what was that is in it, where that was allowed",
+    )
+
+    @property
+    def told(self) -> str:
+        """The same in words."""
+        begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
+        shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
+        return (
+            f"{self.tokens:,} tokens of {self.dataset}, each scored once, in windows of {self.context:,} tokens every "
+            f"{self.stride:,}{begins}{shared}"
+        )
+
+
+class FrequencyBucket(Strict):
+    """The scored tokens that occur `least` to `most` times in the calibration text; NLL is their mean."""
+
+    least: int
+    most: int
+    tokens: int
+    nll_nats: float
+    nll_increase_nats: float | None = Field(default=None, description="over BF16's of the same tokens")
+
+
+class NotFinite(Strict):
+    """Where a runtime first gave no finite number: the window, and the position in it, both from 0."""
+
+    window: int
+    position: int
+    module: str | None = Field(default=None, description="the first whose output was not finite, as far as was found")
+    bf16: bool | None = Field(default=None, description="whether BF16's is none in that window either, where known")
+
+
+class RuntimeAccuracy(Strict):
+    """One runtime; the comparison with BF16 is absent in BF16's own entry. Shares and increases are fractions."""
+
+    perplexity: float
+    nll_nats: float = Field(description="mean per scored token")
+    perplexity_increase: float | None = None
+    kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this) per scored token")
+    kl_p99_nats: float | None = None
+    top1_agreement: float | None = Field(default=None, description="scored tokens where both think the same likeliest")
+    top5_agreement: float | None = Field(
+        default=None, description="mean share of BF16's five likeliest tokens that are among this one's five likeliest"
+    )
+    kl_fp32_nats: float | None = Field(
+        default=None, description="mean KL(fp32 || this), where fp32 ran: BF16's own is the yardstick"
+    )
+    tokens: int | None = Field(default=None, description="scored, where these are not all of the protocol's")
+    kl_sums_nats: float | None = Field(
+        default=None, description="mean KL(reference-fp32 || this): what the accumulator alone adds"
+    )
+    by_frequency: list[FrequencyBucket] | None = None
+    not_finite: NotFinite | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some of the windows were run, and no gate is for it."""
+        return self.tokens is not None
+
+
+class Accuracy(Strict):
+    """`accuracy.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    protocol: Protocol
+    runtimes: dict[str, RuntimeAccuracy]
+    adapters: dict[str, dict[str, RuntimeAccuracy]] | None = Field(
+        default=None, description="by adapter: the runtimes with it beside the model, against BF16 with it"
+    )
+
+    def each(self) -> "list[tuple[str, Accuracy]]":
+        """This, and the same with each adapter on, with what to call it behind a runtime's name."""
+        beside = (self.adapters or {}).items()
+        return [("", self)] + [(f" with {name}", self.model_copy(update={"runtimes": found})) for name, found in beside]
+
+
+#: What the runtime `original` was called before: what was written then is read.
+FORMER = {"source": "original"}
+#: What the name of a runtime's divergences ends in.
+KL = ".kl"
+ByToken = Mapping[str, npt.NDArray[np.float32]]
+
+
+def save_accuracy(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken = MappingProxyType({})) -> list[Path]:
+    """Write `accuracy.json` and `tokens.npz`; returns both paths.
+
+    `nll`, and `kl` from BF16: runtime -> float32 [windows, context], nats, NaN where a token is not scored; stored
+    under the runtime's name, with `.kl` behind it.
+    """
+    arrays = {**nll, **{f"{name}{KL}": values for name, values in kl.items()}}
+    with replacing(run.tokens) as partial, open(partial, "wb") as handle:
+        np.savez(handle, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
+    write_document(run.accuracy, accuracy)
+    return [run.accuracy, run.tokens]
+
+
+def load_accuracy(run: Run) -> Accuracy:
+    """Read `accuracy.json`; raises InputError when it is missing or not the file `fp8q validate` wrote."""
+    found = read_document(run.require(run.accuracy, "validate"), Accuracy)
+    runtimes = {FORMER.get(name, name): runtime for name, runtime in found.runtimes.items()}
+    return found.model_copy(update={"runtimes": runtimes})
+
+
+def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored."""
+    return {name: values for name, values in _load(run).items() if not name.endswith(KL)}
+
+
+def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    """Read `tokens.npz`: runtime -> KL(bf16 || this) in nats, float32 [windows, context], NaN unscored; nothing in what
+    older versions wrote.
+    """
+    return {name.removesuffix(KL): values for name, values in _load(run).items() if name.endswith(KL)}
+
+
+def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    path = run.require(run.tokens, "validate")
+    with (
+        reading(path, "losses of tokens", "restore it, or run `fp8q validate` again"),
+        open(path, "rb") as handle,
+        np.load(handle, allow_pickle=False) as arrays,
+    ):
+        return {FORMER.get(name, name): arrays[name] for name in arrays.files}

@@ -1,0 +1,123 @@
+"""Where numbers stop being numbers: the first window whose loss is none, the module it comes from, and the position.
+
+The window is run once more with an eye on every module. In the order in which modules finish, the first whose output is
+not finite is to blame where its inputs still were; where they were not, what lies between the modules is, and so the
+module around it (attention's own arithmetic is not a module). The position is that of its output: of the losses it
+cannot be told, since attention gives zero times infinity to positions before it too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ...calibrate.model.source import Source
+from ...core.errors import InputError
+from ...core.run import Run
+from .compare import BASELINE, Outcome
+from .document import Accuracy, NotFinite
+from .perplexity import Evaluation
+from .runtimes import FLOATS, float_model, load_float, open_reference
+
+
+def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[], Source], device: str) -> Accuracy:
+    """What was `found`, with the place and the module where a runtime's numbers stop being any, and whether BF16's do.
+
+    Of a runtime that shows no modules it is the FP8 reference's, where that stops too. `source` may raise InputError.
+    """
+
+    def window_of(window: int) -> npt.NDArray[np.int64]:
+        return evaluation.ids[window : window + 1]
+
+    def culprit_of(name: str, window: int) -> Culprit | None:
+        ids = torch.from_numpy(window_of(window)).to(device)
+        if name in FLOATS:
+            model = load_float(source(), name, device)
+            return culprit(model, lambda: model(input_ids=ids, use_cache=False), ids.shape[1])
+        loaded = open_reference(run, "fast", device)
+        return culprit(
+            loaded.model, lambda: loaded.model(input_ids=ids, past_key_values=loaded.new_cache()), ids.shape[1]
+        )
+
+    def bf16_too(window: int) -> bool | None:
+        if BASELINE in found.nll:
+            return not np.isfinite(found.nll[BASELINE][window][evaluation.scored[window]]).all()
+        try:
+            forward = float_model(source(), torch.bfloat16, device)
+        except InputError:
+            return None
+        with torch.inference_mode():
+            return not_finite(forward(window_of(window))) is not None
+
+    runtimes = dict(found.accuracy.runtimes)
+    for name, nll in found.nll.items():
+        where = None if runtimes[name].sampled else first_not_finite(nll, evaluation.scored)
+        if where:
+            window, position = where
+            first = culprit_of(name, window) or Culprit(None, None)
+            position = position if first.position is None else first.position
+            place = NotFinite(window=window, position=position, module=first.module, bf16=bf16_too(window))
+            runtimes[name] = runtimes[name].model_copy(update={"not_finite": place})
+    return found.accuracy.model_copy(update={"runtimes": runtimes})
+
+
+def first_not_finite(nll: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
+    """The first window, and the position in it, whose logits give no finite loss in `nll` though it was `scored`, both
+    [windows, context]: the position before the token.
+    """
+    where = np.argwhere(scored & ~np.isfinite(nll))
+    return (int(where[0, 0]), int(where[0, 1]) - 1) if len(where) else None
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A module, and the first position of its output that is not finite, as far as they can be told."""
+
+    module: str | None
+    position: int | None
+
+
+def culprit(model: nn.Module, run: Callable[[], object], length: int) -> Culprit | None:
+    """The first module of `model` whose output is not finite while `run()` runs it on one window of `length`; None
+    where all are.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found = list[Culprit]()
+
+    def look(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        if found or (bad := not_finite(output)) is None:
+            return
+        given = args, {name: value for name, value in kwargs.items() if "mask" not in name}  # which may hold -inf
+        within = names[module] if not_finite(given) is None else names[module].rpartition(".")[0]
+        found.append(Culprit(within or "the model itself", position_of(bad, length)))
+
+    handles = [module.register_forward_hook(look, with_kwargs=True) for module in names]
+    try:
+        with torch.inference_mode():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def not_finite(value: object) -> torch.Tensor | None:
+    """Where the first tensor that holds no finite number does, bool of its shape; looks into tuples, lists and
+    dictionaries.
+    """
+    if isinstance(value, torch.Tensor):
+        bad = ~value.float().isfinite()
+        return bad if value.is_floating_point() and bool(bad.any()) else None
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return next((bad for bad in map(not_finite, parts) if bad is not None), None)
+
+
+def position_of(bad: torch.Tensor, length: int) -> int | None:
+    """The first position at which something is `bad`, [1, length, …] or [length, …]; None for other shapes."""
+    rows = bad[0] if bad.ndim > 1 and bad.shape[:2] == (1, length) else bad
+    if rows.ndim == 0 or len(rows) != length:
+        return None
+    return int(rows.reshape(length, -1).any(1).nonzero()[0, 0])

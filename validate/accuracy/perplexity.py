@@ -1,0 +1,81 @@
+"""Perplexity with its protocol: which windows are cut from the tokens, and which of their tokens are scored.
+
+A window is `context` tokens, run alone: first the prefix, which is what the tokenizer puts in front of a text (mostly
+one BOS), then tokens of the text, those of the next window `stride` further on. Each token of the text is scored once,
+in the first window that holds it, the very first too: it has the prefix for its past. Not scored is the prefix, in
+front or where a document begins inside a window: nobody has to predict that. A tail shorter than a window is left out.
+Smaller strides give each token more context and cost more.
+
+Without a prefix this is the plain recipe (Hugging Face, "Perplexity of fixed-length models"): the first token of the
+text has no past and is not scored; with stride = context neither has the first of each window.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.text.packing import Packing
+from ...core.errors import InputError
+from .document import Protocol
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`ids` int64 [windows, context], `scored` bool of the same shape: position t is scored by the logits at t - 1."""
+
+    ids: npt.NDArray[np.int64]
+    scored: npt.NDArray[np.bool_]
+    protocol: Protocol
+
+
+def cut(
+    ids: npt.NDArray[np.int64], dataset: str, context: int, stride: int, prefix: tuple[int, ...] = ()
+) -> Evaluation:
+    """Cut tokens `ids` int64 [tokens] into windows that begin with `prefix`.
+
+    Raises InputError when a window has nothing to read, or nothing to score, when the stride is not within its text,
+    or when the text is shorter than one window.
+    """
+    packing = Packing(context, prefix)
+    if context < 2:
+        raise InputError(f"--context {context}: a window needs at least 2 tokens, one to read and one to score")
+    packing.check("--context")
+    if not 1 <= stride <= packing.text:
+        most = (
+            f"the context, {context}"
+            if not prefix
+            else (f"{packing.text}, the context {context} less the {len(prefix)} that each window begins with")
+        )
+        raise InputError(f"--stride {stride}: must lie between 1 and {most}")
+    starts = packing.starts(ids, stride)
+    if not len(starts):
+        raise InputError(
+            f"{dataset}: has {len(ids):,} tokens, less than one window of {context:,}; give more text or a smaller "
+            "--context"
+        )
+    scored = _scored(packing, ids, starts)
+    protocol = Protocol(
+        dataset=dataset,
+        sha256=hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
+        tokens=int(scored.sum()),
+        context=context,
+        stride=stride,
+        bos="auto" if prefix else "never",
+        prefix=list(prefix),
+    )
+    return Evaluation(packing.windows(ids, starts), scored, protocol)
+
+
+def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which tokens of the windows whose text begins at `starts` are scored: bool [windows, context]."""
+    of_prefix, begins = np.zeros(len(ids), np.bool_), np.flatnonzero(packing.beginnings(ids))
+    for place in range(len(packing.prefix)):
+        of_prefix[begins + place] = True
+    places = starts[:, None] + np.arange(packing.text)
+    seen = np.concatenate([[0], starts[:-1] + packing.text])
+    scored = np.zeros((len(starts), packing.size), np.bool_)
+    scored[:, len(packing.prefix) :] = (places >= seen[:, None]) & ~of_prefix[places]
+    scored[:, 0] = False  # it has no past
+    return scored

@@ -1,0 +1,125 @@
+"""The runtimes that can be asked for logits, each as a function of a batch of windows."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...calibrate.model.source import Source, load_model
+from ...core.errors import BackendError
+from ...core.files import reading
+from ...core.run import Run, graph_names
+from ...export.lint.check import sound_graph
+from ...quantize.reading.run_checkpoint import checkpoint_of
+from ...quantize.reference.fp8_model import Reference, load_reference
+from ...quantize.reference.linear import Mode
+from ...serve.loop.sessions import SessionError, open_session
+from .compare import FLOAT32, Forward, Opener
+
+#: The runtime of the checkpoint's own type.
+ORIGINAL = "original"
+#: The runtimes that are the source model, in which type; None: its own.
+FLOATS = {"bf16": torch.bfloat16, FLOAT32: torch.float32, ORIGINAL: None}
+
+
+def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
+    """The source model in `dtype`."""
+    model = load_model(source, dtype, device)
+    return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+
+
+def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
+    """The source model as the runtime `name` of `FLOATS` has it."""
+    return load_model(source, FLOATS[name] or stored_dtype(source), device)
+
+
+def open_reference(run: Run, mode: Mode, device: str, adapter: str | None = None) -> Reference:
+    """The FP8 reference, its wide parts in BF16, with that adapter on."""
+    with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
+        return load_reference(run.model, mode, torch.bfloat16, device, adapter)
+
+
+def logits_of(loaded: Reference) -> Forward:
+    """What `loaded` computes, with the run's cache."""
+    return lambda ids: (
+        loaded.model(
+            input_ids=torch.from_numpy(ids).to(loaded.model.device), past_key_values=loaded.new_cache(), use_cache=True
+        ).logits
+    )
+
+
+def reference(run: Run, device: str, adapter: str | None = None) -> Forward:
+    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache and that adapter on."""
+    return logits_of(open_reference(run, "fast", device, adapter))
+
+
+def session(run: Run, runtime: str, adapter: str | None = None) -> Forward:
+    """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a
+    prompt of its own.
+
+    Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
+    refuses the graph.
+    """
+    graph, name = graph_of(run, runtime, adapter), runtime.partition("-")[0]
+    if name == "onnxruntime":
+        sound_graph(graph)
+    try:
+        opened = open_session(graph.parent, name, graph.name)
+    except SessionError as error:
+        raise BackendError(str(error)) from error
+
+    def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
+        try:
+            logits, _ = opened.forward(ids, np.ones_like(ids), positions)
+        except Exception as error:  # its exceptions have no common class of their own
+            raise BackendError(f"{type(error).__name__}: {error}") from error
+        return torch.from_numpy(logits)
+
+    return forward
+
+
+def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
+    """The graph that a runtime of that name runs, with that adapter on."""
+    return checkpoint_of(run, runtime.partition("-")[2] or "fp8") / graph_names(adapter)[1]
+
+
+def openers(
+    names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None
+) -> dict[str, Opener]:
+    """What loads each of the named runtimes, with the adapter of that name on; the files of none are missing then.
+
+    A source in another type than BF16 brings its own, `original`, beside `bf16`, which it is cast to, where none of
+    those named is of that type.
+    """
+    made: dict[str, Opener] = {}
+    for name in names:
+        if name in FLOATS:
+            opened = source()
+            made[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device)
+            own = stored_dtype(opened)
+            if name == "bf16" and own not in [FLOATS[each] for each in names if each in FLOATS]:
+                made[ORIGINAL] = partial(float_model, opened, own, device)
+        elif name == "reference":
+            made[name] = partial(reference, run, device, adapter)
+        else:
+            if name.startswith("onnxruntime"):
+                sound_graph(graph_of(run, name, adapter))
+            made[name] = partial(session, run, name, adapter)
+    return made
+
+
+def stored_dtype(source: Source) -> torch.dtype:
+    """The type the source checkpoint says it is stored in; BF16 where it says nothing."""
+    dtype = getattr(source.config, "dtype", None) or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def vocabulary(directory: Path) -> int:
+    """Number of logits of the model in `directory`."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(directory).get_text_config().vocab_size)

@@ -1,0 +1,65 @@
+"""Logits on disk: those that others are compared with, while these are loaded and run in their turn.
+
+A vocabulary of 128,000 takes a quarter of a megabyte a token in BF16, so a text does not fit into memory, and is read
+again a few rows at a time. Rows are written in the type they were computed in: what is read is what was computed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...core.files import replacing
+
+#: What the name of such a file ends in, behind the type of its rows.
+SUFFIX = ".logits"
+#: Takes rows [rows, vocabulary] as they come.
+Writer = Callable[[torch.Tensor], None]
+
+
+class Kept:
+    """The logits of one runtime in `folder`: rows of `name`, in the order they were written."""
+
+    def __init__(self, folder: Path, name: str, rows: int):
+        """Find the file of `rows` rows that was written there, if any."""
+        self._folder, self._name, self._rows = folder, name, rows
+
+    @property
+    def _path(self) -> Path | None:
+        return next(iter(self._folder.glob(f"{self._name}.*{SUFFIX}")), None)
+
+    def exists(self) -> bool:
+        """Whether all rows are there."""
+        return self._path is not None
+
+    @contextmanager
+    def writing(self) -> Iterator[Writer]:
+        """Write the rows; they are there when the block has ended well."""
+        types = set[torch.dtype]()
+        with replacing(self._folder / f"{self._name}{SUFFIX}") as partial, open(partial, "wb") as handle:
+
+            def write(rows: torch.Tensor) -> None:
+                types.add(rows.dtype)
+                rows.cpu().contiguous().view(torch.uint8).numpy().tofile(handle)
+
+            yield write
+        (dtype,) = types
+        (self._folder / f"{self._name}{SUFFIX}").rename(
+            self._folder / f"{self._name}.{str(dtype).removeprefix('torch.')}{SUFFIX}"
+        )
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` [rows, vocabulary], in their own type."""
+        path = self._path
+        assert path is not None, f"{self._name}: its logits were not written"
+        dtype = getattr(torch, path.name.removesuffix(SUFFIX).rpartition(".")[2])
+        row = path.stat().st_size // self._rows
+        data = np.fromfile(path, np.uint8, (stop - start) * row, offset=start * row)
+        return torch.from_numpy(data).view(dtype).view(stop - start, -1)
+
+    def remove(self) -> None:
+        """Give the disk back."""
+        if path := self._path:
+            path.unlink()

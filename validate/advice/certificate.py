@@ -1,0 +1,299 @@
+"""Is the calibration text enough? What the amax of each batch says of the next one.
+
+Where batches are exchangeable, each of n + 1 is as likely as another to have the largest amax: the next batch exceeds
+all n before it with probability 1 / (n + 1), whatever the distribution (Rényi 1962, on records). By how much is told by
+leaving one out: over all tensors, the share whose largest batch exceeds the others by more than x octaves, over the
+number of batches, is the probability that a batch exceeds n - 1 others by more than x, without bias; for n of them the
+share is taken as it is (it shrinks with n where tails are light, and stays where they are powers, so this errs on the
+side of more text). amax have 8 bits, so that ties are common: they exceed nothing, and count so.
+
+What exceeds the clip saturates: it becomes the clip. By up to 1/16 that is no worse than E4M3's own rounding, which
+errs by up to 1/17 of a value: so two probabilities matter, that of exceeding by more than this, and that of exceeding
+by more than an octave, where half of the value is lost. A scale's own room above the amax (a margin, a power of two) is
+counted. None of this can be told where the clip is no function of the amax of batches: of `percentile`, `mse` and
+`entropy`.
+
+Exchangeable they are not where the text changes on the way: then there are more records late than 1/k a batch, and the
+verdict says so.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite, log2
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.measure.statistics import Corpus, Statistics
+from ...calibrate.text.mixture import interleave
+from ...core.columns import Column, Table, count, magnitude, share
+from ...quantize.scales.decisions import GRIDS, Scales, TensorScale
+from ...quantize.scales.delayed import measured
+from ...quantize.scales.expert_scales import BORROWED
+from .findings import chosen_scales
+
+#: Batches that are too few to tell anything.
+FEWEST = 4
+#: The methods whose clip follows from the whole histogram.
+OF_THE_HISTOGRAM = ("percentile", "mse", "entropy")
+#: Octaves beyond the clip that cost no more than rounding (1/17 of the value), and that cost half of the value.
+HARMLESS, LARGE = log2(17 / 16), 1.0
+#: How often a tensor may be exceeded harmfully, and by an octave, by the next batch: `good` up to the first, `bad`
+#: above the second. A harmful batch clips one value of some 10⁵ by more than rounding would, so that one in a hundred
+#: is not seen in any average; one in ten says that the amax is not known yet.
+HARMFUL_RATE, LARGE_RATE = (0.01, 0.1), (0.001, 0.01)
+#: Records in the last three quarters of the batches, over those expected. Tensors go together, so that of a few
+#: hundred only some five are independent, and 1.4 records each are expected: twice that is 3 standard deviations.
+MOST_DRIFT = 2.0
+#: Tensors that a table has.
+LISTED = 8
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor: its amax, by how many octaves it exceeds that of every other batch (0: a tie; None: no other has
+    any), the octaves between it and its clip, and where it was set: text, batch, first and last window there.
+    """
+
+    tensor: str
+    amax: float
+    octaves: float | None
+    room_octaves: float
+    text: str
+    batch: int
+    windows: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SetBy:
+    """A text, how many windows it gave, and of how many tensors it set the amax; of a batch of several texts it cannot
+    be told which of them did.
+    """
+
+    text: str
+    windows: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What can be said of the calibration text. Probabilities are those of the next batch, for one tensor: to exceed
+    its amax, and to exceed its clip by more than rounding costs (`harmful`) and by more than an octave (`large`).
+
+    `exceeded` counts the tensors in which one batch exceeded the amax of all others, by `median_octaves` as a rule;
+    `more_windows`: how many would bring both under the limits of `good`; 0 where they are, None where that cannot be
+    told.
+    """
+
+    verdict: Literal["good", "watch", "bad", "unknown"]
+    sentence: str
+    windows: int
+    batches: int
+    tensors: int = 0
+    exceeded: int | None = None
+    exceeds: float | None = None
+    harmful: float | None = None
+    large: float | None = None
+    median_octaves: float | None = None
+    drift: float | None = None
+    more_windows: int | None = None
+    texts: tuple[SetBy, ...] = ()
+    records: tuple[Record, ...] = ()
+
+
+def octaves_beyond(amax_batches: npt.NDArray[np.float32]) -> float:
+    """log2 of the largest amax over the second largest: 0 for a tie, infinity where all others are zero."""
+    amax = np.sort(measured(amax_batches).astype(np.float64))
+    if len(amax) < 2 or amax[-1] == amax[-2]:
+        return 0.0
+    return log2(amax[-1] / amax[-2]) if amax[-2] > 0 else float("inf")
+
+
+def next_exceeds(octaves: npt.NDArray[np.float64], batches: int, beyond: float) -> float:
+    """The probability that the next batch exceeds a tensor's amax by more than `beyond` octaves, from `octaves_beyond`
+    of tensors [tensors], after so many `batches`.
+    """
+    return float((octaves > beyond).mean()) / (batches + 1)
+
+
+def records(amax_batches: npt.NDArray[np.float32]) -> tuple[int, float]:
+    """How often an amax exceeded all before it in the last three quarters of the batches, and how often it would in
+    exchangeable ones without ties.
+    """
+    amax = measured(amax_batches)
+    first = len(amax) // 4
+    before = np.maximum.accumulate(amax)
+    later = range(max(first, 1), len(amax))
+    return sum(bool(amax[k] > before[k - 1]) for k in later), sum(1 / (k + 1) for k in later)
+
+
+def batch_texts(corpus: Corpus) -> list[tuple[str, int, tuple[int, int]]]:
+    """Of each batch of the corpus: its text, its index there, and its first and last window there. A text that is a
+    mixture says which of its sources the windows are of.
+    """
+    found = []
+    for text, batch in corpus.numbered():
+        first = batch * text.batch_size
+        last = min(first + text.batch_size, text.windows) - 1
+        found.append((_named(text, first, last), batch, (first, last)))
+    return found
+
+
+def _named(text: Corpus, first: int, last: int) -> str:
+    sources = text.sources or []
+    if len(sources) < 2:
+        return text.name
+    order = interleave([np.full((source.windows, 1), index) for index, source in enumerate(sources)])[:, 0]
+    return " or ".join(sources[index].name for index in sorted(set(order[first : last + 1].tolist())))
+
+
+def certificate(statistics: Statistics, scales: Scales) -> Certificate:
+    """What the statistics say of the text that the run was calibrated on, at the scales that were chosen."""
+    chosen = {
+        name: scale
+        for name, scale in chosen_scales(scales, statistics.record.groups).items()
+        if name in statistics.tensors
+    }
+    batches, windows = len(statistics.batches_measured), statistics.record.corpus.windows
+    # an expert that saw too little has another's amax
+    own = {name: scale for name, scale in chosen.items() if not scale.method.startswith(BORROWED)}
+    by_amax = {name: scale for name, scale in own.items() if scale.method not in OF_THE_HISTOGRAM}
+    if why := _untold(chosen, by_amax, batches):
+        return Certificate("unknown", f"Cannot be told: {why}.", windows, batches)
+    found = _records(statistics, by_amax)
+    octaves = np.array([float("inf") if each.octaves is None else each.octaves for each in found])
+    harmful, large = (_rate(statistics, found, octaves, batches, beyond) for beyond in (HARMLESS, LARGE))
+    seen = [records(statistics.tensors[each.tensor].amax_batches) for each in found]
+    drift = sum(one for one, _ in seen) / sum(expected for _, expected in seen)
+    corpus = statistics.record.corpus
+    exceeds, median = next_exceeds(octaves, batches, 0.0), _finite(float(np.median(octaves)))
+    verdict = _verdict(harmful, large, drift)
+    more = None if drift > MOST_DRIFT else _more(harmful, large, batches) * corpus.batch_size
+    return Certificate(
+        verdict=verdict,
+        sentence=_sentence(verdict, (exceeds, harmful, drift), median, more, corpus.batch_size),
+        windows=windows,
+        batches=batches,
+        tensors=len(found),
+        exceeded=int((octaves > 0).sum()),
+        exceeds=exceeds,
+        harmful=harmful,
+        large=large,
+        median_octaves=median,
+        drift=drift,
+        more_windows=more,
+        texts=_set_by(corpus, found),
+        records=tuple(sorted(found, key=lambda each: -(float("inf") if each.octaves is None else each.octaves))),
+    )
+
+
+def _untold(chosen: Mapping[str, TensorScale], by_amax: Mapping[str, TensorScale], batches: int) -> str | None:
+    """Why nothing can be said; None where it can."""
+    if not chosen:
+        return "no tensor has a scale"
+    if not by_amax:
+        method = next(iter(chosen.values())).method
+        return f"--method {method} clips by the whole histogram, and of each batch the amax alone is kept"
+    if batches < FEWEST:
+        return f"the text was measured in {batches} {'batch' if batches == 1 else 'batches'}, and {FEWEST} are needed"
+    return None
+
+
+def _records(statistics: Statistics, scales: Mapping[str, TensorScale]) -> list[Record]:
+    places = batch_texts(statistics.record.corpus)
+    found = []
+    for name, scale in scales.items():
+        amax_batches = statistics.tensors[name].amax_batches
+        amax = float(np.nanmax(amax_batches))
+        text, batch, windows = places[int(np.nanargmax(amax_batches))]
+        room = log2(scale.scale * GRIDS[scale.terms].max / amax)
+        found.append(Record(name, amax, _finite(octaves_beyond(amax_batches)), room, text, batch, windows))
+    return found
+
+
+def _rate(
+    statistics: Statistics, found: Sequence[Record], octaves: npt.NDArray[np.float64], batches: int, beyond: float
+) -> float:
+    """The mean over tensors of the probability that the next batch exceeds the clip by more than `beyond` octaves: of a
+    clip that batches exceeded already, the share of those that did.
+    """
+    rates = []
+    for each in found:
+        if (past := each.room_octaves + beyond) >= 0:
+            rates.append(next_exceeds(octaves, batches, past))
+        else:
+            amax = measured(statistics.tensors[each.tensor].amax_batches)
+            rates.append(float((amax > each.amax * 2**past).mean()))
+    return float(np.mean(rates))
+
+
+def _verdict(harmful: float, large: float, drift: float) -> Literal["good", "watch", "bad"]:
+    if harmful > HARMFUL_RATE[1] or large > LARGE_RATE[1]:
+        return "bad"
+    return "good" if harmful <= HARMFUL_RATE[0] and large <= LARGE_RATE[0] and drift <= MOST_DRIFT else "watch"
+
+
+def _more(harmful: float, large: float, batches: int) -> int:
+    """Batches that would bring both rates under their limits, since each falls as 1 / (batches + 1)."""
+    needed = max(rate / limit[0] for rate, limit in ((harmful, HARMFUL_RATE), (large, LARGE_RATE)))
+    return max(ceil((batches + 1) * needed) - (batches + 1), 0)
+
+
+def _sentence(
+    verdict: str, rates: tuple[float, float, float], octaves: float | None, more: int | None, batch_size: int
+) -> str:
+    exceeds, harmful, drift = rates
+    by = "" if not octaves else f", by {octaves:.2f} octaves as a rule"
+    what = (
+        f"the next {'window' if batch_size == 1 else f'batch of {batch_size} windows'} exceeds a tensor's amax with a "
+        f"probability of {share(exceeds)}{by}, and its clip by more than rounding costs with {share(harmful)}"
+    )
+    begin = {"good": "Enough text", "watch": "More text would help", "bad": "Too little text"}[verdict]
+    if drift > MOST_DRIFT:
+        return (
+            f"{begin}: amax grew late {drift:.1f} times as often as in text that is alike throughout; {what}, or more."
+        )
+    settle = f"; {more:,} more windows would bring that under {share(HARMFUL_RATE[0])}" if more else ""
+    return f"{begin}: {what}{settle}."
+
+
+def _set_by(corpus: Corpus, found: Sequence[Record]) -> tuple[SetBy, ...]:
+    """Each text, or the several of a batch, that set an amax or gave windows."""
+    windows: Counter[str] = Counter()
+    for text in corpus.parts:
+        for source in text.sources if text.sources and len(text.sources) > 1 else [text]:
+            windows[source.name] += source.windows
+    tensors = Counter(each.text for each in found)
+    names = dict.fromkeys([*windows, *tensors])
+    return tuple(SetBy(name, windows[name], tensors[name]) for name in names)
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def record_table(found: Certificate) -> Table[Record]:
+    """The tensors whose amax leapt farthest beyond all other batches, and what set it."""
+    columns = (
+        Column[Any]("tensor", lambda row: row.tensor, numeric=False),
+        Column[Any]("amax", lambda row: row.amax, magnitude),
+        Column[Any]("beyond all others", lambda row: row.octaves, "{:.2f} octaves".format),
+        Column[Any]("room to the clip", lambda row: row.room_octaves, "{:.2f} octaves".format),
+        Column[Any](
+            "set by", lambda row: f"{row.text}, windows {row.windows[0]:,} to {row.windows[1]:,}", numeric=False
+        ),
+    )
+    title = f"What set the amax (the first {LISTED} of {found.tensors})"
+    return Table(title, found.records[:LISTED], columns, found.sentence)
+
+
+def text_table(found: Certificate) -> Table[SetBy]:
+    """The texts, and of how many tensors each set the amax."""
+    columns = (
+        Column[Any]("text", lambda row: row.text, numeric=False),
+        Column[Any]("windows", lambda row: row.windows or None, count),
+        Column[Any]("tensors whose amax it set", lambda row: row.tensors, count),
+    )
+    return Table("Which text set the amax", found.texts if len(found.texts) > 1 else (), columns, found.sentence)

@@ -1,0 +1,60 @@
+"""Which experts of a mixture saw the calibration text: a row a layer, and those named that saw least of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...calibrate.measure.coverage import coverage
+from ...calibrate.measure.statistics import Statistics
+from ...core.columns import Column, Table, count
+from ...quantize.scales.decisions import Scales
+from ...quantize.scales.expert_scales import BORROWED
+
+#: Experts of a layer that are named.
+NAMED = 4
+SHOWN_ALL = "Every expert was shown every token (--all-experts), whichever it was routed to."
+
+
+@dataclass(frozen=True)
+class ExpertRow:
+    """The experts of a layer, by number: the tokens that each saw, and those that take another's amax for that."""
+
+    experts: str
+    tokens: tuple[int, ...]
+    borrowed: tuple[int, ...]
+
+    @property
+    def least(self) -> str:
+        """Those that saw least, the least first."""
+        order = sorted(range(len(self.tokens)), key=lambda number: self.tokens[number])
+        return ", ".join(f"{number} ({self.tokens[number]:,})" for number in order[:NAMED])
+
+
+def expert_rows(statistics: Statistics, scales: Scales) -> list[ExpertRow]:
+    """A row for each layer that has experts, in order."""
+    methods = {module: scale.method for module, scale in scales.activations.items()}
+    return [
+        ExpertRow(
+            layer.experts,
+            layer.tokens,
+            tuple(
+                number for number, product in enumerate(layer.products) if methods.get(product, "").startswith(BORROWED)
+            ),
+        )
+        for layer in coverage(statistics)
+    ]
+
+
+def expert_table(rows: Sequence[ExpertRow], all_experts: bool) -> Table[ExpertRow]:
+    """The tokens that experts saw; `all_experts`: whether they were shown others than those routed to them."""
+    columns = (
+        Column[ExpertRow]("experts", lambda row: row.experts, numeric=False),
+        Column[ExpertRow]("how many", lambda row: len(row.tokens), count),
+        Column[ExpertRow]("fewest tokens", lambda row: min(row.tokens), count),
+        Column[ExpertRow]("median", lambda row: int(median(row.tokens)), count),
+        Column[ExpertRow]("most", lambda row: max(row.tokens), count),
+        Column[ExpertRow]("seen least", lambda row: row.least, numeric=False),
+        Column[ExpertRow]("with another’s amax", lambda row: len(row.borrowed) or None, count),
+    )
+    note = SHOWN_ALL if all_experts else ""
+    return Table("Tokens each expert saw", rows, columns, "None: the model is no mixture of experts.", note)

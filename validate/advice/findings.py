@@ -1,0 +1,249 @@
+"""What stands out in a run's statistics, ranked, each with a remedy; and the two what-ifs: a history of amax, and other
+text.
+
+Pure functions of the statistics and the chosen scales. Every check compares one number with a limit, and a finding's
+severity is their ratio, so that findings of different kinds can be ranked; the limits are conventions, written here
+once.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.measure.statistics import Statistics, TensorStatistics
+from ...core.errors import InputError
+from ...options import Clipping
+from ...quantize.codes.formats import E4M3
+from ...quantize.scales.clip import saturation
+from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_scale, unfit
+from ...quantize.scales.delayed import largest_jump, measured, saturated_batches
+
+#: A channel whose amax exceeds this many times the median channel's is an outlier.
+OUTLIER_RATIO = 10.0
+#: Shares of values that may saturate and underflow, dB that may be lost to the best scale, growth in the last quarter,
+#: jump between batches.
+#: Of values that crowd around zero (what down_proj reads) 6 % underflow at the best scale there is, and a scale at
+#: which a quarter does loses no 0.1 dB.
+MOST_SATURATION, MOST_UNDERFLOW, MOST_DB_LOST, MOST_GROWTH, MOST_JUMP = 1e-3, 0.25, 1.0, 1.1, 10.0
+#: What `{wide}` in a remedy stands for, by the last part of the tensor's name: --skip matches modules, and a cache
+#: tensor is none.
+WIDE = {
+    "input": "keep it in BF16 with --skip",
+    "k": "keep keys in BF16 with --kv-cache v",
+    "v": "keep the cache in BF16 with --kv-cache off",
+}
+#: What a remedy begins with where the tensor has no scale yet.
+BEFORE_FP8 = "in BF16; before it goes into FP8: "
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that stands out: `value` of `what` at `tensor`; `severity` is the value over its limit."""
+
+    tensor: str
+    what: str
+    value: float
+    severity: float
+    remedy: str
+
+
+@dataclass(frozen=True)
+class DelayedRow:
+    """One tensor under delayed scaling: of `batches` that had a history, the share that would have saturated, and the
+    largest jump of the amax.
+    """
+
+    tensor: str
+    batches: int
+    saturated: float
+    largest_jump: float
+
+
+@dataclass(frozen=True)
+class AgainstRow:
+    """One tensor on other text, at the scale chosen before: amax over clip, and the saturated shares of that text and
+    of calibration's.
+    """
+
+    tensor: str
+    clip: float
+    amax: float
+    amax_over_clip: float
+    saturation: float
+    calibrated_saturation: float
+
+
+def chosen_scales(scales: Scales, groups: Mapping[str, list[str]]) -> dict[str, TensorScale]:
+    """Tensor name -> its scale: each distinct input once, then the cache."""
+    first = group_of(groups)
+    return {
+        f"{first.get(module, module)}.input": scale for module, scale in scales.activations.items()
+    } | scales.kv_cache
+
+
+def prospective_scales(statistics: Statistics, scales: Scales, clipping: Clipping) -> dict[str, TensorScale]:
+    """Cache tensor -> the scale that `clipping` would give it, where it is kept in BF16: what --kv-cache would do is
+    seen before it is chosen.
+    """
+    return {
+        name: tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+        for name, tensor in statistics.tensors.items()
+        if name.endswith((".k", ".v")) and name not in scales.kv_cache and unfit(tensor.histogram) is None
+    }
+
+
+def outlier_channels(amax_channels: npt.NDArray[np.float32]) -> tuple[int, float]:
+    """How many channels exceed `OUTLIER_RATIO` times the median channel's amax, and the largest ratio; the median is
+    over channels that are not zero.
+    """
+    finite = amax_channels[np.isfinite(amax_channels) & (amax_channels > 0)]
+    if not len(finite):
+        return 0, 1.0
+    ratios = finite / np.median(finite)
+    return int((ratios > OUTLIER_RATIO).sum()), float(ratios.max())
+
+
+def converged_after(amax_batches: npt.NDArray[np.float32]) -> float:
+    """The share of batches after which the amax no longer grew: small says enough data, 1.0 that it grew in the very
+    last.
+    """
+    amax = measured(amax_batches)
+    return float((np.argmax(amax) + 1) / len(amax)) if len(amax) else 1.0
+
+
+def late_growth(amax_batches: npt.NDArray[np.float32]) -> float:
+    """The amax over that of the first three quarters of the batches; 1.0 for fewer than four batches, which cannot
+    tell.
+    """
+    amax = measured(amax_batches)
+    early = amax[: len(amax) * 3 // 4].max(initial=0)
+    return float(amax.max() / early) if len(amax) >= 4 and early > 0 else 1.0
+
+
+def _saturation(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+    return scale.saturation, MOST_SATURATION, "clip less: --method amax, or --margin 1"
+
+
+def _underflow(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+    beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
+    return (
+        scale.underflow,
+        MOST_UNDERFLOW,
+        "a smaller --margin" if beyond else "a few huge values set its scale: {wide}",
+    )
+
+
+def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+    if scale.sqnr_db is None:
+        return 0.0, MOST_DB_LOST, ""
+    best = math.inf if scale.sqnr_best_db is None else scale.sqnr_best_db
+    return best - scale.sqnr_db, MOST_DB_LOST, "--method mse finds the best scale there is"
+
+
+def _outliers(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+    return outlier_channels(tensor.amax_channels)[1], OUTLIER_RATIO, "harmless while little underflows; else {wide}"
+
+
+def _growth(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+    return late_growth(tensor.amax_batches), MOST_GROWTH, "not enough data: more --samples, or --margin 1"
+
+
+def _jump(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+    return (
+        largest_jump(tensor.amax_batches),
+        MOST_JUMP,
+        "rare huge values: calibrate on more text like it, and do not serve it with delayed scaling",
+    )
+
+
+CHECKS: dict[str, Callable[[TensorStatistics, TensorScale], tuple[float, float, str]]] = {
+    "share of values that saturate": _saturation,
+    "share of values that underflow": _underflow,
+    "dB below the best scale": _db_lost,
+    "largest channel over the median": _outliers,
+    "amax over that of the first three quarters": _growth,
+    "amax over the batch before's": _jump,
+}
+
+
+def findings(
+    statistics: Statistics, scales: Scales, prospective: Mapping[str, TensorScale] = MappingProxyType({})
+) -> list[Finding]:
+    """Everything beyond its limit in the tensors that have a scale, and in those of the cache that have a `prospective`
+    one, the worst first. Raises InputError for a scale of a tensor that was not measured.
+    """
+    found = []
+    for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
+        wide = WIDE[name.rpartition(".")[2]]
+        if name not in statistics.tensors:
+            raise unmeasured(name)
+        for what, check in CHECKS.items():
+            value, limit, remedy = check(statistics.tensors[name], scale)
+            if value > limit:
+                found.append(
+                    Finding(
+                        name,
+                        what,
+                        value,
+                        value / limit,
+                        f"{BEFORE_FP8 if name in prospective else ''}{remedy.format(wide=wide)}",
+                    )
+                )
+    return sorted(found, key=lambda finding: -finding.severity)
+
+
+def unmeasured(tensor: str) -> InputError:
+    """The error of a scale that nothing was measured for."""
+    return InputError(
+        f"{tensor}: has a scale, and the statistics have no such tensor; restore statistics.safetensors and "
+        "scales.json, or calibrate again"
+    )
+
+
+def delayed_rows(statistics: Statistics, clipping: Clipping) -> list[DelayedRow]:
+    """Every tensor under delayed scaling, those that saturate most often first."""
+    rows = []
+    for name, tensor in statistics.tensors.items():
+        saturated = saturated_batches(tensor.amax_batches, E4M3, clipping)
+        rows.append(
+            DelayedRow(
+                name,
+                len(saturated),
+                float(saturated.mean()) if len(saturated) else 0.0,
+                largest_jump(tensor.amax_batches),
+            )
+        )
+    return sorted(rows, key=lambda row: (-row.saturated, -row.largest_jump))
+
+
+def jumps(rows: list[DelayedRow]) -> list[str]:
+    """A warning for each tensor whose amax jumps more than tenfold between batches."""
+    return [
+        (
+            f"{row.tensor}: its amax jumps {row.largest_jump:.3g}-fold from one batch to the next; a scale made from "
+            "the "
+            "batches before saturates there"
+        )
+        for row in rows
+        if row.largest_jump > MOST_JUMP
+    ]
+
+
+def against_rows(statistics: Statistics, scales: Scales, other: Statistics) -> list[AgainstRow]:
+    """Every tensor that has a scale, on the text of `other`; those that saturate most first, then those nearest to
+    their clip.
+    """
+    rows = []
+    for name, scale in chosen_scales(scales, statistics.record.groups).items():
+        if (tensor := other.tensors.get(name)) is not None:
+            amax, clip = tensor.histogram.amax, scale.scale * E4M3.max
+            rows.append(
+                AgainstRow(
+                    name, clip, amax, amax / clip, saturation(tensor.histogram, E4M3, scale.scale), scale.saturation
+                )
+            )
+    return sorted(rows, key=lambda row: (-row.saturation, -row.amax_over_clip))

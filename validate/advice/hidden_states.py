@@ -1,0 +1,144 @@
+"""Where BF16 and FP8 part: the FP8 reference runs beside the float model on the same windows.
+
+Of each decoder layer the hidden states are compared, token by token; the median token speaks for the layer, since a
+token of massive activations (the first, mostly) errs by almost nothing or by almost all. Of each product the error is
+its own: the float weight is given the very input that the FP8 product got, so that what came in from before does not
+count; and the bias, which is not quantized and may be larger than the product, is left out. The error of a tensor of
+the cache follows from its histogram.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ...calibrate.model.decoder import Layers
+from ...calibrate.model.products import output_axis
+from ...quantize.reference.fp8_model import Reference
+from ...quantize.reference.linear import FP8Linear
+
+
+@dataclass
+class Sums:
+    """‖difference‖² and ‖expected‖², added up."""
+
+    error: float = 0.0
+    energy: float = 0.0
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Take a pair of the same shape."""
+        expected = expected.float()
+        self.error += float((found.float() - expected).square().sum(dtype=torch.float64))
+        self.energy += float(expected.square().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        """‖difference‖ / ‖expected‖; 0 of nothing."""
+        if self.energy == 0:
+            return 0.0 if self.error == 0 else float("inf")
+        return float((self.error / self.energy) ** 0.5)
+
+
+@dataclass
+class Parted:
+    """By layer and token: the relative error of the hidden states, and their cosine; by product: its own error."""
+
+    errors: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    cosines: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    products: dict[str, Sums] = field(default_factory=dict)
+
+    def add(self, layer: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare hidden states [windows, seq, width] of one layer."""
+        found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)
+        error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        self.errors.setdefault(layer, []).append(error.cpu())
+        self.cosines.setdefault(layer, []).append(nn.functional.cosine_similarity(found, expected, dim=-1).cpu())
+
+    def error(self, layer: int) -> float:
+        """The median token's relative error; NaN where hidden states are no numbers."""
+        return median(self.errors[layer])
+
+    def cosine(self, layer: int) -> float:
+        """The median token's cosine."""
+        return median(self.cosines[layer])
+
+
+def median(parts: Sequence[torch.Tensor]) -> float:
+    """The median of all values; NaN if half of them or more are no numbers."""
+    values = torch.cat(list(parts))
+    return float(values.nan_to_num(float("inf")).median().nan_to_num(posinf=float("nan")))
+
+
+class Pair:
+    """The float model and the FP8 reference of one run."""
+
+    def __init__(self, model: PreTrainedModel, reference: Reference, layers: Layers | None):
+        """`model` and `reference` compute in one type; `layers` None: only products are compared."""
+        self.model, self.reference, self.layers = model, reference, layers
+        self.parted = Parted()
+
+    def run(self, ids: torch.Tensor, watching: AbstractContextManager[DynamicCache]) -> None:
+        """Run `ids` int64 [windows, seq] through both; `watching` is entered while the float model runs, and gives its
+        cache.
+        """
+        with torch.inference_mode():
+            with self._hidden(self.model) as expected, watching as cache:
+                self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+            with self._hidden(self.reference.model) as found, self._products():
+                self.reference.model.base_model(
+                    input_ids=ids, past_key_values=self.reference.new_cache(), use_cache=True
+                )
+        for layer, hidden in found.items():
+            self.parted.add(layer, hidden, expected[layer])
+
+    @contextmanager
+    def _hidden(self, model: PreTrainedModel) -> Iterator[Mapping[int, torch.Tensor]]:
+        """What each layer of `model` gives, by its index."""
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(module: nn.Module, given: Any, out: Any) -> None:
+                kept[layer] = out[0] if isinstance(out, tuple) else out
+
+            return hook
+
+        with ExitStack() as stack:
+            for index, module in enumerate(self.layers.of(model) if self.layers else []):
+                stack.callback(module.register_forward_hook(keep(index)).remove)
+            yield kept
+
+    @contextmanager
+    def _products(self) -> Iterator[None]:
+        """Hold each FP8 product against the float model's of the same input."""
+
+        def compare(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+            product, sums = self.model.get_submodule(name), self.parted.products.setdefault(name, Sums())
+
+            def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+                assert isinstance(module, FP8Linear)
+                sums.add(fp8_product(module, given[0]), float_product(product, given[0]))
+
+            return hook
+
+        with ExitStack() as stack:
+            for name, module in self.reference.model.named_modules():
+                if isinstance(module, FP8Linear):
+                    stack.callback(module.register_forward_hook(compare(name)).remove)
+            yield
+
+
+def fp8_product(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
+    """What `layer` makes of `x` [..., in] without its bias, float32 [..., out]."""
+    y: torch.Tensor = layer.forward(x.float())  # FP32 in, FP32 out: a large bias rounds nothing away
+    return y if layer.bias is None else y - layer.bias
+
+
+def float_product(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a linear layer (or a Conv1D) makes of `x` [..., in] without its bias, [..., out] in x's type."""
+    weight = product.weight
+    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    return nn.functional.linear(x, weight.movedim(output_axis(product), 0))

@@ -1,0 +1,78 @@
+"""Loops in greedy text: what a damaged model often does first, and what a small or poor one does anyway.
+
+The same beginnings of calibration text go through BF16 and FP8. Greedy text of the two parts at the first near tie, and
+after that either may fall into a loop by chance, so that one loop of FP8 alone says little: the verdict is a sign test
+over the prompts in which just one of them loops.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .checkup import Verdict
+from .limits import CHANCE
+
+#: Prompts, the tokens of each, and the tokens of each answer.
+PROMPTS, PROMPT, ANSWER = 16, 32, 96
+#: The longest period of a loop, how often at least it is repeated, and the tokens that it fills at least.
+LONGEST_PERIOD, FEWEST_TURNS, FEWEST_TOKENS = 16, 4, 24
+
+
+def loop_length(tokens: Sequence[int]) -> int:
+    """The period of the loop that `tokens` end in, 0 for none: the last part repeats itself `FEWEST_TURNS` times at
+    least, over `FEWEST_TOKENS` tokens at least.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        same = 0
+        while same + period < len(tokens) and tokens[-1 - same] == tokens[-1 - same - period]:
+            same += 1
+        if same + period >= max(FEWEST_TURNS * period, FEWEST_TOKENS):
+            return period
+    return 0
+
+
+def greedy(
+    model: PreTrainedModel, new_cache: Callable[[], DynamicCache], prompts: torch.Tensor, tokens: int = ANSWER
+) -> list[list[int]]:
+    """The best token after the other, so many, after each of `prompts` int64 [prompts, seq], whatever it is: an end of
+    text too.
+    """
+    cache, given, made = new_cache(), prompts, list[torch.Tensor]()
+    with torch.inference_mode():
+        for _ in range(tokens):
+            logits = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            given = logits[:, -1].argmax(-1, keepdim=True)
+            made.append(given)
+    return [list(map(int, row)) for row in torch.cat(made, 1).tolist()]
+
+
+@dataclass(frozen=True)
+class Loops:
+    """In how many prompts only FP8 ends in a loop, only BF16, and both; of how many."""
+
+    fp8: int
+    bf16: int
+    both: int
+    prompts: int
+
+    @classmethod
+    def of(cls, fp8: Sequence[Sequence[int]], bf16: Sequence[Sequence[int]]) -> "Loops":
+        """Those of answers to the same prompts."""
+        pairs = [(loop_length(mine) > 0, loop_length(theirs) > 0) for mine, theirs in zip(fp8, bf16, strict=True)]
+        return cls(pairs.count((True, False)), pairs.count((False, True)), pairs.count((True, True)), len(pairs))
+
+    @property
+    def chance(self) -> float:
+        """How likely FP8 loops alone at least so often, where only one does, if it were as likely to as BF16."""
+        either = self.fp8 + self.bf16
+        return float(sum(comb(either, k) for k in range(self.fp8, either + 1)) / 2**either)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Bad where FP8 loops more than chance has it, to be watched where anything loops."""
+        if self.fp8 and self.chance < CHANCE:
+            return "bad"
+        return "watch" if self.fp8 or self.both else "good"

@@ -1,0 +1,174 @@
+"""The checks that run the model: what was seen (`activation_watch`, `hidden_states`, `loops`), as verdicts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...core.columns import magnitude, share
+from . import limits
+from .checkup import AtDepth, Check, finite, graded
+from .remedies import Remedies
+from .scale_checks import Tensor, relative_error
+
+if TYPE_CHECKING:
+    from ...calibrate.model.decoder import Layers
+    from .activation_watch import Seen
+    from .hidden_states import Parted
+    from .loops import Loops
+
+#: The checks of this file, by their names, and what their values are.
+WHAT = {
+    "norm_inputs": "largest magnitude that a norm reads",
+    "attention_logits": "largest attention logit, in nats",
+    "cache_tokens": "a token's amax over the median token's",
+    "product_errors": "relative error of the product by itself",
+    "hidden_states": "relative error of the layer's hidden states, the median token's",
+    "loops": "prompts after which FP8 alone loops",
+}
+
+
+def unknown(why: str, remedy: str) -> list[Check]:
+    """All checks of this file, where the model cannot be run."""
+    return [
+        Check(check=check, verdict="unknown", what=what, said=f"not measured: {why}", remedy=remedy)
+        for check, what in WHAT.items()
+    ]
+
+
+def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
+    """Whether what norms read is in range; `fp16`: whether the graphs compute in FP16."""
+    values = [(name, seen.norms[name]) for name in seen.norms]
+    first = next((value for _, value in values if value > 0), 0.0)
+
+    def said(value: float) -> str:
+        grown = f", {value / first:.3g} times the first norm's" if first and finite(value / first) else ""
+        return f"{magnitude(value)}{grown}"
+
+    def remedy(name: str, value: float) -> str:
+        if not value <= limits.SQUARE_OVERFLOWS:
+            return "the float model itself overflows here; check its weights"
+        return f"serve it in BF16, not in FP16: {remedies.wide_graph()}"
+
+    limit = limits.NORM_INPUT_FP16 if fp16 else limits.NORM_INPUT
+    return graded("norm_inputs", WHAT["norm_inputs"], values, limit, said, remedy, "the model has no norm of its own")
+
+
+def attention_logits(seen: "Seen", cache_parts: str, remedies: Remedies) -> list[Check]:
+    """Whether a softmax in BF16 can tell the logits apart."""
+    values = [(name, seen.logits[name]) for name in seen.logits]
+    hot = {value: name for name, value in values}
+
+    def said(value: float) -> str:
+        rows = seen.hot[hot[value]]
+        leads = f"a lead of {limits.ONE_HOT_NATS} makes a row of the softmax one-hot in FP32"
+        return f"{magnitude(value)} ({leads}: {share(rows[0] / max(rows[1], 1))} of the rows)"
+
+    def remedy(name: str, value: float) -> str:
+        return remedies.wide(f"{name}.k") if "k" in cache_parts else remedies.two(f"{name}.*")
+
+    what = WHAT["attention_logits"]
+    none = "its attention does not go through transformers' interface"
+    return graded("attention_logits", what, values, limits.ATTENTION_LOGIT, said, remedy, none)
+
+
+def cache_tokens(seen: "Seen", cached: Sequence[str], named: Callable[[int], str], remedies: Remedies) -> list[Check]:
+    """Tokens of keys and values that stand out, as attention sinks do; in a cache that stays in BF16 (not in `cached`)
+    they are to be watched at most.
+    """
+    found = {tensor: seen.outlier(tensor) for tensor in seen.tokens}
+
+    def said(tensor: str) -> str:
+        token = found[tensor]
+        return f"{token.ratio:.3g} times, position {token.position:,}, {named(token.token)}"
+
+    checks = graded(
+        "cache_tokens",
+        WHAT["cache_tokens"],
+        [(tensor, token.ratio) for tensor, token in found.items()],
+        limits.OUTLIER_TOKEN,
+        magnitude,
+        lambda tensor, value: (
+            remedies.wide(tensor) if tensor in cached else f"leave it in BF16: {remedies.wide(tensor)}"
+        ),
+        "nothing was written to a cache",
+    )
+    return [
+        each
+        if each.module is None
+        else each.model_copy(
+            update={
+                "said": said(each.module),
+                "verdict": "watch" if each.verdict == "bad" and each.module not in cached else each.verdict,
+            }
+        )
+        for each in checks
+    ]
+
+
+def product_errors(parted: "Parted", terms: Mapping[str, int], remedies: Remedies) -> list[Check]:
+    """The error that each product makes by itself."""
+    values = [(name, parted.products[name].relative) for name in parted.products]
+    return graded(
+        "product_errors",
+        WHAT["product_errors"],
+        values,
+        limits.PRODUCT_ERROR,
+        share,
+        lambda name, value: remedies.better(name, terms[name]),
+        "no product runs in FP8",
+    )
+
+
+def hidden_states(
+    parted: "Parted", layers: "Layers | None", tensors: Sequence[Tensor], remedies: Remedies
+) -> list[Check]:
+    """The first layer whose hidden states part, and in it what errs most by itself; where none does, the worst.
+
+    `layers` None: the model is no chain of layers.
+    """
+    what = WHAT["hidden_states"]
+    if layers is None:
+        return [Check(check="hidden_states", verdict="unknown", what=what, said="the model is no chain of layers")]
+    values = [(index, parted.error(index)) for index in sorted(parted.errors)]
+    apart = next((found for found in values if not found[1] <= limits.HIDDEN_ERROR.watch), None)
+    layer, error = apart or max(values, key=lambda found: found[1])
+    cosine = parted.cosine(layer)
+    own = _own_errors(parted, tensors)
+    inside = {name: value for name, value in own.items() if layers.index(name) == layer}
+    culprit = max(inside, key=lambda name: inside[name], default=None)
+    module = f"{layers.prefix}.{layer}"
+    worst = max((value for _, value in values), key=lambda value: (value != value, value))
+    (check,) = graded(
+        "hidden_states",
+        what,
+        [(module, worst)],
+        limits.HIDDEN_ERROR,
+        lambda value: f"{share(error)}, cosine {cosine:.4f}{_further(layer, error, worst)}",
+        lambda name, value: remedies.better(culprit) if culprit else remedies.tune(),
+    )
+    depth = [AtDepth(module=f"{layers.prefix}.{index}", value=finite(value)) for index, value in values]
+    blamed = f"; in it {culprit} errs most by itself, by {share(inside[culprit])}" if apart and culprit else ""
+    return [check.model_copy(update={"value": finite(error), "said": check.said + blamed, "by_depth": depth})]
+
+
+def _further(layer: int, error: float, worst: float) -> str:
+    return f", {share(worst)} at the worst layer" if worst != error else ""
+
+
+def _own_errors(parted: "Parted", tensors: Sequence[Tensor]) -> dict[str, float]:
+    """What each product, and each tensor of the cache, errs by itself."""
+    cache = {tensor.name: relative_error(tensor) for tensor in tensors if tensor.name.endswith((".k", ".v"))}
+    return {name: sums.relative for name, sums in parted.products.items()} | cache
+
+
+def loops(found: "Loops | None", remedies: Remedies) -> Check:
+    """Whether FP8 falls into loops where BF16 does not; None where prompts and answers do not fit the model."""
+    if found is None:
+        return Check(check="loops", verdict="unknown", what=WHAT["loops"], said="the model has too few positions")
+    return Check(
+        check="loops",
+        verdict=found.verdict,
+        value=float(found.fp8),
+        what=WHAT["loops"],
+        said=f"{found.fp8} of {found.prompts}; BF16 alone after {found.bf16}, both after {found.both}",
+        remedy=None if found.verdict == "good" else remedies.tune(),
+    )

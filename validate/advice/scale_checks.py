@@ -1,0 +1,189 @@
+"""What the run's files tell without running a model: exact histograms at the scales that the checkpoint holds.
+
+The scales are read from `model/`, where every runtime takes them from, and not from `scales.json`: what that file says
+of a scale (its saturation, its SQNR) was written by whoever chose it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.measure.histogram import Histogram
+from ...calibrate.measure.statistics import Statistics
+from ...core.columns import magnitude, share
+from ...options import Clipping
+from ...quantize.codes.formats import E4M3, Grid
+from ...quantize.reading.run_checkpoint import stored_arrays
+from ...quantize.scales.clip import clip_mse, lost_share, saturation, scale_of, sqnr_db, underflow
+from ...quantize.scales.decisions import GRIDS, Scales, TensorScale, group_of
+from ...quantize.scales.delayed import largest_jump, measured
+from . import limits
+from .checkup import Check, graded
+from .findings import unmeasured
+from .remedies import Remedies
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor that has a scale: `name` that of its module (an input: the first of those that read it) or in the cache;
+    `scale` as the checkpoint has it, `chosen` as `scales.json` has it.
+    """
+
+    name: str
+    histogram: Histogram
+    amax_batches: npt.NDArray[np.float32]
+    chosen: TensorScale
+    scale: float
+
+    @property
+    def grid(self) -> Grid:
+        """The format of its values."""
+        return GRIDS[self.chosen.terms]
+
+    @property
+    def clips(self) -> bool:
+        """Whether values of the calibration text saturate."""
+        return self.histogram.amax > self.scale * self.grid.max
+
+
+def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[Tensor]:
+    """Every distinct tensor of `scales`, in the order of the model. Raises InputError where the checkpoint in
+    `directory` lacks a scale, or the statistics a tensor.
+    """
+    first = group_of(statistics.record.groups)
+    named = {f"{module}.input_scale": (module, chosen) for module, chosen in scales.activations.items()}
+    named |= {f"{name}_scale": (name, chosen) for name, chosen in scales.kv_cache.items()}
+    stored = stored_arrays(directory, list(named))
+    found: dict[str, Tensor] = {}
+    for key, (name, chosen) in named.items():
+        tensor = name if name in scales.kv_cache else f"{first.get(name, name)}.input"
+        if tensor not in statistics.tensors:
+            raise unmeasured(tensor)
+        seen, scale = statistics.tensors[tensor], float(stored[key][0])
+        # members of a group share a scale; where they do not, the least fitting one is judged
+        if tensor not in found or _distance(scale, chosen) > _distance(found[tensor].scale, chosen):
+            found[tensor] = Tensor(name, seen.histogram, seen.amax_batches, chosen, scale)
+    return sorted(found.values(), key=lambda tensor: in_order(tensor.name))
+
+
+def _distance(scale: float, chosen: TensorScale) -> float:
+    return abs(math.log2(scale / chosen.scale)) if scale > 0 else math.inf
+
+
+def in_order(name: str) -> list[tuple[bool, int, str]]:
+    """A key that sorts names as the model has its layers: 2 before 10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def stored_checks(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> list[Check]:
+    """All checks that need no model."""
+    return [
+        *_saturation(tensors, remedies),
+        *_fit(tensors, remedies),
+        *_underflow(tensors, remedies),
+        *_inverse(tensors, scales, remedies),
+        *_jumps(tensors, remedies),
+    ]
+
+
+def _narrow(tensors: Sequence[Tensor], remedies: Remedies) -> Callable[[str, float], str]:
+    """What helps a tensor whose scale is too small."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+
+    def remedy(name: str, value: float) -> str:
+        tensor = by_name[name]
+        if (
+            tensor.clips
+            and tensor.chosen.method.startswith("amax")
+            and tensor.scale * tensor.grid.max < tensor.chosen.clip
+        ):
+            return f"the scale is not that of its amax; {remedies.again()}"
+        if tensor.clips:
+            return remedies.scales("--method", "amax")
+        return remedies.scales("--method", "mse")
+
+    return remedy
+
+
+def _saturation(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+    values = [(tensor.name, saturation(tensor.histogram, tensor.grid, tensor.scale)) for tensor in tensors]
+    return graded(
+        "saturation", "share of values beyond the clip", values, limits.SATURATION, share, _narrow(tensors, remedies)
+    )
+
+
+def _fit(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+    return graded(
+        "scale",
+        "dB of signal to noise below the best scale",
+        [(tensor.name, db_lost(tensor)) for tensor in tensors],
+        limits.DB_LOST,
+        lambda value: f"{value:.1f} dB",
+        _narrow(tensors, remedies),
+    )
+
+
+def db_lost(tensor: Tensor) -> float:
+    """dB that the checkpoint's scale loses to the one of least squared error; 0 where either loses nothing."""
+    best = float(scale_of(clip_mse(tensor.histogram, tensor.grid, Clipping()), tensor.grid))
+    own, possible = (sqnr_db(tensor.histogram, tensor.grid, each) for each in (tensor.scale, best))
+    if own is None:
+        return 0.0
+    return math.inf if possible is None else max(possible - own, 0.0)
+
+
+def relative_error(tensor: Tensor) -> float:
+    """‖rounded - x‖ / ‖x‖ at the checkpoint's scale."""
+    return math.sqrt(lost_share(sqnr_db(tensor.histogram, tensor.grid, tensor.scale)))
+
+
+def _underflow(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+
+    def remedy(name: str, value: float) -> str:
+        tensor = by_name[name]
+        if tensor.scale * tensor.grid.max > 2 * tensor.histogram.amax:  # by more than rounding to a power of two
+            return remedies.scales("--margin", "0")
+        return f"a few huge values set its scale; {remedies.better(name, tensor.chosen.terms)}"
+
+    values = [(tensor.name, underflow(tensor.histogram, tensor.grid, tensor.scale)) for tensor in tensors]
+    return graded("underflow", "share of non-zero values that become zero", values, limits.UNDERFLOW, share, remedy)
+
+
+def _inverse(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> list[Check]:
+    """Scales that are so large that their reciprocal vanishes; of weights the largest channel's."""
+    largest: dict[str, float] = {}
+    for name, scale in [
+        *((tensor.name, tensor.scale) for tensor in tensors),
+        *((module, weight.scale_max) for module, weight in scales.weights.items()),
+    ]:
+        largest[name] = max(scale, largest.get(name, 0.0))
+    values = sorted(largest.items(), key=lambda named: in_order(named[0]))
+    checks = graded(
+        "inverse_scale",
+        "1 / scale",
+        values,
+        limits.SCALE,
+        lambda scale: f"{1 / scale:.3g}",
+        lambda name, scale: f"its values reach {magnitude(scale * E4M3.max)}; {remedies.wide(name)}",
+    )
+    return [each.model_copy(update={"value": each.value and 1 / each.value, "by_depth": []}) for each in checks]
+
+
+def _jumps(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+    values = [
+        (tensor.name, largest_jump(tensor.amax_batches)) for tensor in tensors if len(measured(tensor.amax_batches)) > 1
+    ]
+    return graded(
+        "amax_jumps",
+        "amax over the batch before's",
+        values,
+        limits.JUMP,
+        lambda value: f"{value:.3g}-fold",
+        lambda name, value: remedies.more_text(),
+        none="the calibration text was one batch; two are needed",
+    )

@@ -1,0 +1,104 @@
+"""What a model takes of memory where it is served, from the files of its run: arithmetic, told of as that.
+
+Weights are counted as they are stored, embeddings included; what a decode step reads is
+`quantize.scales.serving_cost`'s. Which cache a model keeps is told by the graph's inputs, so any architecture will do.
+Activations, the runtime's own memory and fragmentation are left out: the largest batch is an upper bound.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from onnx import TensorProto
+
+from ...core.files import read_document
+from ...core.headers import read_header
+from ...core.run import Run
+from ...export.onnx_file.loading import load_graph
+from ...options import Precision
+from ...quantize.reading.run_checkpoint import checkpoint_of, stored_tensors
+from ...quantize.scales.decisions import Scales, load_scales
+from ...quantize.scales.serving_cost import WIDE_BYTES, Cost, cost_of, largest_batch
+from ...serve.loop.sessions import PAST
+from .document import Capacity, Form
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """`weight_bytes`: all that is stored; `values`: numbers that the cache keeps of a position."""
+
+    weight_bytes: int
+    cost: Cost
+    values: int
+
+
+def footprint(run: Run, precision: Precision, vocabulary: int, weights: Sequence[Path] = ()) -> Footprint:
+    """Of the model in `run` of a precision; `weights`: the files of a BF16 model that lies elsewhere.
+
+    Raises InputError where a file of the run does not read.
+    """
+    directory = checkpoint_of(run, precision)
+    files = weights or sorted(directory.glob("*.safetensors"))
+    stored = [tensor for file in files for tensor in read_header(file).values()]
+    held = sum(WIDE_BYTES * prod(each.shape) if precision == "bf16" else each.end - each.start for each in stored)
+    past = cache_of(run.onnx)
+    cost = cost_of(product_shapes(run, vocabulary), {}, _scales(run, precision))
+    cache = sum(values * (1 if codes and precision == "fp8" else WIDE_BYTES) for values, codes in past)
+    return Footprint(held, replace(cost, cache_bytes=cache), sum(values for values, _ in past))
+
+
+def _scales(run: Run, precision: Precision) -> Scales | None:
+    if precision == "int8":
+        return read_document(checkpoint_of(run, precision) / run.scales.name, Scales)
+    return load_scales(run) if precision == "fp8" else None
+
+
+def cache_of(graph: Path) -> list[tuple[int, bool]]:
+    """Of each tensor of the cache that a graph takes, [batch, heads, capacity, size]: its values a position, and
+    whether they are FP8 codes.
+    """
+    found = []
+    for name, value in load_graph(graph).inputs.items():
+        if name.startswith(PAST):
+            tensor = value.type.tensor_type
+            _, heads, _, size = (dimension.dim_value for dimension in tensor.shape.dim)
+            found.append((heads * size, tensor.elem_type == TensorProto.FLOAT8E4M3FN))
+    return found
+
+
+def product_shapes(run: Run, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """The shape of the weight of every matrix product. A head whose weight is not stored is tied to the embeddings, of
+    `vocabulary` rows.
+    """
+    scales = load_scales(run)
+    where = stored_tensors(run.model)
+    stored = {
+        name: tensor.shape
+        for file in sorted({*where.values()})
+        for name, tensor in read_header(run.model / file).items()
+    }
+    tied = next((shape for shape in stored.values() if len(shape) == 2 and shape[0] == vocabulary), ())
+    shapes = {module: stored.get(f"{module}.weight", tied) for module in (*scales.weights, *scales.skipped)}
+    return {module: shape for module, shape in shapes.items() if shape}
+
+
+def capacities(found: Sequence[tuple[str, Footprint]], positions: int, memory: int) -> list[Capacity]:
+    """What fits into `memory` bytes of each model (its name, what it takes), in sequences of `positions`."""
+    first = found[0][1].cost.step_bytes(positions)
+    rows = []
+    for name, each in found:
+        cache: dict[Form, int] = {"bf16": WIDE_BYTES * each.values, "fp8": each.values}
+        rows.append(
+            Capacity(
+                variant=name,
+                weight_bytes=each.weight_bytes,
+                step_bytes=each.cost.step_bytes(positions),
+                improvement=first / each.cost.step_bytes(positions),
+                cache_bytes=cache,
+                largest_batch={
+                    form: largest_batch(memory, each.weight_bytes, positions * taken) for form, taken in cache.items()
+                },
+            )
+        )
+    return rows

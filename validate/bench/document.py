@@ -1,0 +1,115 @@
+"""`bench.json`: what answers took, on what and by which protocol, and what arithmetic says of memory; and its tables.
+
+Measured and computed stand apart. Times, memory and energy are of the runtime named. Capacity is arithmetic on the
+bytes of weights and cache, and holds for any runtime that keeps both as the run has them.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...core.columns import Column, Table, count, size
+from ...core.files import Strict
+
+#: How a quantity that was measured is written: four digits.
+DIGITS = "{:.4g}".format
+#: What the cache may be kept in.
+Form = Literal["bf16", "fp8"]
+
+
+class BenchProtocol(Strict):
+    """How it was measured; `emulated` where the runtime multiplies no FP8 codes, and so says nothing of FP8's speed."""
+
+    runtime: str
+    version: str = Field(description="of the runtime")
+    device: str
+    emulated: bool
+    tokens: int = Field(description="of each answer")
+    rounds: int = Field(description="answers timed of each variant and size")
+    positions: int = Field(description="of a sequence, for which capacity is computed")
+    memory_bytes: int = Field(description="which capacity is computed for")
+    method: str
+
+
+class BenchRow(Strict):
+    """One variant at one size; milliseconds, and quantiles of the time between two tokens."""
+
+    variant: str
+    batch: int
+    prompt: int = Field(description="tokens")
+    ttft_ms: float = Field(description="until every row had its first token; median of the answers")
+    itl_p50_ms: float
+    itl_p95_ms: float
+    itl_p99_ms: float
+    latency_ms: float = Field(description="of the whole answer; median")
+    tokens_per_second: float = Field(description="of all rows, over the latency")
+    memory_bytes: int = Field(description="that the variant took of the device or, on a CPU, of this process")
+    improvement: float | None = Field(
+        default=None, description="latency of the first variant over this one's; null where FP8 is emulated"
+    )
+    joules_per_token: float | None = None
+    cost_per_million_tokens: float | None = None
+
+
+class Capacity(Strict):
+    """Arithmetic on one variant: no runtime took part."""
+
+    variant: str
+    weight_bytes: int = Field(description="all weights, as they are stored")
+    step_bytes: int = Field(description="that a decode step of one sequence at its last position reads")
+    improvement: float = Field(description="the first variant's step_bytes over these: what decoding can gain at most")
+    cache_bytes: dict[Form, int] = Field(description="of a position, in either form")
+    largest_batch: dict[Form, int] = Field(description="sequences that fit beside the weights")
+
+
+class Bench(Strict):
+    """`bench.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    protocol: BenchProtocol
+    rows: list[BenchRow]
+    capacity: list[Capacity]
+
+
+def times(factor: float) -> str:
+    """A factor: `1.58×`."""
+    return f"{factor:.2f}×"
+
+
+def bench_table(rows: Sequence[BenchRow]) -> Table[BenchRow]:
+    """What was measured."""
+    columns = (
+        Column[BenchRow]("model", lambda row: row.variant, numeric=False),
+        Column[BenchRow]("batch", lambda row: row.batch, count),
+        Column[BenchRow]("prompt", lambda row: row.prompt, count),
+        Column[BenchRow]("first token, ms", lambda row: row.ttft_ms, DIGITS),
+        Column[BenchRow]("between tokens p50, ms", lambda row: row.itl_p50_ms, DIGITS),
+        Column[BenchRow]("p95", lambda row: row.itl_p95_ms, DIGITS),
+        Column[BenchRow]("p99", lambda row: row.itl_p99_ms, DIGITS),
+        Column[BenchRow]("latency, ms", lambda row: row.latency_ms, DIGITS),
+        Column[BenchRow]("tokens/s", lambda row: row.tokens_per_second, DIGITS),
+        Column[BenchRow]("memory", lambda row: row.memory_bytes, size),
+        Column[BenchRow]("improvement", lambda row: row.improvement, times),
+        Column[BenchRow]("J/token", lambda row: row.joules_per_token, DIGITS),
+        Column[BenchRow]("per million tokens", lambda row: row.cost_per_million_tokens, DIGITS),
+    )
+    return Table("Measured", rows, columns, "Nothing was measured: run `fp8q bench RUN`.")
+
+
+def capacity_table(found: Bench) -> Table[Capacity]:
+    """What was computed, for the memory and the sequences that its title names."""
+
+    def largest(form: Form) -> Column[Capacity]:
+        return Column(f"largest batch, {form.upper()} cache", lambda row: row.largest_batch[form], count)
+
+    columns: tuple[Column[Any], ...] = (
+        Column[Capacity]("model", lambda row: row.variant, numeric=False),
+        Column[Capacity]("weights", lambda row: row.weight_bytes, size),
+        Column[Capacity]("read by a decode step", lambda row: row.step_bytes, size),
+        Column[Capacity]("decoding at most", lambda row: row.improvement, times),
+        largest("bf16"),
+        largest("fp8"),
+    )
+    title = f"Arithmetic: {size(found.protocol.memory_bytes)}, sequences of {found.protocol.positions:,} positions"
+    return Table(title, found.capacity, columns, "Nothing was computed.")

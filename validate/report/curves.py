@@ -1,0 +1,179 @@
+"""The numbers behind the pictures: densities on the logarithm of the magnitude, where the error comes from, the loss
+along the window.
+
+A density per octave (share of the whole in a bar, divided by the bar's width in octaves) is what may be compared
+between bars of different widths, and areas under two such curves are shares of two wholes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...calibrate.measure.histogram import Histogram, magnitudes
+from ...quantize.codes.formats import E4M3, Format, TwoTerms
+
+Floats = npt.NDArray[np.float64]
+#: What values are rounded to: a code, or two.
+CodeGrid = Format | TwoTerms
+#: BF16 patterns in one bar of a histogram: an eighth of an octave, as wide as E4M3's steps.
+PATTERNS_A_BAR = 16
+#: The octaves of the code that a sparkline spans: E4M3 from below its smallest value to above its largest.
+SPARK_LEFT, SPARK_RIGHT = -12, 10
+#: What share of such intervals should hold the truth.
+CONFIDENCE = 0.95
+#: Windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s √((n - 1) / n),
+#: s by Student's t with n - 1 degrees of freedom, and holds the truth in 81 % of cases at n = 4, in 90 % at ten.
+LEAST_WINDOWS = 10
+
+
+def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Floats, Floats]:
+    """Bars of `patterns` BF16 patterns: their edges in octaves (log2 of the magnitude), float64 [bars + 1], and the
+    share of the values an octave, [bars].
+
+    The value zero has no octave and the subnormal numbers no place on such an axis: they are left out, but count among
+    the values.
+    """
+    values, counts = histogram.finite
+    kept = values >= np.finfo(np.float32).tiny
+    bars = histogram.bits[: len(values)][kept] // patterns
+    first, last = int(bars.min()), int(bars.max())
+    edges = np.log2(magnitudes(np.arange(first, last + 2) * patterns).astype(np.float64))
+    totals = np.bincount(bars - first, counts[kept].astype(np.float64), last - first + 1)
+    return edges, totals / counts.sum() / np.diff(edges)
+
+
+def errors(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """The (first) code that each finite pattern gets at `scale`, uint8 [patterns], and the squared error its values
+    add, float64 [patterns].
+    """
+    values, counts = histogram.finite
+    quotients = values / np.float32(scale)
+    codes = coded(grid).encode(quotients)
+    rounded = grid.round(quotients).astype(np.float64)
+    return codes, (values.astype(np.float64) - rounded * scale) ** 2 * counts
+
+
+def coded(grid: CodeGrid) -> Format:
+    """The format of the codes: of two terms, that of each."""
+    return grid.format if isinstance(grid, TwoTerms) else grid
+
+
+def error_density(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[Floats, Floats]:
+    """Where the squared error comes from: a bar for each (first) code but zero, as wide as what rounds to it; edges in
+    octaves and shares an octave.
+
+    What rounds to zero is left out, but counts in the whole. The last bar reaches to amax, so that it holds what
+    saturation adds.
+    """
+    codes, error = errors(histogram, scale, grid)
+    midpoints = coded(grid).midpoints.astype(np.float64)
+    edges = np.log2(np.append(scale * midpoints, max(histogram.amax, scale * grid.max)))
+    totals = np.bincount(codes, error, len(midpoints) + 1)[1:]
+    return edges, totals / (error.sum() or 1.0) / np.diff(edges)
+
+
+@dataclass(frozen=True)
+class ErrorShares:
+    """Fractions of the squared error made by values beyond the clip, by values that round to zero, and by rounding in
+    between.
+    """
+
+    saturation: float
+    underflow: float
+    rounding: float
+
+
+def error_shares(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> ErrorShares:
+    """Split the squared error at `scale` by its cause; without any error all shares are zero."""
+    _, error = errors(histogram, scale, grid)
+    values, total = histogram.finite[0], float(error.sum()) or 1.0
+    beyond, zeroed = values > scale * grid.max, values <= np.float64(scale) * grid.midpoints[0]
+    return ErrorShares(
+        float(error[beyond].sum()) / total,
+        float(error[zeroed].sum()) / total,
+        float(error[~beyond & ~zeroed].sum()) / total,
+    )
+
+
+def rounding_alone_db(format: Format = E4M3) -> float:
+    """Signal to noise, in dB, of values spread evenly over the logarithm, without saturation and underflow: what the
+    mantissa alone allows.
+
+    In an octave [1, 2) with density 1/(x ln 2) the mean square is 3/(2 ln 2); rounding to steps of 2^-m adds 2^-2m/12.
+    """
+    return float(10 * np.log10(18 / np.log(2) * 4.0**format.mantissa_bits))
+
+
+def sparkline(histogram: Histogram, scale: float) -> str:
+    """The SVG path of a word-sized histogram, in octaves of the code (|x| / scale) from `SPARK_LEFT` to `SPARK_RIGHT`,
+    one unit high.
+
+    Every tensor is drawn on the same axis, so that a column of them shows who leaves the format's range unused.
+    """
+    edges, heights = density(histogram, 4 * PATTERNS_A_BAR)
+    x = np.clip(edges - np.log2(scale), SPARK_LEFT, SPARK_RIGHT)
+    y = 1 - heights / heights.max()
+    steps = "".join(
+        f"V{height:.2f}H{right:.1f}" for height, left, right in zip(y, x[:-1], x[1:], strict=True) if right > left
+    )
+    return f"M{x[0]:.1f} 1{steps}V1Z"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity along the window: float64 [spans] each; `low` and `high` two standard errors away, NaN where one
+    window is all there is.
+    """
+
+    position: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+
+
+def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
+    """Mean of `values` [windows, context] (NaN: not scored) in `spans` equal spans of positions, those without a scored
+    token left out.
+
+    Tokens of one window are not independent, so the standard error is that of the windows' own means.
+    """
+    scored = ~np.isnan(values)
+    kept = [span for span in np.array_split(np.arange(values.shape[1]), spans) if scored[:, span].any()]
+    means, standard_errors = np.full(len(kept), np.nan), np.full(len(kept), np.nan)
+    for i, span in enumerate(kept):
+        inside = values[scored[:, span].any(axis=1)][:, span].astype(np.float64)
+        means[i] = np.nanmean(inside)
+        if len(inside) > 1:
+            standard_errors[i] = np.nanmean(inside, axis=1).std(ddof=1) / np.sqrt(len(inside))
+    return Curve(
+        np.array([span.mean() for span in kept]), means, means - 2 * standard_errors, means + 2 * standard_errors
+    )
+
+
+def paired(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+    """The windows in which both have a scored token."""
+    return np.flatnonzero((~np.isnan(base) & ~np.isnan(other)).any(axis=1))
+
+
+def increase_interval(
+    base: npt.NDArray[np.float32], other: npt.NDArray[np.float32], resamples: int = 2000
+) -> tuple[float | None, float | None]:
+    """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows,
+    context], nats, NaN: not scored.
+
+    The tokens of a window are not independent of each other, so whole windows are drawn again (bootstrap, percentile
+    method; Efron 1979). The pairing takes out what makes a text hard, which is a hundred times what FP8 adds. No
+    interval (None) below `LEAST_WINDOWS` windows that both have.
+    """
+    windows = paired(base, other)
+    if len(windows) < LEAST_WINDOWS:
+        return None, None
+    base, other = base[windows], other[windows]
+    scored = ~np.isnan(base) & ~np.isnan(other)
+    difference = np.where(scored, other.astype(np.float64) - base, 0).sum(axis=1)
+    tokens, count = scored.sum(axis=1), len(windows)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), resamples)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(np.expm1(drawn @ difference / np.maximum(drawn @ tokens, 1)), [tail, 1 - tail])
+    return float(low), float(high)

@@ -1,0 +1,134 @@
+"""The pictures of where the loss is made: the KL that each layer causes, from `sensitivity.json`; the KL along the
+window, token by token; and what less of it would cost, from `tune.json`.
+
+Colours and sizes are those of `plots`.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.columns import nats
+from .curves import along_window
+from .plots import BLUE, GREEN, MUTED, SERIES, VERMILLION, WIDE, Plot, figure_of, integers, name_lines, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..sensitivity.document import Loss
+    from ..tuning.document import Point, Tuning
+
+#: What each part of a bar is of, from the axis outwards.
+KINDS = {"activation": (BLUE, "activations"), "weight": (VERMILLION, "weights"), "kv_cache": (GREEN, "cache")}
+
+
+def by_layer(losses: "Sequence[Loss]") -> dict[str, dict[int, float]]:
+    """Kind -> layer -> nats, summed over its tensors; what belongs to no layer is left out."""
+    found: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
+    for loss in losses:
+        layer = re.search(r"\.(\d+)\.", loss.module)
+        if layer:
+            own = found[loss.kind]
+            own[int(layer[1])] = own.get(int(layer[1]), 0.0) + loss.kl_nats
+    return {kind: layers for kind, layers in found.items() if layers}
+
+
+def loss_plot(losses: "Sequence[Loss]") -> Plot:
+    """The KL of every layer of `losses` (worst first, at least one in a layer), by what is quantized there."""
+    found = by_layer(losses)
+    layers = sorted({layer for own in found.values() for layer in own})
+
+    def draw(width: float) -> "Figure":
+        figure = figure_of(width, 2.6)
+        axes = figure.add_subplot()
+        bottom = dict.fromkeys(layers, 0.0)
+        for kind, own in found.items():
+            heights = [own.get(layer, 0.0) for layer in layers]
+            axes.bar(layers, heights, bottom=[bottom[layer] for layer in layers], color=KINDS[kind][0], width=0.8)
+            bottom = {layer: bottom[layer] + height for layer, height in zip(layers, heights, strict=True)}
+        axes.set_xlim(layers[0] - 0.6, layers[-1] + 0.6)
+        for number, kind in enumerate(reversed(list(found))):
+            color, name = KINDS[kind]
+            axes.annotate(name, (1.01, 0.9 - 0.12 * number), xycoords="axes fraction", color=color, fontsize=8)
+        axes.xaxis.set_major_locator(integers())
+        axes.set_xlabel("layer", color=MUTED)
+        axes.set_ylabel("KL alone, nats")
+        return figure
+
+    caption = (
+        "The KL that each tensor causes when it alone is quantized, summed over each layer’s. The worst is "
+        f"{_named(losses[0])}, {nats(losses[0].kl_nats)} nats."
+    )
+    return plot("Loss of every layer", caption, draw)
+
+
+def _named(loss: "Loss") -> str:
+    """A tensor in a sentence."""
+    return (
+        loss.module if loss.kind == "kv_cache" else f"the {loss.kind.replace('activation', 'input')} of {loss.module}"
+    )
+
+
+def divergence_plot(kl: Mapping[str, npt.NDArray[np.float32]]) -> Plot:
+    """KL from BF16 along the window in every runtime of `kl`, float32 [windows, context], nats, NaN: not scored."""
+    spans = max(1, min(32, next(iter(kl.values())).shape[1] // 8))
+    curves = {name: along_window(values, spans) for name, values in kl.items()}
+    colors = dict(zip(kl, itertools.cycle(SERIES), strict=False))
+
+    def draw(width: float) -> "Figure":
+        figure = figure_of(width, 2.6)
+        axes = figure.add_subplot()
+        for name, curve in curves.items():
+            axes.fill_between(curve.position, curve.low, curve.high, color=colors[name], alpha=0.15, linewidth=0)
+            axes.plot(curve.position, curve.mean, color=colors[name])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("position in the window", color=MUTED)
+        axes.set_ylabel("KL from BF16, nats")
+        name_lines(axes, {name: (float(curve.mean[-1]), colors[name]) for name, curve in curves.items()})
+        return figure
+
+    caption = (
+        "How far each runtime’s next-token distribution is from BF16’s, at each part of the window, with two standard "
+        "errors. A line that rises to the right is an error that builds up in the cache."
+    )
+    return plot("KL along the window", caption, draw)
+
+
+def frontier_plot(tuning: "Tuning") -> Plot:
+    """KL against what it costs: operations of a prompt, and bytes of weights."""
+
+    def memory(point: "Point") -> float:
+        return point.weight_bytes / tuning.run.weight_bytes
+
+    def prefill(point: "Point") -> float:
+        return point.prefill_flops_ratio
+
+    panels = {"operations of a prompt": prefill, "bytes of weights over the run’s": memory}
+    marked = {"the run": (tuning.run, VERMILLION)} | ({"chosen": (tuning.chosen, GREEN)} if tuning.chosen else {})
+
+    def draw(width: float) -> "Figure":
+        wide = width == WIDE
+        figure = figure_of(width, 2.8 if wide else 5.0)
+        drawn = figure.subplots(*((1, 2) if wide else (2, 1)), sharey=wide, squeeze=False)
+        for axes, (title, cost) in zip(drawn.flat, panels.items(), strict=True):
+            steps = sorted(tuning.frontier, key=cost)
+            axes.plot([cost(step) for step in steps], [step.kl_nats for step in steps], "o", color=BLUE, markersize=3)
+            for name, (point, color) in marked.items():
+                axes.plot([cost(point)], [point.kl_nats], "o", color=color, markersize=5)
+                axes.annotate(
+                    name, (cost(point), point.kl_nats), xytext=(5, 3), textcoords="offset points", color=color
+                )
+            axes.set_yscale("log")
+            axes.set_xlabel(title, color=MUTED)
+        figure.axes[0].set_ylabel("KL, nats")
+        return figure
+
+    caption = (
+        "What less loss costs: each point is a mix of one term, two terms and BF16, of rounding and of the cache’s "
+        "form, that nothing cheaper betters, as predicted; the run and what was chosen are measured."
+    )
+    return plot("Loss against cost", caption, draw)

@@ -1,0 +1,251 @@
+"""`report.html` and `report.ipynb`: the run, to show to somebody.
+
+Both say the same from the same rows and plots. The page is one file that asks the network for nothing (its own content
+security policy forbids it to), opens from disk, and reads on paper, on a phone and in the dark. The notebook is
+`notebooks/accuracy_report.ipynb`, executed inside the run by the interpreter that runs fp8q. A part whose stage has not
+run yet says which command to run.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...calibrate.measure.statistics import load_statistics
+from ...core.columns import Table
+from ...core.errors import BackendError
+from ...core.files import replacing
+from ...core.reporter import Reporter
+from ...core.run import Run
+from ...options import WITHOUT_FP8
+from ...quantize.codes.formats import E4M3
+from ...quantize.scales.decisions import load_scales
+from ..accuracy.continuations import Continuations, load_continuations
+from ..accuracy.document import Protocol, load_accuracy, load_divergences, load_tokens
+from ..advice import certificate as certificates
+from ..advice.certificate import Certificate
+from ..advice.expert_coverage import expert_rows, expert_table
+from . import curves, run_comparison, tables, token_frequency
+from . import rows as run_rows
+from .notebook import execute
+from .rows import AccuracyRow, EngineRow, ModuleRow
+from .verdict import Standing, Verdict, next_steps, step_table, verdict
+
+if TYPE_CHECKING:
+    from ..sensitivity.document import Loss
+    from ..tuning.document import Tuning
+    from .plots import Plot
+
+#: What the extra `report` brings, by the names they are imported under.
+REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "accuracy_report.ipynb"
+#: The axis of the sparklines, in octaves of the code: where it starts, how long it is, and what E4M3 holds of it.
+SPARK = {
+    "left": curves.SPARK_LEFT,
+    "width": curves.SPARK_RIGHT - curves.SPARK_LEFT,
+    "floor": math.log2(E4M3.midpoints[0]),
+    "ceiling": math.log2(E4M3.max),
+}
+#: Tensors whose loss is listed.
+WORST = 12
+NOT_LOCATED = "Not known yet: run `fp8q sensitivity RUN`."
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
+    """Write `report.html` and `report.ipynb` of `run`, beside `others`; returns both paths.
+
+    Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no
+    scales yet or a file of it was changed.
+    """
+    for module in REPORT_MODULES:
+        if find_spec(module) is None:
+            raise BackendError(
+                f"{module} is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
+            )
+    with report.track("Writing the report", 2, "files") as advance:
+        page = render(run, others)
+        with replacing(run.report_html) as partial:
+            partial.write_text(page, encoding="utf-8")
+        advance(1)
+        notebook = execute(
+            NOTEBOOK, run.root, {"RUN": ".", "COMPARE": [os.path.relpath(other.root, run.root) for other in others]}
+        )
+        with replacing(run.report_ipynb) as partial:
+            partial.write_text(notebook, encoding="utf-8")
+        advance(1)
+    return [run.report_html, run.report_ipynb]
+
+
+def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
+    """The tables of the report: `next`, `accuracy`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`,
+    `engines`, `modules`, `kept`, `experts`, `certificate`, `facts`, `stages`, `notes`.
+
+    Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
+    """
+    modules, stages = run_rows.module_rows(run), run_rows.stage_rows(run)
+    found, statistics = report_verdict(run), load_statistics(run)
+    return {
+        "next": step_table(next_steps(found, standing(run))),
+        "accuracy": tables.accuracy_table([*run_rows.accuracy_rows(run), *run_rows.adapter_rows(run)]),
+        "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
+        "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
+        "loss": replace(tables.loss_table(losses(run)[:WORST]), missing=NOT_LOCATED),
+        "sizes": tables.size_table(run_rows.size_rows(run)),
+        "engines": tables.engine_table(run_rows.engine_rows(run)),
+        "modules": tables.module_table(modules),
+        "kept": tables.kept_table(modules),
+        "experts": expert_table(expert_rows(statistics, load_scales(run)), bool(statistics.record.all_experts)),
+        "certificate": certificates.record_table(certificate(run)),
+        "facts": tables.fact_table(run_rows.fact_rows(run)),
+        "stages": tables.stage_table(stages),
+        "notes": tables.note_table(stages),
+    }
+
+
+def losses(run: Run) -> "list[Loss]":
+    """What each tensor costs alone, worst first; nothing where that is not known of the files that are here now."""
+    from ..sensitivity.document import load_sensitivity
+
+    return load_sensitivity(run).modules if run_rows.wrote(run, run.sensitivity, "sensitivity") else []
+
+
+def report_plots(run: Run) -> "dict[str, Plot]":
+    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `loss`
+    where it was located, `frontier` where it was tuned, `positions` and `divergence` where the run was evaluated.
+    """
+    from ..tuning.document import load_tuning
+    from . import loss_plots, plots
+
+    rows = [row for row in run_rows.module_rows(run) if row.scale is not None]
+    drawn: dict[str, Plot] = {}
+    if rows:
+        worst = plots.noisiest(rows)
+        drawn["histogram"] = plots.histogram_plot(worst, load_statistics(run).tensors[str(worst.tensor)].histogram)
+        drawn["layers"] = plots.layer_plot(rows)
+    if loss_plots.by_layer(located := losses(run)):
+        drawn["loss"] = loss_plots.loss_plot(located)
+    if run_rows.wrote(run, run.tuning, "tune"):
+        drawn["frontier"] = loss_plots.frontier_plot(load_tuning(run))
+    if run_rows.wrote(run, run.tokens, "validate"):
+        if kl := load_divergences(run):
+            drawn["divergence"] = loss_plots.divergence_plot(kl)
+        sampled = {row.runtime for row in run_rows.accuracy_rows(run) if row.tokens is not None}
+        nll = {name: values for name, values in load_tokens(run).items() if name not in sampled}
+        drawn["positions"] = plots.position_plot(nll)
+    return drawn
+
+
+def report_verdict(run: Run) -> Verdict:
+    """Is the model of `run` still the same?"""
+    return verdict(run_rows.accuracy_rows(run))
+
+
+def report_continuations(run: Run) -> Continuations:
+    """What both models write after the same words; nothing where that was not done with the files that are here now."""
+    if run_rows.wrote(run, run.continuations, "continue"):
+        return load_continuations(run)
+    return Continuations(tokens=0, continuations=[])
+
+
+def render(run: Run, others: Sequence[Run] = ()) -> str:
+    """The page, HTML."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    contents = report_tables(run, others)
+    statistics, modules = load_statistics(run), contents["modules"].rows
+    seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
+    drawn = {row.tensor: row.scale for row in modules if row.tensor in seen}
+    sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
+    return template.render(
+        model=statistics.record.model,
+        tables=contents,
+        plots=report_plots(run),
+        sparklines=sparklines,
+        spark=SPARK,
+        verdict=report_verdict(run),
+        summary=summary(contents["accuracy"].rows, modules, contents["kept"].rows),
+        continuations=report_continuations(run).continuations,
+        protocol=protocol(run),
+        engines=engines(contents["engines"].rows),
+        certificate=certificate(run),
+    )
+
+
+def certificate(run: Run) -> Certificate:
+    """Whether the run's calibration text was enough."""
+    return certificates.certificate(load_statistics(run), load_scales(run))
+
+
+def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
+    """What runs in FP8, and what that makes of the perplexity, in two sentences."""
+    products = sum(row.kind == "product" for row in modules)
+    done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
+        ", keys and values are cached in FP8." if len(modules) > products else "."
+    )
+    whole = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.tokens is None]
+    compared = [row for row in whole if row.perplexity_increase is not None]
+    base = next((row for row in accuracy if row.runtime == "bf16"), None)
+    if not compared or base is None:
+        return f"{done} What that costs has not been evaluated yet."
+    worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
+    which = f"{worst.runtime}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.runtime
+    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {worst.perplexity:.4f} in FP8 ({which})."
+
+
+def standing(run: Run) -> Standing:
+    """Which results of the files that are here now the run has."""
+    from ..tuning.document import load_tuning
+
+    def fresh(stage: str) -> bool:
+        return stage in run.record().stages and not run.is_stale(stage)
+
+    return Standing(
+        "RUN",
+        located=fresh("sensitivity"),
+        tuned=tuned_for(load_tuning(run)) if fresh("tune") else None,
+        engine=fresh("build-engine"),
+        repository=fresh("triton"),
+    )
+
+
+def tuned_for(tuning: "Tuning") -> str | None:
+    """The budget that was given to `fp8q tune`, as its option; None where what was chosen does not meet it."""
+    if not tuning.met:
+        return None
+    if tuning.max_kl is not None:
+        return f"--max-kl {tuning.max_kl:g}"
+    return f"--max-ppl-increase {100 * (tuning.max_ppl_increase or 0.0):g}%"
+
+
+def protocol(run: Run) -> Protocol | None:
+    """How the run was evaluated; None where it was not."""
+    return load_accuracy(run).protocol if run_rows.wrote(run, run.accuracy, "validate") else None
+
+
+def engines(built: Sequence[EngineRow]) -> str:
+    """What the FP8 engines prove, in a sentence; empty where there are none."""
+    rows = [row for row in built if row.precision == "fp8"]
+    if not rows:
+        return ""
+    outdated = [row.target for row in rows if row.evidence == "outdated"]
+    unproven = [row.target for row in rows if row.fp8_products is None]
+    short = [row.target for row in rows if row.wide]
+    if outdated:
+        return (
+            f"What runs in FP8 is not said of {', '.join(outdated)}: the engine was built from other files than the "
+            "run has now; run `fp8q build-engine RUN` again."
+        )
+    if unproven:
+        return f"What runs in FP8 cannot be told for {', '.join(unproven)}: the engine could not be read."
+    if short:
+        return f"Some promised products ran wider on {', '.join(short)}; the table names them."
+    return (
+        f"Every promised product takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read "
+        "from the engines themselves."
+    )

@@ -1,0 +1,405 @@
+"""What a run holds, as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers
+from.
+
+Pure functions of the run's files, read without torch. What a stage has not written yet gives no rows; a file that is
+not the one its stage wrote is refused. A quantity that does not apply is None, never zero.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from ...calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
+from ...core.headers import read_header
+from ...core.record import FP8_STAGES
+from ...core.run import Run
+from ...export.engine.info import engine_stage, load_engines
+from ...options import Precision
+from ...quantize.codes.formats import CODE_DTYPE
+from ...quantize.scales.decisions import INHERITED, TensorScale, WeightScales, group_of, load_scales
+from ..accuracy.document import load_accuracy, load_tokens
+from ..advice.findings import converged_after, outlier_channels
+from .curves import increase_interval, paired
+
+#: What the cache is, by the parts of it that are codes.
+CACHES = {
+    "": "not quantized",
+    "v": "values in E4M3, a scale per layer; keys not quantized",
+    "kv": "E4M3, K and V a scale each per layer",
+}
+#: What to call a precision beside FP8, which needs no name.
+PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
+
+
+def layer_of(module: str) -> int | None:
+    """Index of the decoder layer that a module is in: the first number in its name."""
+    return next((int(part) for part in module.split(".") if part.isdigit()), None)
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A matrix product or one tensor of the FP8 cache.
+
+    Shares are fractions; what stays in BF16 has a `reason` and no scale. Of what has one, decibels are None where
+    nothing is lost.
+    """
+
+    module: str
+    kind: Literal["product", "cache"]
+    tensor: str | None = None
+    amax: float | None = None
+    clip: float | None = None
+    scale: float | None = None
+    terms: int | None = None
+    saturation: float | None = None
+    underflow: float | None = None
+    sqnr_db: float | None = None
+    sqnr_best_db: float | None = None
+    outlier_channels: int | None = None
+    largest_channel: float | None = None
+    converged_after: float | None = None
+    weight_sqnr_db: float | None = None
+    weight_scale_min: float | None = None
+    weight_scale_max: float | None = None
+    reason: str | None = None
+    value: float | None = None
+    samples: int | None = None
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer's index."""
+        return layer_of(self.module)
+
+    @property
+    def kind_of_module(self) -> str:
+        """The last part of the name, which every layer repeats: `q_proj`, `k cache`."""
+        return self.module.rpartition(".")[2] + (" cache" if self.kind == "cache" else "")
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the
+    products of one that is no FP8.
+
+    Of one that was built from other files than the run has now (`evidence` is `outdated`) nothing is said.
+    """
+
+    runtime: str
+    version: str
+    target: str
+    bytes: int
+    promised_products: int | None
+    fp8_products: int | None
+    wide: tuple[str, ...]
+    evidence: str
+    build_seconds: float
+    precision: Precision = "fp8"
+    ran: str | None = None
+    adapter: str | None = None
+
+    @property
+    def file(self) -> str:
+        """The engine's file, in the run."""
+        if self.adapter:
+            return f"engines/adapters/{self.adapter}/{self.target}.plan"
+        return f"engines/{'' if self.precision == 'fp8' else f'{self.precision}/'}{self.target}.plan"
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
+
+    Shares are fractions. `windows`: how many the interval is of, None in BF16's own row; where they are too few there
+    is no interval. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums in
+    FP32.
+    """
+
+    runtime: str
+    perplexity: float
+    nll_nats: float
+    perplexity_increase: float | None = None
+    increase_low: float | None = None
+    increase_high: float | None = None
+    windows: int | None = None
+    kl_mean_nats: float | None = None
+    kl_p99_nats: float | None = None
+    top1_agreement: float | None = None
+    top5_agreement: float | None = None
+    kl_fp32_nats: float | None = None
+    tokens: int | None = None
+    kl_sums_nats: float | None = None
+
+
+#: What a row has of `accuracy.json`.
+NUMBERS = {field.name for field in fields(AccuracyRow)}
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A file, or files, of the run and their bytes, as a share of the BF16 weights where they hold the weights."""
+
+    what: str
+    path: str | None
+    bytes: int
+    share_of_bf16: float | None = None
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """What one stage took, and what it had to say."""
+
+    stage: str
+    seconds: float
+    peak_memory_bytes: int
+    version: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FactRow:
+    """One line of where the numbers come from."""
+
+    what: str
+    value: str
+
+
+def wrote(run: Run, path: Path, stage: str) -> bool:
+    """Whether `stage` has finished on the files that are in the run now, and `path` is still there."""
+    return stage in run.record().stages and path.is_file() and not run.is_stale(stage)
+
+
+def module_rows(run: Run) -> list[ModuleRow]:
+    """Every matrix product, FP8 first, then those that stay in BF16, then the tensors of an FP8 cache.
+
+    Raises InputError where `scales.json` or the statistics are missing or not what `fp8q calibrate` wrote.
+    """
+    scales, statistics = load_scales(run), load_statistics(run)
+    first = group_of(statistics.record.groups)
+    tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.weights}
+    rows = [
+        _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module])
+        for module, name in tensor_of.items()
+    ]
+    rows += [
+        ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples)
+        for module, kept in scales.skipped.items()
+    ]
+    rows += [_fp8(name, "cache", name, scale, statistics.tensors.get(name)) for name, scale in scales.kv_cache.items()]
+    return rows
+
+
+def wide_cache_rows(statistics: Statistics, prospective: Mapping[str, TensorScale]) -> list[ModuleRow]:
+    """The tensors of the cache that stay in BF16, at the `prospective` scales that they would have."""
+    return [_fp8(name, "cache", name, scale, statistics.tensors[name]) for name, scale in prospective.items()]
+
+
+def _fp8(
+    module: str,
+    kind: Literal["product", "cache"],
+    tensor: str,
+    scale: TensorScale,
+    measured: TensorStatistics | None,
+    weight: WeightScales | None = None,
+) -> ModuleRow:
+    outliers, largest = outlier_channels(measured.amax_channels) if measured else (None, None)
+    return ModuleRow(
+        module,
+        kind,
+        tensor,
+        amax=scale.amax,
+        clip=scale.clip,
+        scale=scale.scale,
+        terms=scale.terms,
+        saturation=scale.saturation,
+        underflow=scale.underflow,
+        sqnr_db=scale.sqnr_db,
+        sqnr_best_db=scale.sqnr_best_db,
+        outlier_channels=outliers,
+        largest_channel=largest,
+        converged_after=converged_after(measured.amax_batches) if measured else None,
+        weight_sqnr_db=weight.sqnr_db if weight else None,
+        weight_scale_min=weight.scale_min if weight else None,
+        weight_scale_max=weight.scale_max if weight else None,
+        samples=measured.histogram.samples if measured else None,
+    )
+
+
+def engine_rows(run: Run) -> list[EngineRow]:
+    """Every engine that was built, FP8 first, by target; what could not be read from one is None."""
+    kinds: list[tuple[Precision, str | None]] = [(precision, None) for precision in get_args(Precision)]
+    with_adapter = engine_stage("fp8", "{}").partition("{}")[0]
+    kinds += [("fp8", name.removeprefix(with_adapter)) for name in run.record().stages if name.startswith(with_adapter)]
+    return [row for precision, adapter in kinds for row in _engine_rows(run, precision, adapter)]
+
+
+def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[EngineRow]:
+    built = engine_stage(precision, adapter) in run.record().stages
+    found = load_engines(run, precision, adapter) if built else []
+    if found and outdated(run, precision, adapter):
+        return [
+            EngineRow(
+                info.runtime,
+                info.version,
+                info.target,
+                info.bytes,
+                None,
+                None,
+                (),
+                "outdated",
+                info.build_seconds,
+                precision,
+                adapter=adapter,
+            )
+            for info in found
+        ]
+    return [
+        EngineRow(
+            runtime=info.runtime,
+            version=info.version,
+            target=info.target,
+            bytes=info.bytes,
+            promised_products=info.promised_products or None,
+            fp8_products=None if info.evidence == "unknown" or not info.promised_products else info.fp8_products,
+            wide=() if info.evidence == "unknown" else tuple(info.wide_products),
+            evidence=info.evidence,
+            build_seconds=info.build_seconds,
+            precision=precision,
+            adapter=adapter,
+            ran=None if info.ran is None else ", ".join(f"{number} {types}" for types, number in info.ran.items()),
+        )
+        for info in found
+    ]
+
+
+def outdated(run: Run, precision: Precision, adapter: str | None = None) -> bool:
+    """Whether the engines of a precision, or with an adapter, were built from other files than the run has now, or from
+    files that are themselves of others.
+    """
+    stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"])]
+    stages.append(engine_stage(precision, adapter))
+    return any(run.is_stale(stage) for stage in stages if stage in run.record().stages)
+
+
+def accuracy_rows(run: Run) -> list[AccuracyRow]:
+    """Every runtime that was evaluated, BF16 first; the interval of the increase is found from the paired tokens."""
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    accuracy, nll = load_accuracy(run), load_tokens(run)
+    rows = []
+    for name, found in accuracy.runtimes.items():
+        low, high, windows = None, None, None
+        if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
+            low, high = increase_interval(nll["bf16"], nll[name])
+            windows = len(paired(nll["bf16"], nll[name]))
+        numbers = found.model_dump(include=NUMBERS)
+        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
+    return sorted(rows, key=lambda row: row.runtime != "bf16")
+
+
+def adapter_rows(run: Run) -> list[AccuracyRow]:
+    """The same with each adapter on, against BF16 with it; no interval, since the losses of tokens are not kept."""
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    return [
+        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS))
+        for what, beside in load_accuracy(run).each()[1:]
+        for name, found in beside.runtimes.items()
+    ]
+
+
+def size_rows(run: Run) -> list[SizeRow]:
+    """What the weights take: in BF16, in the FP8 checkpoint, in the graphs beside it, in each engine."""
+    shards = sorted(run.model.glob("*.safetensors"))
+    if not shards:
+        return []
+    bf16 = sum(map(bf16_bytes, shards))
+    held = sum(path.stat().st_size for path in shards)
+    rows = [
+        SizeRow("weights in BF16", None, bf16, 1.0),
+        SizeRow("FP8 checkpoint", "model/*.safetensors", held, held / bf16),
+    ]
+    rows += [
+        SizeRow(what, f"model/{path.name}", path.stat().st_size)
+        for path, what in _graphs(run).items()
+        if path.is_file()
+    ]
+    rows += [
+        SizeRow(
+            f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(),
+            engine.file,
+            engine.bytes,
+            engine.bytes / bf16,
+        )
+        for engine in engine_rows(run)
+    ]
+    return rows
+
+
+def _graphs(run: Run) -> dict[Path, str]:
+    return {
+        run.onnx: "ONNX graph; its weights are the checkpoint’s",
+        run.onnx_fp32: "the same graph, computing in FP32",
+    }
+
+
+def bf16_bytes(shard: Path) -> int:
+    """What the tensors of a safetensors file of an FP8 checkpoint take in the BF16 model: codes doubled, scales left
+    out. Reads the header alone.
+    """
+    return sum(
+        (at.end - at.start) * (2 if at.dtype == CODE_DTYPE else 1)
+        for name, at in read_header(shard).items()
+        if not name.endswith("_scale")
+    )
+
+
+def stage_rows(run: Run) -> list[StageRow]:
+    """Every finished stage but the report itself, in the order of work."""
+    return [
+        StageRow(name, record.seconds, record.peak_memory_bytes, record.version, tuple(record.notes))
+        for name, record in run.record().stages.items()
+        if name != "report"
+    ]
+
+
+def fact_rows(run: Run) -> list[FactRow]:
+    """Where the numbers come from: model, data, choices, versions."""
+    measured = load_record(run)
+    model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
+    weights = {weight.method for weight in scales.weights.values()}
+    clips = {scale.method for scale in scales.activations.values()}
+    texts = corpus.sources or []
+    facts = {
+        "model": f"{model.name}{f', revision {model.revision}' if model.revision else ''} ({model.architecture})",
+        "model's SHA-256": model.fingerprint,
+        **_adapters(run.record().model.get("adapter"), model.adapters),
+        "calibration text": corpus.name
+        if len(texts) < 2
+        else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
+        "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
+        "its SHA-256": corpus.fingerprint,
+        "weights": f"{scales.format.upper()}, a scale per output channel, {_chosen(weights)}",
+        "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}",
+        "KV cache": CACHES[scales.cache_parts],
+        "libraries": ", ".join(
+            f"{name} {version}"
+            for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()
+        ),
+    }
+    return [FactRow(what, value) for what, value in facts.items()]
+
+
+def _adapters(merged: str | None, beside: Mapping[str, str] | None) -> dict[str, str]:
+    """Which adapters are in the weights, or beside them; nothing where there are none."""
+    if merged is not None:
+        return {"adapter": f"{Path(merged).name}, merged into the weights"}
+    return {"adapters": f"{', '.join(beside)}, beside the model"} if beside else {}
+
+
+def _chosen(methods: Collection[str]) -> str:
+    """What chose scales: `by amax`, `inherited` from an FP8 checkpoint, or both."""
+    chosen = " and ".join(sorted(set(methods) - {INHERITED}))
+    if INHERITED not in methods:
+        return f"by {chosen}"
+    return f"{INHERITED} or by {chosen}" if chosen else INHERITED

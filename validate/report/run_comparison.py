@@ -1,0 +1,127 @@
+"""Runs side by side: how each was quantized, what it loses, what it takes, and how it differs from the first.
+
+Perplexities of two runs are compared only where both are of the same tokens in the same windows; then token by token,
+as each is with BF16.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.columns import Column, Table, count, increase, nats, share, size
+from ...core.run import Run
+from ...quantize.scales.decisions import Scales, load_scales
+from ..accuracy.document import load_accuracy, load_tokens
+from .curves import increase_interval
+from .rows import SizeRow, accuracy_rows, size_rows, wrote
+from .tables import interval
+from .verdict import verdict
+
+CACHES = {"": "BF16", "v": "values in FP8", "kv": "FP8"}
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run; accuracy is that of its worst FP8 runtime, None where it was not evaluated. `than_first`: the interval
+    of its perplexity's relative change over the first run's, where both are of the same tokens. `products`: in FP8, of
+    `all_products`.
+    """
+
+    name: str
+    model: str
+    activations: str
+    weights: str
+    cache: str
+    products: int
+    all_products: int
+    verdict: str
+    runtime: str | None = None
+    perplexity: float | None = None
+    perplexity_increase: float | None = None
+    increase_interval: tuple[float, float] | None = None
+    kl_mean_nats: float | None = None
+    top1_agreement: float | None = None
+    than_first: tuple[float, float] | None = None
+    checkpoint_bytes: int | None = None
+
+
+def run_rows(runs: Sequence[Run]) -> list[RunRow]:
+    """A row for each of `runs`; raises InputError for one that has no scales."""
+    return [_row(run, name, runs[0]) for run, name in zip(runs, names([run.root for run in runs]), strict=True)]
+
+
+def names(roots: Sequence[Path]) -> list[str]:
+    """What to call runs: the last part of their paths, and as many before it as tell them apart."""
+    parts = [root.resolve().parts for root in roots]
+    for taken in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(each[-taken:]) for each in parts]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+def _row(run: Run, name: str, first: Run) -> RunRow:
+    scales, accuracy = load_scales(run), accuracy_rows(run)
+    found = verdict(accuracy)
+    row = next((row for row in accuracy if row.runtime == found.runtime), None)
+    low, high = (row.increase_low, row.increase_high) if row else (None, None)
+    checkpoint: SizeRow | None = next((each for each in size_rows(run) if each.what == "FP8 checkpoint"), None)
+    return RunRow(
+        name,
+        model=str(run.record().model.get("name", "")),
+        activations=terms(scales),
+        weights=" and ".join(sorted({weight.rounding for weight in scales.weights.values()})) or "none",
+        cache=CACHES[scales.cache_parts],
+        products=len(scales.weights),
+        all_products=len(scales.weights) + len(scales.skipped),
+        verdict=found.kind,
+        runtime=found.runtime,
+        perplexity=row.perplexity if row else None,
+        perplexity_increase=row.perplexity_increase if row else None,
+        increase_interval=None if low is None or high is None else (low, high),
+        kl_mean_nats=row.kl_mean_nats if row else None,
+        top1_agreement=row.top1_agreement if row else None,
+        than_first=than(first, run, found.runtime) if found.runtime and run.root != first.root else None,
+        checkpoint_bytes=checkpoint.bytes if checkpoint else None,
+    )
+
+
+def terms(scales: Scales) -> str:
+    """How many codes stand for an activation: `one term`, `two terms`, or of how many products two."""
+    if not scales.two_terms:
+        return "one term"
+    all_of_them = len(scales.two_terms) == len(scales.activations)
+    return "two terms" if all_of_them else f"two terms in {len(scales.two_terms)} of {len(scales.activations)}"
+
+
+def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
+    """The 95 % interval of the perplexity of `other` over that of `first`, in the same runtime; None where either was
+    not evaluated, or on other windows.
+    """
+    if not all(wrote(run, run.tokens, "validate") for run in (first, other)):
+        return None
+    protocols = [load_accuracy(run).protocol for run in (first, other)]
+    losses = [load_tokens(run) for run in (first, other)]
+    if protocols[0] != protocols[1] or not all(runtime in nll for nll in losses):
+        return None
+    low, high = increase_interval(losses[0][runtime], losses[1][runtime])
+    return None if low is None or high is None else (low, high)
+
+
+def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
+    """Runs side by side."""
+    columns = (
+        Column[RunRow]("run", lambda row: row.name, numeric=False),
+        Column[RunRow]("activations", lambda row: row.activations, numeric=False),
+        Column[RunRow]("rounding", lambda row: row.weights, numeric=False),
+        Column[RunRow]("KV cache", lambda row: row.cache, numeric=False),
+        Column[RunRow]("products in FP8", lambda row: row.products, count),
+        Column[RunRow]("checkpoint", lambda row: row.checkpoint_bytes, size),
+        Column[RunRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
+        Column[RunRow]("increase", lambda row: row.perplexity_increase, increase),
+        Column[RunRow]("95 % interval", lambda row: row.increase_interval, interval),
+        Column[RunRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
+        Column[RunRow]("top-1 agreement", lambda row: row.top1_agreement, share),
+        Column[RunRow]("than the first", lambda row: row.than_first, interval),
+    )
+    return Table("Beside other runs", rows, columns, "No other run was named: `fp8q report RUN --compare OTHER`.")

@@ -1,0 +1,131 @@
+"""What `gptq` would leave of a weight's loss, told without rounding anything.
+
+Rounding in turn lets the error of input j fall on the inputs after it, as far as these can stand for it: what is left
+is the part of x_j that they do not tell, 1 / U[j, j]² of the second moments H, with U the upper Cholesky factor of H^-1
+(`quantize.weights.gptq`). So of the squared errors D_j that nearest rounding makes of the weights of input j, which
+go together with no other's, the product keeps Σ D_j / U[j, j]² where it had Σ D_j H[j, j]; the KL is taken to fall by
+the same share. Rounding all weights takes many times the passes that all else here does.
+
+H of n tokens tells of itself: p inputs explain p of n tokens by chance. Akaike's final prediction error (1969, "Fitting
+autoregressive models for prediction") is what is left on other text where N tokens are rounded by:
+(1 + p / N) / (1 - p / n) times as much, and never more than x_j itself.
+
+On the demo the codes of `gptq` lose, by the same gradients on windows that they were not rounded by, 0.85 to 1.42 times
+as much in 15 of 16 groups, and 1.8 times where a fifteenth is left; 1.17 times in the median.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...calibrate.measure.moments import add_product, load_moments, moments_file, new_matrix
+from ...core.files import replacing
+from ...quantize.weights.gptq import DAMPING
+from .site import Site
+from .site_quantizers import Quantizer
+
+#: Of the batches that are run, one in so many is gathered, from the first on.
+EVERY = 2
+#: The least share of the tokens that is taken not to be explained by chance.
+LEAST = 0.05
+
+
+class Gathered:
+    """Second moments of what products get, in a folder, batch by batch.
+
+    Invariant: what `batches` says are in there, all of each, or it says -1.
+    """
+
+    def __init__(self, folder: Path):
+        """In `folder`, which is made."""
+        folder.mkdir(exist_ok=True)
+        self.folder, self._count = folder, folder / "batches"
+
+    @property
+    def batches(self) -> int:
+        """How many batches were added; -1 where a killed call added part of one."""
+        return int(self._count.read_text(encoding="utf-8")) if self._count.is_file() else 0
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """How many tokens of each tensor."""
+        return {path.stem: int(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.tokens")}
+
+    def add(self, batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add each tensor [windows, seq_len, width] (or [tokens, width]) of `batch`, if that is one to be gathered; the
+        first one begins anew.
+        """
+        if batch % EVERY:
+            self._say(batch + 1)
+            return
+        done = self.tokens if batch else {}
+        self._say(-1)
+        for name, tensor in tensors.items():
+            taken = tensor.detach().flatten(0, -2).float()
+            path = moments_file(self.folder, name)
+            held = np.load(path, mmap_mode="r+") if name in done else new_matrix(path, taken.shape[1])
+            add_product(torch.from_numpy(held), taken, taken)
+            held.flush()
+            (self.folder / f"{name}.tokens").write_text(str(done.get(name, 0) + len(taken)), encoding="utf-8")
+        self._say(batch + 1)
+
+    def _say(self, batches: int) -> None:
+        with replacing(self._count) as partial:
+            partial.write_text(str(batches), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Untold:
+    """Of an input, in the `order` int64 [in] of rounding: each channel's energy, damped, float32 [in], and the part of
+    it that is `left`, which those after it do not tell, float32 [in].
+    """
+
+    order: torch.Tensor
+    energy: torch.Tensor
+    left: torch.Tensor
+
+    @classmethod
+    def of(cls, moments: torch.Tensor) -> "Untold":
+        """That of `moments` float32 [in, in]. Reversed, H has a Cholesky factor whose diagonal is one over U's."""
+        order = torch.argsort(moments.diagonal(), descending=True, stable=True)
+        damped = moments[order[:, None], order]
+        mean = float(damped.diagonal().mean())
+        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+        factor = torch.linalg.cholesky(damped.flip(0, 1))  # damping bounds what FP32 loses
+        return cls(order, damped.diagonal().clone(), factor.diagonal().square().flip(0))
+
+
+def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int) -> float:
+    """What `gptq` leaves of the loss that `error` float32 [out, in] causes, nearest rounding's of a weight of whose
+    input that was `found` by so many `tokens`, where `calibrated` tokens are rounded by.
+    """
+    after = torch.arange(len(found.order) - 1, -1, -1)
+    chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
+    errors = error.square().sum(0)[found.order]
+    now = float((errors * found.energy).sum())
+    return float((errors * torch.minimum(chance * found.left, found.energy)).sum()) / now if now > 0 else 1.0
+
+
+def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathered, calibrated: int) -> dict[str, float]:
+    """Module -> what `gptq` would leave of the loss of its weight, of those that are rounded to nearest and get an
+    activation of `sites` that was `gathered`; `calibrated`: the tokens that it would be rounded by.
+    """
+    found, weights, there = dict[str, float](), quantizer.scales.weights, gathered.tokens
+    for site in sites:
+        if site.kind == "activation" and site.module in there:
+            nearest = [member for member in site.members if weights[member].rounding == "nearest"]
+            errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
+            found |= shares_left(errors, site.module, gathered, calibrated)
+    return found
+
+
+def shares_left(errors: Mapping[str, torch.Tensor], name: str, gathered: Gathered, calibrated: int) -> dict[str, float]:
+    """The same of each weight in `errors`, which get the tensor `name`."""
+    tokens = gathered.tokens
+    if name not in tokens or not errors:
+        return {}
+    found = Untold.of(load_moments(gathered.folder, name))
+    return {module: share_left(error, found, tokens[name], calibrated) for module, error in errors.items()}

@@ -1,0 +1,93 @@
+"""The KL of one site, measured: the model runs with it quantized and nothing else.
+
+What comes before the site's decoder layer is what it was, so it is not run again: the layers before it hand on the
+hidden states of the float model. A model that is no chain of layers runs as a whole.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from ...calibrate.model.decoder import (
+    Answer,
+    Layers,
+    NoChainError,
+    answer_of,
+    find_layers,
+    standing_in,
+    trace,
+)
+from ...calibrate.model.source import Source, meta_model
+from .gradients import log_probabilities
+from .site import Site
+from .site_quantizers import Quantizer
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What can be left out of a model that is a chain of layers: the layers before one, which hand on what it got."""
+
+    layers: Layers
+    answer: Answer
+
+    @classmethod
+    def of(cls, quantizer: Quantizer, source: Source, device: str) -> "Prefix | None":
+        """That of the model; None where it is no chain of layers."""
+        try:
+            layers = find_layers(quantizer.model, source)
+            return cls(layers, answer_of(trace(quantizer.model, meta_model(source), layers, device), layers, source))
+        except NoChainError:
+            return None
+
+    def share(self, site: Site) -> float:
+        """The share of the layers that run when `site` is measured."""
+        return 1 - (self.layers.index(site.module) or 0) / self.layers.count
+
+
+class Float:
+    """What the float model makes of a batch of windows: log-probabilities, and the hidden states that layers get."""
+
+    def __init__(self, quantizer: Quantizer, ids: torch.Tensor, prefix: Prefix | None, sites: Sequence[Site]):
+        """Run `ids` int64 [windows, seq_len] and keep what measuring `sites` goes on from."""
+        self.quantizer, self.ids, self.prefix = quantizer, ids, prefix
+        self._entering: dict[int, torch.Tensor] = {}
+        wanted = {prefix.layers.index(site.module) or 0 for site in sites} - {0} if prefix else set()
+        with ExitStack() as stack:
+            for index in wanted:
+                layer = prefix.layers.of(quantizer.model)[index] if prefix else None
+                assert layer is not None
+                stack.callback(layer.register_forward_pre_hook(self._keep(index), with_kwargs=True).remove)
+            self.log_p = self._run(DynamicCache())
+
+    def _keep(self, index: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entering[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def divergence(self, site: Site) -> float:
+        """KL(float || with `site` quantized) in nats, summed over the tokens that are predicted."""
+        with self.quantizer.alone(site) as cache, self._behind(site):
+            log_q = self._run(cache)
+        return float((self.log_p.exp() * (self.log_p - log_q)).sum(dtype=torch.float64))
+
+    @contextmanager
+    def _behind(self, site: Site) -> Iterator[None]:
+        """The model, whose layers before that of `site` hand on what that layer got."""
+        index = self.prefix.layers.index(site.module) if self.prefix else None
+        if self.prefix is None or index not in self._entering:
+            yield
+            return
+        entering = self.prefix.answer.of(self._entering[index])
+        before = self.prefix.layers.of(self.quantizer.model)[:index]
+        with standing_in(before, [lambda *args, **kwargs: entering] * len(before)):
+            yield
+
+    def _run(self, cache: DynamicCache) -> torch.Tensor:
+        with torch.inference_mode():
+            return log_probabilities(self.quantizer.model, self.ids, cache)

@@ -1,0 +1,118 @@
+"""What can be quantized alone, and the error that it makes there.
+
+A site is a weight, an activation (one tensor, whatever the number of products that read it) or a tensor of the cache.
+Each is quantized as the run's checkpoint has it: the codes and scales are read from there, not chosen again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ...calibrate.model.products import attention_modules, observed_products, output_axis
+from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
+from ...quantize.reference.linear import FP8Linear
+from ...quantize.scales.clip import power_of_two_ceil
+from ...quantize.scales.decisions import Scales, TensorScale
+from ...quantize.weights.sequential import product_input
+from .site import Site
+
+
+def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:
+    """All that `scales` quantize; `groups`: modules that receive the same tensor, by the first of them."""
+    weights = [Site(module, "weight", (module,)) for module in scales.weights]
+    read = [tuple(member for member in members if member in scales.activations) for members in groups.values()]
+    activations = [Site(members[0], "activation", members) for members in read if members]
+    return [*weights, *activations, *(Site(name, "kv_cache", (name,)) for name in scales.kv_cache)]
+
+
+class Coded(Protocol):
+    """A checkpoint that fp8q wrote: its products, and the scales of its cache."""
+
+    @property
+    def cache_scales(self) -> Mapping[str, float]:
+        """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, on codes."""
+
+
+class Held:
+    """The products of a checkpoint of which some are in memory for a while: the others are not there."""
+
+    def __init__(self, stored: Coded):
+        """None, yet, of `stored`."""
+        self.stored, self.cache_scales = stored, stored.cache_scales
+        self._layers: dict[str, FP8Linear] = {}
+
+    def layer(self, module: str) -> FP8Linear:
+        """The product `module`, which is held."""
+        return self._layers[module]
+
+    @contextmanager
+    def holding(self, modules: Sequence[str]) -> Iterator[None]:
+        """Hold `modules`, and no others, in the block."""
+        self._layers = {module: self.stored.layer(module) for module in modules}
+        try:
+            yield
+        finally:
+            self._layers = {}
+
+
+class Quantizer:
+    """The float model, and what each site of its run would do to it."""
+
+    def __init__(self, model: PreTrainedModel, coded: Coded, scales: Scales):
+        """`model` in FP32; `coded` in mode `exact`, of the same run as `scales`."""
+        self.model, self.scales = model, scales
+        self.products = {name: module for name, module in observed_products(model).items() if name in scales.weights}
+        self.attention = attention_modules(model)
+        self.coded = coded
+        self.cache_scales = coded.cache_scales
+
+    def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
+        """What rounding the input `x` of `module` changes; in so many `terms`, by default the run's."""
+        activation = self.scales.activations[module]
+        return product_input(x, activation if terms in (None, activation.terms) else in_terms(activation, terms)) - x
+
+    def output_error(self, module: str, x: torch.Tensor) -> torch.Tensor:
+        """What rounding the weight of `module` changes of its output for the input `x`."""
+        return nn.functional.linear(x, self.weight_error(module))
+
+    def weight_error(self, module: str) -> torch.Tensor:
+        """What rounding the weight of `module` changes of it, float32 [out, in]."""
+        layer, product = self.coded.layer(module), self.products[module]
+        own = product.weight
+        assert isinstance(own, torch.Tensor), "a matrix product has a weight"
+        return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_axis(product), 0)
+
+    def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What rounding the cache tensor `name` changes of it."""
+        return round_to_codes(x, self.cache_scales[name]) - x
+
+    @contextmanager
+    def alone(self, site: Site) -> Iterator[DynamicCache]:
+        """The model with `site` quantized and nothing else, and the cache to run it with."""
+        with ExitStack() as stack:
+            if site.kind == "weight":
+                hook = self.products[site.module].register_forward_hook(
+                    lambda module, given, y: y + self.output_error(site.module, given[0])
+                )
+                stack.callback(hook.remove)
+            if site.kind == "activation":
+                for member in site.members:
+                    hook = self.products[member].register_forward_pre_hook(
+                        lambda module, given: (product_input(given[0], self.scales.activations[site.module]),)
+                    )
+                    stack.callback(hook.remove)
+            own = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
+            yield FP8Cache(own, self.attention)
+
+
+def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:
+    """The decision for an activation if it had so many `terms`: two take the power of two at or above its scale."""
+    scale = float(power_of_two_ceil(activation.scale)) if terms == 2 else activation.scale
+    return activation.model_copy(update={"terms": terms, "scale": scale})
