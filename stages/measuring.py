@@ -78,6 +78,15 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
         raise no_scale(options.clip, batches)
 
 
+def measured_by(run: Run) -> CalibrateOptions:
+    """Read back the options that `run` was measured by; those that leave the statistics alone have their defaults."""
+    recorded = run.record().stages["measure"].options
+    names = CalibrateOptions.declared().keys() & recorded.keys()
+    return CalibrateOptions(
+        **{name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names}
+    )
+
+
 def check_experts(source: "Source", products: "Products", options: CalibrateOptions) -> None:
     """Raise InputError for --all-experts of a model that has none."""
     if options.all_experts and not products.routers:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from ..core.errors import GateError, InputError
 from ..core.files import write_document
 from ..core.run import Run
-from ..options import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions
+from ..options import ScaleOptions, TuneOptions, ValidateOptions
 from .adapters import note_base_alone
 from .candidates import Prepared, batches_of, parted, prepare
 from .choosing import quantize, recorded
 from .corpora import load_tokens
 from .graphs import clipping_of, export_or_note, exported_options
-from .measuring import measure
+from .measuring import measure, measured_by
 from .other_text import evaluation
 from .sources import products_of, source_of
 from .steps import Notes, arithmetic, stage
@@ -107,9 +107,7 @@ def apply(run: Run, found: "Tuning", notes: Notes) -> None:
     source, recipe = source_of(run), found.chosen.recipe
     options = asked_for(run, found.chosen)
     if recipe.weight_rounding == "gptq":
-        batch_size = run.record().stages["measure"].options["batch_size"]
-        assert isinstance(batch_size, int), "the stage measure writes it"
-        measure(run, source, CalibrateOptions(batch_size=batch_size, weight_rounding="gptq"), notes)
+        measure(run, source, replace(measured_by(run), weight_rounding="gptq"), notes)
     if any(change.choice == "rescaled" for change in found.changes):
         run.scales.unlink(missing_ok=True)
     quantize(run, source, products_of(source, options), options, notes)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fp8q import api
-from fp8q.calibrate.measure.statistics import load_record
+from fp8q.calibrate.measure.statistics import load_record, load_statistics
 from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
 from fp8q.quantize.checkpoint.model_card import plain
@@ -30,14 +32,16 @@ from fp8q.quantize.reading.run_checkpoint import stored_arrays
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import graphs
+from fp8q.stages import graphs, tuning
 from fp8q.stages.corpora import load_tokens
+from fp8q.stages.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.report import render
 from fp8q.validate.sensitivity.gradients import predict
 from fp8q.validate.sensitivity.single_site import Float
 from fp8q.validate.sensitivity.site import AS_IT_IS
 from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
+from fp8q.validate.tuning.document import Chosen, Recipe, Tuning
 
 from ..calibrate.model.damage import rewrite
 from ..conftest import KeepingGraphs, Result, Texts, WithoutGraphs
@@ -272,6 +276,25 @@ def test_all_experts_is_for_mixtures(demo_checkpoint: Path, text: tuple[Path, Pa
     with pytest.raises(api.InputError) as refused:
         api.calibrate(str(demo_checkpoint), str(text[0]), tmp_path / "run", str(text[1]), options)
     assert str(refused.value) == (f"--all-experts: {demo_checkpoint} (LlamaForCausalLM) has no experts; leave it out")
+
+
+def test_tuning_measures_moments_by_the_options_that_the_run_was_measured_by(
+    text: tuple[Path, Path], tmp_path: Path, without_graphs: WithoutGraphs
+) -> None:
+    path = random_mixture(tmp_path / "mixtral", "mixtral")
+    recipe = Recipe(two_terms=[], skip=[], kv_cache="off", weight_rounding="gptq")
+    found = Tuning.model_construct(met=True, changes=[], chosen=Chosen.model_construct(recipe=recipe))
+    with without_graphs():
+        run = api.calibrate(str(path), str(text[0]), tmp_path / "run", str(text[1]), replace(OPTIONS, all_experts=True))
+        before = load_statistics(run)
+        tuning.apply(run, found, Notes(SILENT))
+    after = load_statistics(run)
+    assert (before.record.all_experts, after.record.all_experts) == (True, True)
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(
+        (before.tensors[name].amax_channels == after.tensors[name].amax_channels).all() for name in before.tensors
+    )
+    assert run.record().stages["quantize"].options["weight_rounding"] == "gptq"
 
 
 def test_scales_are_chosen_again_with_another_least_number_of_tokens(
