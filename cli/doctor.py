@@ -10,7 +10,6 @@ from importlib import metadata
 PURPOSES = {
     "torch": ("calibrate, export, validate: runs the model and the FP8 reference", "calibrate"),
     "transformers": ("calibrate, export, validate: the model's architecture", "calibrate"),
-    "nvidia-modelopt": ("calibrate: says which modules take quantizers", "calibrate"),
     "compressed-tensors": ("calibrate: the schema of the FP8 checkpoint", "calibrate"),
     "datasets": ("calibrate: reads the text", "calibrate"),
     "onnxscript": ("export: writes the ONNX graph", "calibrate"),

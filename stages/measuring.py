@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
 from ..core.errors import InputError
@@ -82,9 +82,10 @@ def measured_by(run: Run) -> CalibrateOptions:
     """Read back the options that `run` was measured by; those that leave the statistics alone have their defaults."""
     recorded = run.record().stages["measure"].options
     names = CalibrateOptions.declared().keys() & recorded.keys()
-    return CalibrateOptions(
-        **{name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names}
-    )
+    read: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
+    }
+    return CalibrateOptions(**read)
 
 
 def check_experts(source: "Source", products: "Products", options: CalibrateOptions) -> None:

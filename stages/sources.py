@@ -28,10 +28,10 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     from ..calibrate.model.products import (
         attention_modules,
         matrix_products,
+        multiplies_as_linear,
         other_products,
         output_head,
         routers,
-        takes_quantizers,
     )
     from ..calibrate.model.source import meta_model
     from ..export.modules.support import unsupported
@@ -48,7 +48,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
             "layer it is, so that no scale has a place; leave it out"
         )
     modules, others = matrix_products(model), other_products(model)
-    unknown = {name: module for name, module in modules.items() if not takes_quantizers(module)} | others
+    unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
     given = given_of(source)
     products = Products(
         (*modules, *others),

@@ -21,7 +21,7 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 #: What the extra `calibrate` brings, by the names they are imported under.
-CALIBRATE_MODULES = ("torch", "transformers", "datasets", "modelopt", "compressed_tensors", "onnxscript")
+CALIBRATE_MODULES = ("torch", "transformers", "datasets", "compressed_tensors", "onnxscript")
 
 
 def needs(extra: str, modules: Sequence[str]) -> None:

@@ -1,9 +1,11 @@
 """What the modules of a model are to fp8q: which multiply by a matrix, which makes the logits, which write the cache.
 
-ModelOpt's registry says which modules take quantizers; it is asked, and nothing of the model is converted.
+A linear layer is known by its forward pass, not by its class: a subclass with a forward pass of its own may compute
+anything, and stays in BF16. ModelOpt's registry judges by the same rule, and is the oracle in the tests.
 """
 
 import re
+from inspect import unwrap
 from typing import Literal
 
 import torch
@@ -11,13 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..input.silence import muted, quiet
 from .classes import beside, decoder
 from .expert_modules import experts_of
 
-#: What ModelOpt's registry is known to hold. It is not asked of these: its import takes as long as torch's and
-#: transformers' together.
-KNOWN = (nn.Linear, Conv1D)
+#: The classes whose forward pass multiplies by a weight and adds a bias.
+LINEAR = (nn.Linear, Conv1D)
 #: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm,
 #: OPTLearnedPositionalEmbedding, but no NormalProjection.
 NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
@@ -27,7 +27,7 @@ def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every module of the language model in `model` that multiplies by a weight matrix: linear layers, and GPT's
     Conv1D, by name.
     """
-    return {name: module for name, module in language_modules(model).items() if isinstance(module, nn.Linear | Conv1D)}
+    return {name: module for name, module in language_modules(model).items() if isinstance(module, LINEAR)}
 
 
 def language_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -81,14 +81,9 @@ def routers(model: PreTrainedModel) -> set[str]:
     return found
 
 
-def takes_quantizers(module: nn.Module) -> bool:
-    """Whether ModelOpt's registry knows the module's class."""
-    if type(module) in KNOWN:
-        return True
-    with quiet(), muted():  # its import warns of newer libraries than its own, and of no GPU
-        from modelopt.torch.quantization.nn import QuantModuleRegistry
-
-    return module in QuantModuleRegistry
+def multiplies_as_linear(module: nn.Module) -> bool:
+    """Tell whether the forward pass of `module` is that of a linear layer or of GPT's Conv1D."""
+    return unwrap(type(module).forward) in {kind.forward for kind in LINEAR}
 
 
 def output_head(model: PreTrainedModel) -> str | None:

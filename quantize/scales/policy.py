@@ -1,5 +1,4 @@
-"""Which matrix products run in FP8: the linear layers that ModelOpt's registry knows, but the output head and what the
-user leaves out.
+"""Choose the matrix products that run in FP8: all linear layers but the output head and those that the user leaves out.
 
 The output head stays in BF16 because its error goes straight into the logits and it is a small share of the work.
 Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
@@ -47,7 +46,7 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
             skipped[name] = Skipped(reason="router: another choice of experts costs more than its product")
         elif name in products.unknown:
             skipped[name] = Skipped(
-                reason=f"of class {products.unknown[name]}, which is no linear layer that ModelOpt's registry knows"
+                reason=f"of class {products.unknown[name]}, which does not compute as a linear layer does"
             )
         elif matching:
             skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")

@@ -11,7 +11,7 @@ from fp8q.quantize.scales.policy import Products, match_terms, parted, parted_ex
 NAMES = ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj", "l.0.mlp.conv", "lm_head")
 PRODUCTS = Products(NAMES, "lm_head", {"l.0.mlp.conv": "Conv1d"})
 HEAD = "output head: its error would go straight into the logits"
-CONV = "of class Conv1d, which is no linear layer that ModelOpt's registry knows"
+CONV = "of class Conv1d, which does not compute as a linear layer does"
 
 
 def reasons(skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str, str]:
