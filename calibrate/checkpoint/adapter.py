@@ -59,7 +59,7 @@ Alpha = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class LoraConfig(BaseModel):
-    """What is read of adapter_config.json."""
+    """The fields that fp8q reads of adapter_config.json."""
 
     r: Rank
     lora_alpha: Alpha
@@ -82,13 +82,13 @@ class LoraConfig(BaseModel):
 
 
 def matched(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
-    """What the first of `patterns` that matches the end of the name `module` has, as PEFT matches them."""
+    """Return the value of the first of `patterns` that matches the end of the name `module`, as PEFT matches them."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What an adapter adds at one module: the names of A and B in its file, its rank, and s."""
+    """The matrices that an adapter adds at one module: the names of A and B in its file, its rank, and s."""
 
     a: str
     b: str
@@ -183,7 +183,7 @@ def _no_pattern(file: Path, pattern: str, error: BaseException) -> InputError:
 
 
 def one_line_of(error: Mapping[str, Any]) -> str:
-    """What pydantic says of one value, and the value."""
+    """Format pydantic's message about one value, and the value, as one line."""
     return f"{error['msg'][0].lower()}{error['msg'][1:]}, not {str(error['input'])[:60]!r}"
 
 

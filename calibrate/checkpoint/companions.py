@@ -1,6 +1,6 @@
-"""What a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of chats, what is
-done to images, the licence. They are looked at before any library opens them, and go into the FP8 checkpoint as they
-are.
+"""Find the files that a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of
+chats, what is done to images, the licence. They are looked at before any library opens them, and go into the FP8
+checkpoint as they are.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""What config.json says, before transformers makes a model of it: values of the right kind, sizes that the weights bear
-out, and no word that would have another file loaded than those that fp8q reads.
+"""Check the fields of config.json before transformers makes a model of it: values of the right kind, sizes that the
+weights bear out, and no word that would have another file loaded than those that fp8q reads.
 
 transformers checks the fields that a model type declares; what it reads of any configuration (windows, kinds of layers,
 token ids) it believes. And a skeleton of a billion layers is built layer by layer, though the headers of the weights
@@ -47,7 +47,7 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
-    """The same for the ids of special tokens alone: of generation_config.json."""
+    """Check the ids of special tokens, as `check_fields` does, in generation_config.json."""
     for key in TOKEN_IDS:
         if config.get(key) is not None and not _ids(config[key]):
             raise InputError(f"{file}: {key} is {shown(config[key])}, and not a token id or a list of them; {AGAIN}")

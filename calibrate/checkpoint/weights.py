@@ -30,7 +30,7 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors header says of one tensor: its file, its type in safetensors' words, its shape."""
+    """The entry of a safetensors header for one tensor: its file, its type in safetensors' words, its shape."""
 
     file: Path
     dtype: str
@@ -100,7 +100,7 @@ def _first(directory: Path, name: str, named: str | None) -> Path:
 
 
 def _instead(directory: Path) -> str:
-    """What a checkpoint without safetensors holds instead, and what to do."""
+    """Describe the weights of a checkpoint that has no safetensors, and how to convert them."""
     if exists(directory / ADAPTER):
         return "is an adapter without its base model; give the base model as MODEL, and this directory with --adapter"
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
@@ -168,7 +168,7 @@ def _damaged(file: Path, error: BaseException) -> InputError:
 
 
 class Coding(Protocol):
-    """What the tensors of a checkpoint stand for, where some are codes with scales beside them."""
+    """The numbers that the tensors of a checkpoint stand for, where some of them are codes with scales beside them."""
 
     @property
     def beside(self) -> tuple[Path, ...]:

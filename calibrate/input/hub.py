@@ -59,8 +59,8 @@ def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Itera
 
 
 def network_errors() -> tuple[type[BaseException], ...]:
-    """What a network that does not answer raises: of the hub's client that is its own library's, httpx up to version
-    1, httpx2 from 2 on.
+    """Return the exceptions that mean that the network does not answer: of the hub's client that is its own library's,
+    httpx up to version 1, httpx2 from 2 on.
     """
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,5 +1,5 @@
-"""What somebody else made: files looked at before they are opened and read within bounds, and the errors of whoever
-parses them in one line.
+"""Read files that others made: each is looked at before it is opened and read within bounds, and a parser's error
+becomes one line.
 
 A model directory or a text may come from anywhere. Opening a FIFO waits for ever, a device has no end, brackets in JSON
 can be nested until the stack is used up, and every library that reads such a file fails in ways of its own, some of

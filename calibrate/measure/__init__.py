@@ -1,1 +1,1 @@
-"""What is measured while the model runs, in memory or layer by layer: exact histograms, and the sums beside them."""
+"""Measure tensors while the model runs, in memory or layer by layer: exact histograms, and the sums beside them."""

@@ -13,7 +13,7 @@ Attention = Callable[..., Any]
 
 
 def attention_of(model: PreTrainedModel) -> Attention | None:
-    """What `model` attends by; None where it does not go through the interface.
+    """Return the attention function of `model`; None where it does not go through the interface.
 
     The eager attention is not in it: each model's own is called where the interface has no other of that name.
     """

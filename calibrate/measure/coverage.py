@@ -1,5 +1,5 @@
-"""How many tokens each expert of a mixture saw: nothing is counted for it, since the histogram of what goes into an
-expert's last product holds as many values as that tensor is wide for each token.
+"""Count the tokens that each expert of a mixture saw: nothing is counted for it, since the histogram of what goes into
+an expert's last product holds as many values as that tensor is wide for each token.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ class Coverage:
 
 
 def coverage(statistics: Statistics) -> list[Coverage]:
-    """That of each layer that has experts, in order; a mixture that was measured before there were any has none."""
+    """Return the coverage of each layer that has experts, in order; a mixture that was measured before there were any
+    has none.
+    """
     return [
         Coverage(experts, tuple(products), tuple(tokens_of(statistics, product) for product in products))
         for experts, products in (statistics.record.experts or {}).items()

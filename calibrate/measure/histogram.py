@@ -25,8 +25,8 @@ def magnitudes(bits: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How often each magnitude occurred: `bits` int16 [patterns that occur], ascending; `counts` int64 of the same
-    length.
+    """The number of times that each magnitude occurred: `bits` int16 [patterns that occur], ascending; `counts` int64
+    of the same length.
     """
 
     bits: npt.NDArray[np.int16]
@@ -59,17 +59,17 @@ class Histogram:
 
     @cached_property
     def samples(self) -> int:
-        """How many values were counted."""
+        """The number of values counted."""
         return int(self.counts.sum())
 
     @cached_property
     def infinities(self) -> int:
-        """How many of them are infinite."""
+        """The number of counted values that are infinite."""
         return int(self.counts[self.bits == INFINITY].sum())
 
     @cached_property
     def nans(self) -> int:
-        """How many of them are NaN."""
+        """The number of counted values that are NaN."""
         return int(self.counts[self.bits > INFINITY].sum())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What is to be measured, as one value: in memory and layer by layer take the same, and so find the same."""
+"""Describe a measurement as one value, which measuring in memory and layer by layer both take."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Measurement:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are run."""
+        """The number of tokens that run through the model."""
         return sum(ids.size for ids in self.parts.values())
 
     def found(
@@ -45,7 +45,7 @@ class Measurement:
         weights: Mapping[str, npt.NDArray[np.float32]],
         experts: dict[str, list[str]],
     ) -> Statistics:
-        """What was found, with the record of what was measured; `experts`: as the record has them."""
+        """Join what was measured and its record into statistics; `experts`: as the record has them."""
         record = StatisticsRecord(
             model=self.identity,
             corpus=self.corpus,

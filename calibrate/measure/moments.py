@@ -23,8 +23,8 @@ from ...core.run import Run
 
 @contextmanager
 def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
-    """Where a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments` holds them when the
-    block ends well, and no older ones.
+    """Open the store in which a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments`
+    holds them when the block ends well, and no older ones.
 
     `folder`: where they are added up when a killed stage is to go on from it; it stays, and shares its files with
     `run.moments`.
@@ -79,7 +79,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def moments_file(folder: Path, name: str) -> Path:
-    """Where the moments of the group that `name` is first in are kept."""
+    """Return the file that keeps the second moments of the group whose first module is `name`."""
     return folder / f"{name}.npy"
 
 

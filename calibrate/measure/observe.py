@@ -76,7 +76,7 @@ def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Itera
 
 
 def count(patterns: torch.Tensor) -> torch.Tensor:
-    """How often each of the 32,768 patterns occurs in `patterns` int16 [values], int64 [32768].
+    """Count each of the 32,768 patterns in `patterns` int16 [values], int64 [32768].
 
     torch counts on one thread; on a CPU the values are shared out to as many as its products use. Sums do not depend on
     how.
@@ -118,7 +118,7 @@ class Observer:
         self._channels = channels if self._channels is None else torch.maximum(self._channels, channels)
 
     def statistics(self, width: int | None = None) -> TensorStatistics | None:
-        """What was measured; where nothing was, None, or of a tensor that has this `width` that it was nothing."""
+        """Return the statistics of the tensor; where it was never seen, None, or empty statistics of this `width`."""
         if self._counts is None or self._channels is None:
             if width is None:
                 return None

@@ -1,4 +1,4 @@
-"""What was measured of the float model: values that merge by addition and say nothing of FP8.
+"""Hold the statistics of the float model: values that merge by addition and say nothing of FP8.
 
 `statistics.safetensors` holds the arrays, `statistics.json` what they belong to. For each distinct tensor T
 (`<module>.input`, `<module>.k`, `<module>.v`): `T.bits` int16 and `T.counts` int64 (the exact histogram),
@@ -32,7 +32,7 @@ WEIGHT = ".weight.amax_channels"
 
 
 class ModelIdentity(Strict):
-    """Which model was measured."""
+    """The identity of the model that was measured."""
 
     name: str = Field(description="the directory's name or the hub's name")
     revision: str | None = None
@@ -56,7 +56,9 @@ class TextSource(Strict):
 
 
 class Corpus(Strict):
-    """Which tokens were measured: those of one text, or of several that `merge` put one after the other."""
+    """The identity of the tokens that were measured: those of one text, or of several that `merge` put one after the
+    other.
+    """
 
     name: str
     fingerprint: str = Field(
@@ -82,7 +84,7 @@ class Corpus(Strict):
 
     @property
     def batches(self) -> int:
-        """How many batches the windows make."""
+        """The number of batches that the windows make."""
         return sum(-(-text.windows // text.batch_size) for text in self.parts)
 
     def numbered(self) -> "list[tuple[Corpus, int]]":
@@ -169,7 +171,7 @@ class TensorStatistics:
         )
 
     def renumbered(self, places: Sequence[int], batches: int) -> "TensorStatistics":
-        """The same, with batch i at `places[i]` of `batches`."""
+        """Return these statistics with batch i at `places[i]` of `batches`."""
         amax_batches = np.full(batches, np.nan, np.float32)
         amax_batches[list(places)] = self.amax_batches
         return replace(self, amax_batches=amax_batches)
@@ -223,7 +225,7 @@ class Statistics:
         )
 
     def with_variant(self, adapter: "Adapter", other: "Statistics") -> "Statistics":
-        """The same batches measured again with `adapter` on, added: what stands for both."""
+        """Add the statistics of the same batches measured with `adapter` on, so that they stand for both."""
         adapters = {**(self.record.model.adapters or {}), adapter.name: adapter.fingerprint}
         record = replace_record(
             self.record,
@@ -234,7 +236,7 @@ class Statistics:
         return Statistics(record, tensors, self.weights)
 
     def _must_agree(self, other: "Statistics") -> Iterator[tuple[str, object, object]]:
-        """What must be the same in both to be added: its name, and its two values."""
+        """Yield each property that two statistics must share to be added: its name and its two values."""
         for part, fields in (
             ("model", ("architecture", "fingerprint", "tokenizer", "adapters")),
             ("corpus", ("seq_len", "batch_size", "prefix")),
@@ -258,7 +260,7 @@ class Statistics:
         return {name: len(tensor.amax_channels) for name, tensor in self.tensors.items()}
 
     def _placed(self, corpus: Corpus) -> "Statistics":
-        """The same, its batches numbered as in `corpus`, which has all of them."""
+        """Return these statistics with batches numbered as in `corpus`, which has all of them."""
         numbers = {(text.fingerprint, batch): place for place, (text, batch) in enumerate(corpus.numbered())}
         places = [numbers[text.fingerprint, batch] for text, batch in self.record.corpus.numbered()]
         return replace(

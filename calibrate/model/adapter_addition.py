@@ -1,4 +1,4 @@
-"""What an adapter adds as the model runs, beside a product y of x: y + B (s · (A x)).
+"""Add an adapter's product as the model runs, beside a product y of x: y + B (s · (A x)).
 
 x is the product's own input as it is, before it is quantized, and all is in the type that the model computes in: what
 vLLM's LoRA computes beside a quantized base, but that vLLM multiplies B by s, and adds up A x and B (A x) in FP32. For

@@ -35,7 +35,7 @@ class Merging:
     beside: tuple[Path, ...] = ()
 
     def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
-        """The same tensors; merged into others than BF16 they are F32."""
+        """Return the headers of the same tensors; those merged into others than BF16 they are F32."""
         return {
             name: replace(header, dtype="F32") if name in self.modules and header.dtype != "BF16" else header
             for name, header in stored.items()
@@ -79,7 +79,7 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
 
 
 def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging:
-    """How the stored weights of `source`, whose modules are those of `model`, take `adapter`."""
+    """Plan how the stored weights of `source`, whose modules are those of `model`, take `adapter`."""
     axes = {module: output_axis(model.get_submodule(module)) for module in adapter.parts}
     return Merging(adapter, {source.stored(f"{module}.weight"): (module, axis) for module, axis in axes.items()})
 
@@ -113,8 +113,8 @@ def check_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None
 
 
 def remarks(source: Source) -> list[str]:
-    """What the user should know of the adapters of `source`: whose base has another name, and what vLLM would make of
-    ranks and alphas that single modules have, which it does not read.
+    """List remarks for the user about the adapters of `source`: whose base has another name, and what vLLM would make
+    of ranks and alphas that single modules have, which it does not read.
     """
     of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     found = [remark for adapter in of if (remark := foreign_base(adapter, source))]

@@ -1,4 +1,4 @@
-"""Which models can be calibrated, told from config.json and the model's modules, before any work.
+"""Tell which models can be calibrated from config.json and the model's modules, before any work.
 
 fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`expert_modules`), and those inside
 models that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask,
@@ -46,7 +46,9 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the language model, where that is a part of the model; nothing where it is all."""
+    """Return the fields of config.json that describe the language model, where that is a part of the model; nothing
+    where it is all.
+    """
     text = config.get("text_config")
     return text if isinstance(text, dict) else {}
 
@@ -171,8 +173,8 @@ def _holds_experts(name: str, module: "nn.Module") -> bool:
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions the model of that config.json can tell apart; None where nothing limits them (ALiBi) or the
-    configuration does not say.
+    """Return the number of positions that the model of that config.json can tell apart; None where nothing limits them
+    (ALiBi) or the configuration does not say.
 
     A sliding window is no limit: it bounds what a position sees, not how many there are.
     """
@@ -181,8 +183,9 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def one_frequency(text: "PreTrainedConfig") -> int | None:
-    """How many positions the rotary frequencies of that language model are the same for, where it has two sets of them
-    (`longrope`); None where it has one. `dynamic` ones change beyond the model's own number of positions.
+    """Return the number of positions for which the rotary frequencies of that language model are the same, where it has
+    two sets of them (`longrope`); None where it has one. `dynamic` ones change beyond the model's own number of
+    positions.
     """
     kinds = getattr(text, "rope_parameters", None) or {}
     parts = [kinds, *(each for each in kinds.values() if isinstance(each, dict))]

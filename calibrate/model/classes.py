@@ -1,5 +1,4 @@
-"""Which of transformers' classes a configuration makes, which part of that is the language model, and which attention
-of transformers' it computes with.
+"""Find the class of transformers that a configuration makes, the language model inside it, and its attention function.
 
 A model that also sees or hears is made whole, in its own class: so its modules and tensors bear the names that every
 loader of the checkpoint knows, and given text alone it runs its language model alone.
@@ -41,14 +40,14 @@ def made(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
 
 
 def auto_class(config: "PreTrainedConfig") -> Any:
-    """What of transformers makes and loads the model of `config`."""
+    """Return the auto class of transformers that makes and loads the model of `config`."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if nested(config) else AutoModelForCausalLM
 
 
 def decoder(model: "nn.Module") -> str:
-    """What the names of the language model's modules begin with, `model.language_model.`; nothing where it is all."""
+    """Return the prefix of the language model's modules, `model.language_model.`; nothing where it is all."""
     config = getattr(model, "config", None)
     if config is None or not nested(config):
         return ""

@@ -60,7 +60,7 @@ def _no_cache(value: object) -> object:
 
 @dataclass(frozen=True)
 class Layers:
-    """Where a model keeps its decoder layers: `prefix.0`, `prefix.1` …, `count` of them."""
+    """The names of a model's decoder layers: `prefix.0`, `prefix.1` …, `count` of them."""
 
     prefix: str
     count: int
@@ -77,8 +77,8 @@ class Layers:
 
 @dataclass(frozen=True)
 class Answer:
-    """What each layer returns: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where that
-    is not 0.
+    """The output of each layer: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where
+    that is not 0.
     """
 
     outputs: int
@@ -174,7 +174,7 @@ def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device:
 
 
 def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer:
-    """What the layers of a chain return, from a trace.
+    """Find the output that the layers of a chain share, from a trace.
 
     Raises InputError, naming what the model does, for one that is no chain.
 
@@ -217,8 +217,8 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
 def record_calls(
     model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache
 ) -> tuple[list[Call], torch.Tensor]:
-    """What each layer is called with for `input_ids` int64 [windows, seq_len], and the hidden states that the first one
-    gets.
+    """Record the arguments of each layer for `input_ids` int64 [windows, seq_len], and the hidden states that the first
+    one gets.
     """
     calls: list[Call] = []
     entering: list[torch.Tensor] = []

@@ -46,15 +46,15 @@ class Expert(nn.Module):
         return y
 
     def unseen(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, past the hooks of the linear layers."""
+        """Compute the expert's output past the hooks of the linear layers."""
         inner = self.act_fn(self.gate_proj.forward(x)) * self.up_proj.forward(x)
         y: torch.Tensor = self.down_proj.forward(inner)
         return y
 
 
 class Shared(nn.Module):
-    """What all experts of a layer read, as an object of its own: the router and shared experts read the same numbers,
-    and gradients of theirs end before it.
+    """The tensor that all experts of a layer read, as an object of its own: the router and shared experts read the same
+    numbers, and gradients of theirs end before it.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

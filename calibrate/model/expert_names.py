@@ -1,4 +1,4 @@
-"""Where a checkpoint holds each expert's weights: by transformers' own table of how names become fused tensors.
+"""Find each expert's weights in a checkpoint, by transformers' own table of how names become fused tensors.
 
 Mixtral's files have `block_sparse_moe.experts.N.w1.weight`, Qwen's `mlp.experts.N.gate_proj.weight`, and what
 transformers 5 saves with `save_original_format=False` has all experts in one tensor. transformers' table of conversions
@@ -74,7 +74,7 @@ class Conversions:
         return rename_source_key(stored, self._renamings, self._converters, self._prefix, self._places)
 
     def found(self, stored: Iterable[str]) -> dict[str, str]:
-        """What `expert_names` gives."""
+        """Return the names of experts' weights, as `expert_names` does."""
         found: dict[str, str] = {}
         for name in stored:
             own, pattern = self.own(name)
@@ -88,8 +88,8 @@ class Conversions:
         return found
 
     def _product(self, tensor: str, pattern: str) -> str | None:
-        """Which product of an expert the tensors of this `pattern` are, of which transformers makes `tensor`; None
-        where it does more than to stack them.
+        """Name the product of an expert that the tensors of this `pattern` hold, which transformers joins into
+        `tensor`; None where it does more than to stack them.
         """
         made = self._maker(tensor)
         if made is None or pattern not in made.source_patterns:

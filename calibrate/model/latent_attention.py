@@ -55,7 +55,7 @@ def _as_they_are(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _expanded(attention: Any, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `expand_kv` computes, without writing into parts of a tensor, which a graph would have as scatters."""
+    """Compute what `expand_kv` does, without writing into parts of a tensor, which a graph would have as scatters."""
     sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
     heads = attention.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, sum(sizes))).transpose(1, 2)
     keys, values = torch.split(heads, sizes, dim=-1)

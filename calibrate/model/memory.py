@@ -36,7 +36,9 @@ def _machine() -> int | None:
 
 
 def container_bytes(cgroup: Path = CGROUP) -> int | None:
-    """What the control group (version 2) leaves: its limit less what is in use and cannot be dropped."""
+    """Return the memory that the control group (version 2) leaves, in bytes: its limit less what is in use and cannot
+    be dropped.
+    """
     try:
         limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What the modules of a model are to fp8q: which multiply by a matrix, which makes the logits, which write the cache.
+"""Classify the modules of a model: those that multiply by a matrix, make the logits, or write the cache.
 
 A linear layer is known by its forward pass, not by its class: a subclass with a forward pass of its own may compute
 anything, and stays in BF16. ModelOpt's registry judges by the same rule, and is the oracle in the tests.

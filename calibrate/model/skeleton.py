@@ -27,7 +27,7 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The same as it is made: no buffer has values. Experts are modules of their own."""
+    """Make the model of `config` without values, in buffers either. Experts are modules of their own."""
     with torch.device("meta"):
         model = made(config, dtype)
     unfold(model)
@@ -47,8 +47,9 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
 
 def check_buffers(model: PreTrainedModel, values: int) -> str | None:
-    """What is wrong with the buffers that config.json makes of `model`, on the meta device, whose weights have so many
-    `values`: more of them than anyone needs, or NaN or infinities; None where nothing is. They have their values after.
+    """Describe the fault of the buffers that config.json makes of `model`, on the meta device, whose weights have so
+    many `values`: more of them than anyone needs, or NaN or infinities; None where nothing is. They have their values
+    after.
     """
     buffers = {
         f"{place}.{name}": buffer

@@ -67,7 +67,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What to call the model in files: a hub name, or the last part of a directory's path that says something."""
+        """The name of the model in files: a hub name, or the last part of a directory's path that says something."""
         if not Path(self.name).expanduser().is_dir():
             return self.name
         return [part for part in self.path.resolve().parts if part not in GENERIC_NAMES][-1]
@@ -79,12 +79,12 @@ class Source:
 
     @property
     def max_positions(self) -> int | None:
-        """How many positions the model can tell apart; None where nothing limits them."""
+        """The number of positions that the model can tell apart; None where nothing limits them."""
         return max_positions(self.text_config.to_dict())
 
     @property
     def served_positions(self) -> int | None:
-        """How many of these a graph serves: those that its one set of rotary frequencies is right for."""
+        """The number of positions that a graph serves: those that its one set of rotary frequencies is right for."""
         limits = [limit for limit in (self.max_positions, one_frequency(self.text_config)) if limit is not None]
         return min(limits, default=None)
 
@@ -211,7 +211,7 @@ def meta_model(source: Source) -> "PreTrainedModel":
 
 
 def no_model(source: Source, error: BaseException) -> InputError:
-    """What transformers raises while it makes the model of a configuration, whose values are all that is at work."""
+    """Turn an exception of transformers, raised while it makes a model of config.json, into an InputError."""
     return InputError(
         f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it "
         "again"

@@ -1,4 +1,4 @@
-"""Who of several processes still lives: each second every rank tells rank 0 how it is, and rank 0 tells all.
+"""Watch which of several processes still live: each second every rank tells rank 0 how it is, and rank 0 tells all.
 
 Collectives alone do not say it: a rank that computes for an hour would learn only then that another has died, and
 whoever started the ranks (torchrun's agent) kills those of its own machine alone. A process that dies closes its
@@ -27,7 +27,7 @@ BEAT_BYTES, LONGEST_MESSAGE = 4096, 900
 
 
 class Failure(Strict):
-    """Which rank failed; `message` None: it said nothing."""
+    """The rank that failed; `message` None: it said nothing."""
 
     rank: int
     name: str
@@ -36,7 +36,7 @@ class Failure(Strict):
 
 
 class Beat(Strict):
-    """What a rank tells rank 0 of itself, and rank 0 tells each of all."""
+    """The state that a rank tells rank 0 of itself, and rank 0 tells each of all."""
 
     done: bool = False
     failure: Failure | None = None
@@ -195,5 +195,5 @@ def line_of(error: BaseException) -> str:
 
 
 def name_of(rank: int, host: str) -> str:
-    """What to call this process as `rank` on `host`."""
+    """Name this process by its `rank` and `host`, for messages."""
     return f"rank {rank} (process {os.getpid()} on {host})"

@@ -1,5 +1,5 @@
-"""Which of several processes this is, told from the variables that torchrun sets: the command line asks before anything
-heavy is imported.
+"""Find the rank of this process from the variables that torchrun sets: the command line asks before anything heavy is
+imported.
 """
 
 import os
@@ -12,7 +12,7 @@ from ...core.errors import InputError
 
 @dataclass(frozen=True)
 class Place:
-    """Which of `ranks` processes this is, and which of those on its machine."""
+    """The rank of this process among `ranks`, and among those on its machine."""
 
     rank: int = 0
     ranks: int = 1

@@ -46,7 +46,7 @@ class World:
         self.members: list[dict[str, Any]] = [_self_description(place, device)]
 
     def machine(self) -> dict[str, Any]:
-        """What it is computed on, for the record: device, threads of each rank, ranks, hosts."""
+        """Describe the machines for the record: device, threads of each rank, ranks, hosts."""
         from ..model.bf16_products import bf16_arithmetic
 
         alike = self.members[0]["alike"]
@@ -59,7 +59,7 @@ class World:
         }
 
     def described(self) -> str:
-        """The same in a line."""
+        """Describe the ranks in one line."""
         machine = self.machine()
         hosts, threads = len(machine["hosts"]), machine["threads"]
         on = f"{hosts} machines" if hosts > 1 else machine["hosts"][0]
@@ -104,7 +104,7 @@ class World:
         return result
 
     def added(self, statistics: Statistics) -> Statistics:
-        """What all ranks measured, added up, on every rank: a collective. `statistics`: what this one measured."""
+        """Add the statistics of all ranks, on every rank: a collective. `statistics`: what this one measured."""
         if self.size == 1:
             return statistics
         summaries = self.gathered(

@@ -102,8 +102,8 @@ def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_t
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
-    """What is tokenized together, in order, and whether with special tokens: a document longer than `CHARACTERS` goes
-    in parts, which have them at its beginning alone.
+    """Yield the texts that are tokenized together, in order, and whether with special tokens: a document longer than
+    `CHARACTERS` goes in parts, which have them at its beginning alone.
     """
     batch, characters = list[str](), 0
     for text in texts:

@@ -81,7 +81,9 @@ def _decode(path: Path, piece: Piece) -> str:
 
 
 def _likely(content: bytes) -> str:
-    """What bytes with NULs among them are, and what to do: of UTF-16 without its mark every other is one."""
+    """Guess the encoding of bytes with NULs among them, and say what to do: of UTF-16 without its mark every other is
+    one.
+    """
     even, odd = content[::2].count(0), content[1::2].count(0)
     if 10 * max(even, odd) < len(content):
         return "binary data; give a text"

@@ -37,9 +37,7 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two texts share: the share of each one's distinct runs that the other holds, and the larger one of
-    passages.
-    """
+    """The share of each one's distinct runs that the other holds, and the larger one of passages."""
 
     of_first: float = 0.0
     of_second: float = 0.0
@@ -74,7 +72,8 @@ def check_disjoint(
     report: Reporter = SILENT,
     allowed: bool = False,
 ) -> Overlap:
-    """What both share. Raise InputError when that is too much, unless it is `allowed`; note it when it is a hundredth.
+    """Return the overlap of both texts. Raise InputError when that is too much, unless it is `allowed`; note it when it
+    is a hundredth.
 
     `data` and `eval_data` are how the user calls them.
     """
@@ -92,8 +91,8 @@ def check_disjoint(
 
 
 def overlap(first: Sequence[str], second: Sequence[str], window: int | None = None) -> Overlap:
-    """What both texts share. `window`: one of them is windows of so many tokens: cut apart from each other, short ones
-    share only short runs with the text they were cut from.
+    """Measure the overlap of two texts. `window`: one of them is windows of so many tokens: cut apart from each other,
+    short ones share only short runs with the text they were cut from.
 
     Texts of fewer units are compared in shorter runs.
     """

@@ -35,7 +35,7 @@ class Packing:
 
     @property
     def text(self) -> int:
-        """How many tokens of the text a window holds."""
+        """The number of tokens of the text in a window."""
         return self.size - len(self.prefix)
 
     def check(self, option: str) -> None:
@@ -47,8 +47,8 @@ class Packing:
             )
 
     def starts(self, ids: Tokens, stride: int | None = None) -> Tokens:
-        """Where in `ids` int64 [tokens] the text of each whole window begins, one every `stride` tokens; None: each
-        behind the one before. What fills no window is left out.
+        """Return the positions in `ids` int64 [tokens] at which the text of each whole window begins, one every
+        `stride` tokens; None: each behind the one before. What fills no window is left out.
         """
         begins, found, place = self.beginnings(ids), list[int](), 0
         while True:
@@ -65,7 +65,7 @@ class Packing:
         return np.concatenate([np.tile(np.array(self.prefix, np.int64), (len(starts), 1)), text], axis=1)
 
     def beginnings(self, ids: Tokens) -> npt.NDArray[np.bool_]:
-        """Where in `ids` the prefix stands, its first token: bool [tokens]."""
+        """Mark the positions in `ids` at which the prefix begins: bool [tokens]."""
         found, length = np.zeros(len(ids), np.bool_), len(self.prefix)
         if 0 < length <= len(ids):
             found[: len(ids) - length + 1] = (np.lib.stride_tricks.sliding_window_view(ids, length) == self.prefix).all(
@@ -85,7 +85,7 @@ def prefix_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
 
 
 def _before(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
-    """What stands before the tokens of `text` when it is encoded with special tokens."""
+    """Return the tokens before those of `text` when it is encoded with special tokens."""
     whole, plain = (
         list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
     )

@@ -28,7 +28,7 @@ Render = Callable[[str, object], str]
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read of a text, and how much.
+    """The part of a text to read: its columns and its length.
 
     `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render`
     None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text` beside
@@ -44,7 +44,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Documents:
-    """What was read, in its order; `chat`: these are chats, whose template has written the special tokens already."""
+    """The documents that were read, in order; `chat`: these are chats, whose template has written the special tokens
+    already.
+    """
 
     texts: list[str]
     chat: bool = False
@@ -59,14 +61,14 @@ class Column:
 
 
 def kind_of(name: str, value: object) -> Kind:
-    """What a column of that name holds, told by one of its values."""
+    """Tell the kind of a column of that name by one of its values."""
     if isinstance(value, str):
         return "strings"
     return "chats" if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict) else "other"
 
 
 def kinds_of(rows: Iterable[Row]) -> dict[str, Kind]:
-    """What each column holds, told by its first value that is neither missing nor an empty list."""
+    """Tell the kind of each column by its first value that is neither missing nor an empty list."""
     kinds: dict[str, Kind] = {}
     for row in rows:
         kinds |= {
@@ -140,8 +142,8 @@ def documents(
 
 
 def fault(value: str) -> str | None:
-    """What `value` holds that no text does: JSON can escape halves of surrogate pairs, which are no characters, and
-    NUL, which stands in binary data, and in UTF-16 that was taken for UTF-8. None where it is text.
+    """Name the characters of `value` that no text holds: JSON can escape halves of surrogate pairs, which are no
+    characters, and NUL, which stands in binary data, and in UTF-16 that was taken for UTF-8. None where it is text.
     """
     try:
         value.encode()

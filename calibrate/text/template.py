@@ -117,7 +117,7 @@ def _stream(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def serve(questions: TextIO, answers: TextIO) -> None:
-    """What the child does: a line of JSON for a line of JSON, until there are no more."""
+    """Answer each line of JSON with a line of JSON, as the child process, until there are no more."""
     render = _renderer()
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as sizes:
         pages = sizes.read().split()
@@ -167,7 +167,7 @@ def _plain(source: str, date: datetime, **told: Any) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """What is between `generation` and `endgeneration` is text like any other."""
+        """A tag that renders the text between `generation` and `endgeneration` like any other."""
 
         tags = {"generation"}  # noqa: RUF012  # Jinja's own declaration
 
