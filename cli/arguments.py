@@ -1,4 +1,4 @@
-"""What the commands take beside option classes: which model, texts and runs, and how the outcome is shown.
+"""Arguments of the commands beside option classes: the model, texts and runs, and the form of the output.
 
 Options that say how something is done are fields of `options`; a command names the classes it takes, and `without` or
 `only` leave out what means nothing there.
@@ -104,7 +104,7 @@ Json = Annotated[
 
 @dataclass(frozen=True)
 class Common(Options):
-    """What every command on runs takes, and no file of options holds."""
+    """The arguments of every command on runs, which no file of options holds."""
 
     as_json: Json = False
     config: Annotated[

@@ -76,13 +76,13 @@ def entries(arguments: ArgumentCollection) -> Iterator[tuple[str, Argument]]:
 
 
 def suggestion(name: str, known: Mapping[str, Argument]) -> str:
-    """Which of the `known` names may be meant."""
+    """Suggest one of the `known` names for a misspelt one."""
     close = difflib.get_close_matches(name.lower().replace("_", "-"), known)
     return f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(known)}"
 
 
 def wanted(argument: Argument) -> str:
-    """What a file holds for an option, in words."""
+    """Describe the value that a file may hold for an option."""
     kind, inner = kinds(argument)
     text = ", or as on the command line" if isinstance(argument.parameter.converter, FromText) else ""
     return (f"{WANTED[inner]}, or an array of such" if kind in (list, tuple) else WANTED[inner]) + text
@@ -125,7 +125,7 @@ def kinds(argument: Argument) -> tuple[type, type]:
 
 
 def place(argument: Argument, text: str, folder: Path) -> str | Path:
-    """What `text` names for somebody in `folder`: an absolute path, where it may name one; else the text itself."""
+    """Resolve the path `text` from `folder`: an absolute path, where it may name one; else the text itself."""
     if kinds(argument)[1] is Path:
         return at(folder, text)
     if PATH_OR_NAME not in getattr(argument.field_info.annotation, "__metadata__", ()):

@@ -1,4 +1,4 @@
-"""How the command line looks: progress and notes on standard error, results on standard output.
+"""Write to the terminal: progress and notes on standard error, results on standard output.
 
 What is shown may come from a file: the name of a tensor, of an ONNX node, a library's message. `visible` and `one_line`
 are where such text passes on its way to a terminal, so that none of it can move the cursor, colour, hide or turn round

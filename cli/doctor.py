@@ -1,4 +1,4 @@
-"""What is on this machine: runtimes, libraries and GPUs, and what each is good for."""
+"""List the runtimes, libraries and GPUs of this machine, and their use."""
 
 import shutil
 import subprocess

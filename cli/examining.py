@@ -1,4 +1,4 @@
-"""What `fp8q doctor` shows: this machine, or the checklist of a run."""
+"""Show the results of `fp8q doctor`: this machine, or the checklist of a run."""
 
 import json
 import sys
@@ -86,7 +86,7 @@ def check_table(found: "Checkup") -> "Table[Check]":
 
 
 def remedies(found: "Checkup") -> list[str]:
-    """What to do, a line for each command, the worst last."""
+    """List the commands that help, a line each, the worst last."""
     lines: dict[str, None] = {}
     for each in listed(found):
         if each.remedy:
@@ -95,7 +95,7 @@ def remedies(found: "Checkup") -> list[str]:
 
 
 def depth_table(found: "Checkup") -> Table[tuple[int, dict[str, float]]]:
-    """What changes with depth: of each decoder layer the largest value of its modules."""
+    """Tabulate by depth: the largest value of each decoder layer's modules."""
     layers: dict[int, dict[str, float]] = {}
     for each in found.checks:
         for at in each.by_depth if each.check in BY_DEPTH else []:

@@ -1,4 +1,4 @@
-"""How `fp8q generate` reads and shows: prompts from an option or standard input, text as it comes.
+"""Read prompts for `fp8q generate` and show its text: prompts from an option or standard input, text as it comes.
 
 A model may write anything, so on a terminal its text passes `shown`, which leaves lines and tabs and lets nothing move
 the cursor. To a pipe it goes as it is.
@@ -97,7 +97,7 @@ def converse(run: Path, prompt: str | None, options: GenerateOptions, as_json: b
 
 
 def lines(prompt: str | None) -> Iterator[str]:
-    """What the user says: the prompt, and each line of standard input that is not empty, up to its end."""
+    """Yield the user's messages: the prompt, and each line of standard input that is not empty, up to its end."""
     if prompt is not None:
         yield prompt
         if not sys.stdin.isatty():

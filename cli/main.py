@@ -1,4 +1,4 @@
-"""How the program ends: whatever a command raises is one unwrapped line on standard error and an exit code."""
+"""End the program: whatever a command raises is one unwrapped line on standard error and an exit code."""
 
 import os
 import sys

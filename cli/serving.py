@@ -1,4 +1,4 @@
-"""How `fp8q serve` says where it is, and how it ends: a signal asks it to, and a second one does not ask."""
+"""Show the address of `fp8q serve`, and end it: a signal asks it to, and a second one does not ask."""
 
 import json
 import sys

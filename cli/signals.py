@@ -1,4 +1,4 @@
-"""How a signal ends the program: what is open is undone, one line is said, and the process ends where it stands.
+"""End the program on a signal: what is open is undone, one line is said, and the process ends where it stands.
 
 No exception is raised, for reasons that `undo` has. A second signal ends the process at once, undoing nothing: the next
 call does, as after a kill. Several processes that work together tell each other of SIGTERM (`calibrate.ranks`), and put
@@ -42,7 +42,7 @@ def deafen() -> None:
 
 
 def line(number: int) -> str:
-    """What is said of a signal."""
+    """Format the line about a signal."""
     return f"{TOLD[signal.Signals(number)]}; {KEPT}"
 
 

@@ -1,4 +1,4 @@
-"""What `fp8q tune` shows: the frontier, then the mix for the budget, last, where a terminal leaves the eye."""
+"""Show the results of `fp8q tune`: the frontier, then the mix for the budget, last, where a terminal leaves the eye."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the commands show when they are done: the run's tables, or the run as one JSON object."""
+"""Show the results of commands: the run's tables, or the run as one JSON object."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def rows_of(run: Run, speak: "Terminal") -> dict[str, Sequence[Any]]:
 
 
 def files(run: Run) -> list[Path]:
-    """What there is to open in `run`."""
+    """List the files in `run` that a user may open."""
     return [run.root / name for name in FILES if (run.root / name).exists()]
 
 
@@ -203,7 +203,7 @@ def linted(found: "Linted | LintedRun", as_json: bool) -> None:
 
 
 def part_lines(part: "Linted") -> list[str]:
-    """What was linted, and what was found in it."""
+    """Format the findings of one part that was linted."""
     lines = [f"{part.path}: {part.what}"]
     for rule, group in groupby(part.findings, lambda finding: finding.rule):
         shown = list(group)

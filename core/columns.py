@@ -1,4 +1,4 @@
-"""How rows read: columns that take a quantity out of a row and write it, the same on the command line, in HTML and in
+"""Declare tables: columns that take a quantity out of a row and write it, the same on the command line, in HTML and in
 notebooks.
 
 Numbers keep three or four significant digits, the precision with which they are known; shares are written in percent,
@@ -36,7 +36,7 @@ def decibels(value: float) -> str:
 
 
 def noise(value: float | None) -> str:
-    """The same in a sentence, of what has a scale: None where nothing is lost."""
+    """Format decibels in a sentence, for a tensor that has a scale: None where nothing is lost."""
     return "exact" if value is None else f"{decibels(value)} dB"
 
 
@@ -114,7 +114,7 @@ class Table(Generic[Row]):
         return [[_cell(column, row) for column in columns] for row in self.rows]
 
     def _repr_html_(self) -> str:
-        """How a notebook shows the table."""
+        """Render the table for a notebook."""
         if not self.rows:
             return f"<p><b>{escape(self.title)}.</b> {escape(self.missing)}</p>"
         head = "".join(

@@ -1,4 +1,4 @@
-"""What can go wrong, by whose move mends it: each class carries the exit code of the command line.
+"""Errors, classified by who can mend them: each class carries the exit code of the command line.
 
 A message names what, the rule or value found, and the remedy, in one line; the command line prints it
 unwrapped and nothing else. Ctrl-C and SIGTERM raise none of these, and have exit codes of their own (`cli.signals`).

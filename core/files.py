@@ -1,5 +1,5 @@
-"""How fp8q writes and reads files: under a temporary name and then renamed, JSON validated on reading, the disk's
-refusals in one line.
+"""Write and read files: under a temporary name and then renamed, JSON validated on reading, the disk's refusals in one
+line.
 """
 
 import errno
@@ -70,8 +70,8 @@ REFUSALS = {
 
 
 def refusal(error: OSError | SafetensorError, where: Path | None = None) -> InputError | None:
-    """What the operating system refused, named with its file (or else `where`) and the remedy; None for what is no
-    refusal of its.
+    """Turn a refusal of the operating system into an error that names the file (or else `where`) and the remedy; None
+    for what is no refusal of its.
     """
     number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
     if number not in REFUSALS:
@@ -229,7 +229,7 @@ def regular_file(path: Path, remedy: str = "") -> int:
 
 
 def unreadable(path: Path, error: OSError | ValueError, remedy: str = "") -> InputError:
-    """What is said of a file that the system does not give."""
+    """Make the error for a file that the system does not give."""
     why = getattr(error, "strerror", None) or error
     return InputError(f"{path}: cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
 

@@ -1,5 +1,5 @@
-"""What a lint finds: a rule that is broken, where, and what to do, in one line; the same of graphs, repositories and
-checkpoints.
+"""The findings of a lint: a rule that is broken, where, and what to do, in one line; the same of graphs, repositories
+and checkpoints.
 """
 
 from collections.abc import Callable, Iterable, Iterator

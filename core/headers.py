@@ -60,5 +60,5 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def damaged(file: Path, why: object) -> InputError:
-    """What to say of a file that does not read."""
+    """Make the error for a file that does not read."""
     return InputError(f"{file}: is damaged or cut short ({why}); copy or download it again")

@@ -1,5 +1,5 @@
-"""What a run remembers of its stages: what each read and wrote, by which options, versions and machine, and which
-command makes its files again.
+"""The record of a run's stages: the files that each read and wrote, its options, versions and machine, and the command
+that makes its files again.
 """
 
 import resource
@@ -48,7 +48,7 @@ Value = TypeVar("Value")
 
 
 class Recorded(dict[str, Value]):
-    """What a record holds under one of its keys; what it lacks is the fault of whoever wrote it, and told as that."""
+    """A mapping in a record; a key that it lacks is an error that names the file."""
 
     file: Path | None = None
 
@@ -71,7 +71,7 @@ Texts = Annotated[dict[str, str], AfterValidator(Recorded)]
 
 
 class StageRecord(Strict):
-    """How one stage's outputs came about."""
+    """The inputs, options and outputs of one finished stage."""
 
     inputs: Texts = Field(description="name -> SHA-256 of what the stage read")
     options: Annotated[dict[str, JsonValue], AfterValidator(Recorded)]
@@ -98,7 +98,7 @@ class RunRecord(Strict):
     stages: Annotated[dict[str, StageRecord], AfterValidator(Recorded)] = Field(default_factory=dict)
 
     def of(self, file: Path) -> Self:
-        """The same, read from `file`: what it lacks is told with this name."""
+        """Let errors about this record name `file`."""
         parts = (part for stage in self.stages.values() for part in (stage.inputs, stage.options, stage.outputs))
         for part in (self.model, self.stages, *parts):
             if isinstance(part, Recorded):
@@ -108,8 +108,8 @@ class RunRecord(Strict):
 
 @dataclass
 class StageLog:
-    """What a running stage says of itself; `outputs` are hashed when it ends. What is `unfinished` of it the next call
-    goes on with; `refused` says why it cannot be done of this model.
+    """Facts that a running stage notes for its record; `outputs` are hashed when it ends. The next call goes on with
+    the parts that are `unfinished`; `refused` says why it cannot be done of this model.
     """
 
     outputs: list[Path] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How the stages speak while they work: a `Reporter` takes notes and progress; the command line draws them.
+"""Report notes and progress of the stages: a `Reporter` takes notes and progress; the command line draws them.
 
 The library itself prints nothing. Notes are decisions the user should know of (a default lowered, a module
 kept in BF16); the run directory remembers them with the stage that made them.
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Reporter(Protocol):
-    """Where a stage's notes and progress go."""
+    """The receiver of a stage's notes and progress."""
 
     def note(self, line: str) -> None:
         """Take one line that the user should read."""

@@ -30,7 +30,7 @@ GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 
 
 def graph_names(adapter: str | None) -> tuple[str, str]:
-    """The same two of the model with an adapter beside it; None: without."""
+    """Return the names of the two graphs of the model with an adapter beside it; None: without."""
     return (f"model.{adapter}.onnx", f"model.{adapter}.fp32.onnx") if adapter else (GRAPH, GRAPH_FP32)
 
 
@@ -334,7 +334,7 @@ def _changed(before: str, wanted: str) -> str:
 
 
 def no_graph(root: Path, reason: str) -> str:
-    """What is said of the run at `root` wherever it is asked for the ONNX graph that it cannot have."""
+    """Explain that the run at `root` can have no ONNX graph."""
     return (
         f"{root}: has no ONNX graph, since {reason}; `fp8q generate {root} --runtime reference` runs its checkpoint, "
         f"and {root}/model/README.md says what else does"

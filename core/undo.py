@@ -1,4 +1,4 @@
-"""What is undone when a block does not end well: when it raises, and when a signal ends the program inside of it.
+"""Undo the work of a block that does not end well: when it raises, and when a signal ends the program inside of it.
 
 The command line's signal handler raises nothing. `KeyboardInterrupt` may come up in a library's callback, where it
 aborts the process (torch, from C++), becomes an error of the library's own, or is lost (in a weak reference's call).

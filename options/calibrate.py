@@ -1,4 +1,4 @@
-"""What is measured, and which scales follow: options of `calibrate`, `merge` and `scales`."""
+"""Options of measuring and of choosing scales: those of `calibrate`, `merge` and `scales`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def octaves(option: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class Clipping(Options):
-    """How the scale of an activation or cache tensor is chosen: the method's clip, 2^margin times it, on the grid of
+    """The choice of the scale of an activation or cache tensor: the method's clip, 2^margin times it, on the grid of
     scales.
 
     The last three have Transformer Engine's names.
@@ -99,7 +99,9 @@ class History(Clipping):
 
 @dataclass(frozen=True)
 class ScaleOptions(Options):
-    """What follows from the statistics, without running the model: options of `fp8q merge`, and of `calibrate` too."""
+    """Options of choosing scales from statistics, without running the model: those of `fp8q merge`, and of `calibrate`
+    too.
+    """
 
     clip: Annotated[Clipping, Parameter(show_default=True)] = Clipping()
     weight_method: Annotated[
@@ -196,7 +198,7 @@ class RescaleOptions(ScaleOptions):
     given: dict[str, Any]
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """What was chosen `before`, with what is given in its place; two terms for all also in that of some."""
+        """Replace the options chosen `before` by those that are given; two terms for all also in that of some."""
         all_of_them = {"two_terms": ()} if self.given.get("activation_terms") == 2 else {}
         return replace(before, **(all_of_them | self.given))
 

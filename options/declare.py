@@ -1,4 +1,4 @@
-"""How an option is declared: what its field's annotation says beside the type, and the class that holds values to it.
+"""Declare options: what its field's annotation says beside the type, and the class that holds values to it.
 
 A field reads `name: Annotated[type, option(panel, help, unit), rule, …] = default`. The command line makes its options
 of that, a `--config` file and the Python functions fill the same fields, and what is wrong with a value is said in the
@@ -68,7 +68,7 @@ def option(
     text: Rule | None = None,
     **more: Any,
 ) -> Parameter:
-    """How an option is shown: in which panel of the help, with which words, and what stands for its value.
+    """Describe an option for the help: in which panel of the help, with which words, and what stands for its value.
 
     `default`: in words, where it depends on something. `text`: the rule that reads
     it, where it is written as text and held as something else. `more`: what cyclopts' Parameter takes, such as a `name`
@@ -166,7 +166,8 @@ class Of:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field's annotation says beside its type: its option's name, its rules, its choices (none: any value)."""
+    """The parts of a field's annotation beside its type: its option's name, its rules, its choices (none: any value).
+    """
 
     option: str
     rules: tuple[Rule, ...]
@@ -177,7 +178,7 @@ class Declared:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """What all option classes share: each value is held against its field's choices and rules, whoever gives it."""
+    """The base of all option classes: each value is held against its field's choices and rules, whoever gives it."""
 
     def __post_init__(self) -> None:
         """Read every value by its rules; raise InputError for the first that breaks one."""

@@ -1,4 +1,4 @@
-"""What the result is used for: options of `generate`, `serve`, `bench` and `triton`."""
+"""Options of using the result: those of `generate`, `serve`, `bench` and `triton`."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What FP8 is compared with, as weights: the source in BF16, and INT8 of the same modules by the same statistics.
+"""Write the weights that FP8 is compared with: the source in BF16, and INT8 of the same modules by the same statistics.
 
 BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by
 tensor.

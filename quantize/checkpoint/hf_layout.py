@@ -1,4 +1,4 @@
-"""What of an FP8 model has a form that Hugging Face's loader knows.
+"""Tell which parts of an FP8 model have a form that Hugging Face's loader knows.
 
 The rest is written for fp8q and ONNX, and must not be loaded wrong in silence.
 
@@ -67,7 +67,7 @@ class Form:
     layers: tuple[str, ...] = ()
 
     def in_files(self, module: str) -> str:
-        """What the files call a module."""
+        """Return the name that the files have for a module."""
         return self.stored.get(module, module)
 
     def axis(self, module: str) -> Literal[0, 1]:
@@ -86,7 +86,7 @@ class Form:
 
     @property
     def limit(self) -> str | None:
-        """What to say of the graph's positions; None where they are the model's."""
+        """Describe the limit of the graph's positions; None where they are the model's."""
         if self.positions is None:
             return None
         return (
@@ -95,7 +95,7 @@ class Form:
         )
 
     def remark(self, architecture: str, scales: Scales) -> str | None:
-        """What whoever wants to serve the checkpoint elsewhere must know; None where there is nothing."""
+        """Describe the limits of serving the checkpoint elsewhere; None where there is nothing."""
         if not self.loadable:
             return (
                 f"{architecture} keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q "

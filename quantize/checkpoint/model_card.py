@@ -166,7 +166,7 @@ def _towers(form: Form) -> str:
 
 
 def _adapters(source: Source, form: Form) -> str:
-    """Which adapter is in the weights, or which lie beside them."""
+    """Describe the adapter in the weights, or those beside them."""
     if source.merged:
         return MERGED.format(name=code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
     if not source.adapters:
@@ -184,7 +184,7 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """The same as code, in a fence of more backticks than stand in it."""
+    """Format `text` as code, in a fence of more backticks than stand in it."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
     gap = " " if "`" in line else ""
@@ -192,7 +192,7 @@ def code(text: str) -> str:
 
 
 def _loading(architecture: str, scales: Scales, form: Form) -> str:
-    """How to load the checkpoint, or that it cannot be."""
+    """Explain how to load the checkpoint, or why it cannot be loaded."""
     cache_parts = scales.cache_parts
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)

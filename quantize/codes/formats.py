@@ -36,7 +36,7 @@ class Grid(Protocol):
 
     @property
     def clip(self) -> float:
-        """What the clip is divided by to give the scale: the largest magnitude of one code."""
+        """The divisor that makes a scale of a clip: the largest magnitude of one code."""
 
     @property
     def midpoints(self) -> Float32s:
@@ -44,7 +44,7 @@ class Grid(Protocol):
 
     @property
     def terms(self) -> Literal[1, 2]:
-        """How many codes stand for one value."""
+        """The number of codes that stand for one value."""
 
     @property
     def power_of_two(self) -> bool:
@@ -108,7 +108,7 @@ class Format:
 
     @property
     def clip(self) -> float:
-        """The same: one code stands for a value."""
+        """The largest code's magnitude: one code stands for a value."""
         return self.max
 
     @cached_property
@@ -173,7 +173,7 @@ class Integers:
 
     @property
     def clip(self) -> float:
-        """The same: one code stands for a value."""
+        """The largest code's magnitude: one code stands for a value."""
         return self.max
 
     @cached_property
@@ -208,7 +208,7 @@ class TwoTerms:
 
     @property
     def divisor(self) -> int:
-        """What the second term is divided by: 2 to the number of a code's binary digits."""
+        """The divisor of the second term: 2 to the number of a code's binary digits."""
         return int(2 << self.format.mantissa_bits)
 
     @property
@@ -251,7 +251,7 @@ class TwoTerms:
         return self.format.decode(first) + self.format.decode(second) / np.float32(self.divisor)
 
     def round(self, magnitudes: Float32s) -> Float32s:
-        """What both codes of each non-negative, finite magnitude (divided by its scale) make together; saturating."""
+        """Round each non-negative, finite magnitude (divided by its scale) to the sum of its two codes; saturating."""
         return self.decode(*self.encode(magnitudes))
 
 

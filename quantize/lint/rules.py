@@ -30,7 +30,7 @@ class CheckpointRule:
         return self.check.__doc__ or ""
 
     def findings(self, checkpoint: Checkpoint) -> Iterator[Finding]:
-        """Where a checkpoint breaks the rule."""
+        """Yield a finding for each place where a checkpoint breaks the rule."""
 
         def module(node: str) -> str | None:
             return (node.rpartition(".")[0] or None) if node in checkpoint.tensors else None

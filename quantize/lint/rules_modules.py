@@ -156,8 +156,8 @@ def _source(declared: Declared) -> str:
 
 @checkpoint_rule("C121", "ignored-codes")
 def ignored_codes(checkpoint: Checkpoint) -> Broken:
-    """What the configuration leaves out is not in codes: loaders make a module in BF16 of it, and read its codes as
-    values, without the scale.
+    """A module that the configuration leaves out is not in codes: loaders make a module in BF16 of it, and read its
+    codes as values, without the scale.
     """
     for module, codes in checkpoint.codes.items():
         if (entry := checkpoint.declared.ignored_by(module)) is not None:

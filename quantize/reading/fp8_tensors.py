@@ -1,4 +1,4 @@
-"""Which tensor of an FP8 checkpoint is whose codes and scale, from the headers; values of scales when asked for.
+"""Find the codes and scales of each module in an FP8 checkpoint, from the headers; values of scales when asked for.
 
 In every form a value is code × scale, also where the name says `weight_scale_inv`: transformers' `Fp8Dequantize`
 multiplies by it, as DeepSeek's own kernel does.
@@ -181,8 +181,8 @@ class Checkpoint:
 def granularity_of(
     scale: tuple[int, ...], weight: tuple[int, ...], scheme: Scheme | None
 ) -> tuple[Granularity | None, tuple[int, int] | None]:
-    """What a scale of this shape is one of, and the rows and columns each is for; what `scheme` says comes first where
-    several fit. (None, None) where none does.
+    """Return the granularity of a scale of this shape, and the rows and columns that each value is for; that of
+    `scheme` comes first where several fit. (None, None) where none does.
     """
     *stack, rows, columns = weight
     sides = scheme.block if scheme is not None and scheme.block is not None else BLOCK

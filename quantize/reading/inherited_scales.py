@@ -96,7 +96,8 @@ def kept_weights(source: Source, options: ScaleOptions) -> Inherited | None:
 def remarks(
     source: Source, groups: Mapping[str, Sequence[str]], scales: Scales, options: ScaleOptions
 ) -> Iterator[str]:
-    """What to note where `source` is an FP8 checkpoint: what became of its codes, and what was not as it was given."""
+    """Yield the notes where `source` is an FP8 checkpoint: what became of its codes, and what was not as it was given.
+    """
     given = given_of(source)
     if given is None:
         return
@@ -119,7 +120,7 @@ def remarks(
 
 
 def became(scales: Scales) -> str:
-    """What became of the weights of an FP8 checkpoint, in a sentence."""
+    """Say in a sentence how many weights of an FP8 checkpoint kept their codes."""
     kept = sum(weight.method == INHERITED for weight in scales.weights.values())
     blocks = [weight.sqnr_db for weight in scales.weights.values() if weight.method.endswith(" blocks")]
     losses = [loss for loss in blocks if loss is not None]

@@ -1,4 +1,4 @@
-"""What the configuration of an FP8 checkpoint says: its form, and how each module is quantized.
+"""Read the quantization configuration of an FP8 checkpoint: its form, and how each module is quantized.
 
 Three forms are read. compressed-tensors (llm-compressor, fp8q) and transformers' own fine-grained FP8 (DeepSeek-V3,
 Qwen3-FP8) say it in `quantization_config` of config.json; ModelOpt's export does so in hf_quant_config.json, and newer
@@ -67,7 +67,8 @@ MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a module is quantized. `block`: rows and columns of the weight that one scale is for, where it is blocks."""
+    """The quantization of a module. `block`: rows and columns of the weight that one scale is for, where it is blocks.
+    """
 
     weights: Granularity
     inputs: Inputs
@@ -84,7 +85,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Declared:
-    """What the file `source` says: the form, the schemes, the modules it leaves out, and whether the cache has scales.
+    """The quantization configuration in the file `source`: the form, the schemes, the modules it leaves out, and
+    whether the cache has scales.
 
     `ignore` None: not said, and each loader leaves out what it does by itself.
     """
@@ -112,14 +114,14 @@ class Declared:
         return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
 
     def scheme(self, module: str) -> Scheme | None:
-        """How a module is to be quantized, if it is of a class that is; None for one that is left out or no target."""
+        """Return the scheme of a module, if it is of a class that is; None for one that is left out or no target."""
         if self.ignored_by(module) is not None:
             return None
         return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
 
 
 def declared_form(directory: Path) -> Declared | None:
-    """What the configuration in `directory` says of quantization; None where it says nothing.
+    """Read the quantization configuration in `directory`; None where it says nothing.
 
     Raises InputError for a configuration that does not read, and for a form that is not read: it names the form, what
     is read, and the way round.
@@ -146,7 +148,7 @@ def declared_form(directory: Path) -> Declared | None:
 
 
 def refused(source: Path, found: str, of: str = "") -> InputError:
-    """What to say of a form that is not read: `found` says where it is named, `of` holds its name."""
+    """Make the error for a form that is not read: `found` says where it is named, `of` holds its name."""
     for part, name, way_round in OTHERS:
         if part in of.lower():
             return InputError(f"{source}: {found} ({name}), and what is read is {READ}; {way_round}")

@@ -1,4 +1,4 @@
-"""What the checkpoint in a run holds, by tensor name; a serving host reads it too, so there is no torch here."""
+"""Find the tensors of a run's checkpoint by name; a serving host reads it too, so there is no torch here."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -39,7 +39,7 @@ def checkpoint_of(run: Run, precision: str) -> Path:
 
 
 class Index(BaseModel):
-    """What is read of a checkpoint's index: tensor name -> file name."""
+    """The part of a checkpoint's index that is read: tensor name -> file name."""
 
     weight_map: dict[str, str]
 
@@ -71,7 +71,7 @@ def patterns_of(stored: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_files(module: str, patterns: Mapping[str, str]) -> str:
-    """What the files call `module`."""
+    """Return the name that the files have for `module`."""
     under = patterns.get(NUMBER.sub("{}", module))
     return under.format(*NUMBER.findall(module)) if under else module
 
@@ -83,13 +83,13 @@ def stored_patterns(directory: Path) -> dict[str, str]:
 
 
 class Own(BaseModel):
-    """What is read of what fp8q wrote into config.json."""
+    """The fields of config.json that fp8q wrote."""
 
     stored: dict[str, str] = {}
 
 
 class Configured(BaseModel):
-    """What is read of config.json."""
+    """The fields of config.json that are read."""
 
     fp8q: Own = Own()
 

@@ -1,4 +1,4 @@
-"""What Hopper's tensor core makes of a sum of codes: 14 significant bits where FP32 has 24.
+"""Add products of codes as Hopper's tensor core does: with 14 significant bits where FP32 has 24.
 
 One FP8 instruction (`wgmma`, 32 products) adds them to what came before like this:
 
@@ -77,8 +77,8 @@ def add_in(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
-    """The same of `x` [in, rows] and `weight` [in, out]: the axis of the sum goes first, so that every step is one
-    operation over [block, rows, out].
+    """Add the products of `x` [in, rows] and `weight` [in, out]: the axis of the sum goes first, so that every step is
+    one operation over [block, rows, out].
     """
     exponents = _exponents(x), _exponents(weight)
     size = (x.shape[1], weight.shape[1])
@@ -120,7 +120,7 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def seconds_a_product(accumulator: Accumulator, device: str) -> float:
-    """What adding one product takes here, in seconds: two million are timed."""
+    """Measure the seconds that adding one product takes on `device`: two million are timed."""
     x, weight = torch.ones(32, 256, device=device), torch.ones(256, 256, device=device)
     best = float("inf")
     for _ in range(3):  # the first is slower

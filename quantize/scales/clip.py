@@ -1,4 +1,4 @@
-"""Where to clip: pure functions of an exact histogram and a format, evaluated on the real grid.
+"""Choose the clip of a tensor: pure functions of an exact histogram and a format, evaluated on the real grid.
 
 A scale s cuts the magnitudes into cells, one for each value of the format's grid, at the midpoints of the scaled grid.
 Magnitudes are counted by BF16 bit pattern, patterns are ordered as magnitudes are, and both s and the midpoints are

@@ -38,8 +38,8 @@ PROBABILITY_SCALES = {terms: float(scale_of(1.0, grid)) for terms, grid in GRIDS
 
 
 class Lossy(Strict):
-    """What has a `sqnr_db`, which is null where rounding costs nothing: that null is written, where others are left
-    out.
+    """A record with a `sqnr_db`, which is null where rounding costs nothing: that null is written, where others are
+    left out.
     """
 
     @model_serializer(mode="wrap")
@@ -118,7 +118,7 @@ class Scales(Strict):
 
     @property
     def cache_parts(self) -> str:
-        """Which parts of the cache are codes: `kv`, `v` alone, or none."""
+        """The parts of the cache that are codes: `kv`, `v` alone, or none."""
         return "".join(sorted({name[-1] for name in self.kv_cache}))
 
 
@@ -174,7 +174,7 @@ def tensor_scale(
 
 
 def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tuple[str, float, float]) -> TensorScale:
-    """What a scale, `chosen` as method, clip and scale, does to the values of `histogram`."""
+    """Measure the error that a scale, `chosen` as method, clip and scale, causes on the values of `histogram`."""
     method, clip, scale = chosen
     # of nothing, nothing is lost at any scale
     best = float(scale_of(clip_mse(histogram, format, clipping), format)) if histogram.amax else scale

@@ -30,7 +30,7 @@ class Starved:
 
     @property
     def method(self) -> str:
-        """How its scale was chosen."""
+        """The method by which its scale was chosen."""
         return f"{BORROWED} ({self.tokens:,} tokens)"
 
 
@@ -53,7 +53,7 @@ def _counted(layer: Coverage) -> Iterable[tuple[str, int]]:
 
 
 def remarks(statistics: Statistics, found: Mapping[str, Starved], least: int, compensated: bool) -> list[str]:
-    """What to note of experts that are `found` to have seen fewer than `least` tokens, layer by layer; `compensated`:
+    """List the notes on experts that are `found` to have seen fewer than `least` tokens, layer by layer; `compensated`:
     whether other weights are rounded by what they get.
     """
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What a choice costs where it is served, told before anything is built.
+"""Compute the cost of a choice where it is served, before anything is built.
 
 A decode step is bound by the bytes it reads: every product's weights once, and the cache of every position before. A
 prompt is bound by operations: a product of FP8 codes runs at twice the rate of one in BF16 on every GPU that has it,
@@ -30,21 +30,21 @@ class Cost:
     prefill_operations: int
 
     def step_bytes(self, positions: int) -> int:
-        """What a decode step of one sequence reads, `positions` tokens after its beginning."""
+        """Return the bytes that a decode step of one sequence reads, `positions` tokens after its beginning."""
         return self.weight_bytes + positions * self.cache_bytes
 
 
 def largest_batch(memory: int, held: int, sequence: int) -> int:
-    """How many sequences of so many bytes of cache fit into `memory` bytes, beside the `held` bytes of weights; none
-    where these alone do not. What a step needs besides (activations, the runtime itself) is left out: no more than
-    these fit.
+    """Return the number of sequences, each of so many bytes of cache, that fit into `memory` bytes, beside the `held`
+    bytes of weights; none where these alone do not. What a step needs besides (activations, the runtime itself) is left
+    out: no more than these fit.
     """
     return max(0, (memory - held) // sequence)
 
 
 def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], scales: Scales | None = None) -> Cost:
-    """What `scales` (None: the BF16 model) cost on a model with products of `weights` (module -> its weight's shape)
-    that keeps `cache` (each cache tensor, `<module>.k` or `.v` -> its values a position).
+    """Return the cost of `scales` (None: the BF16 model) on a model with products of `weights` (module -> its weight's
+    shape) that keeps `cache` (each cache tensor, `<module>.k` or `.v` -> its values a position).
     """
     terms = {name: scale.terms for name, scale in scales.activations.items()} if scales else {}
     codes = scales.kv_cache if scales else {}

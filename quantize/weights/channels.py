@@ -41,13 +41,14 @@ class Kept(Protocol):
         """The weight [out, in] of `module` as it is; None where it must be quantized."""
 
     def blocks(self, module: str) -> str:
-        """What to add to the method of a module whose scales were those of blocks; empty for others."""
+        """Return the addition to the method of a module whose scales were those of blocks; empty for others."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How weights are quantized: how their scales are chosen, what compensates rounding errors (None: each weight goes
-    to its nearest code), what `--weight-rounding sequential` has made already, and what is `kept` as it is.
+    """The quantization of weights: the method of their scales, the compensation of rounding errors (None: each weight
+    goes to its nearest code), the codes that `--weight-rounding sequential` has made already, and those `kept` as they
+    are.
     """
 
     method: WeightMethod
@@ -103,7 +104,7 @@ def quantize_weight(
 def summary(
     weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, method: WeightMethod, rounding: WeightRounding
 ) -> WeightScales:
-    """What to write of the `codes` [out, in] of `weight` under `scale` float32 [out]."""
+    """Describe the `codes` [out, in] of `weight` under `scale` float32 [out]."""
     return WeightScales(
         method=method,
         rounding=rounding,
@@ -117,7 +118,7 @@ def summary(
 
 
 def inherited_summary(scale: torch.Tensor) -> WeightScales:
-    """What to write of codes that are kept under their `scale` float32 [out]: nothing is lost."""
+    """Describe codes that are kept under their `scale` float32 [out]: nothing is lost."""
     return WeightScales(
         method=INHERITED, rounding=INHERITED, axis=0, channels=len(scale), scale_min=float(scale.min()),
         scale_max=float(scale.max()), sqnr_db=None,

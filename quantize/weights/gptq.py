@@ -55,7 +55,7 @@ VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class Compensation:
-    """What rounding needs to know of an input.
+    """The Cholesky factor of an input's second moments, by which GPTQ rounds.
 
     `order` int64 [in]: in which its channels are rounded; `noise` float32 [in]: N's diagonal, in that order; `moments`
     float32 [in, in]: H + N, damped, in that order; `factor` float32 [in, in]: U, upper triangular.

@@ -104,8 +104,8 @@ def _block_scales(bits: torch.Tensor) -> Float32s:
 
 
 def _counts(patterns: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """How often each magnitude occurs in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128]; bin 0 holds
-    all that is smaller.
+    """Count each magnitude in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128]; bin 0 holds all that
+    is smaller.
     """
     rows = len(patterns)
     floor = (exponent - (OCTAVES - 1)) << 7
@@ -123,7 +123,7 @@ def _folded(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _bottom_errors(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """What the bottom octaves add to the errors, float32 [rows, candidates]."""
+    """Return the error that the bottom octaves add, float32 [rows, candidates]."""
     few = counts[:, :BOTTOM].flatten(1)
     row, pattern = few.nonzero(as_tuple=True)
     first = torch.searchsorted(row, torch.arange(len(few)))

@@ -1,5 +1,5 @@
-"""What products get of their inputs in two models, the float one and the quantized one, added up over passes of all
-batches: of one input a pass, or of several that do not depend on one another.
+"""Add up the inputs of products in two models, the float one and the quantized one, over passes of all batches: of one
+input a pass, or of several that do not depend on one another.
 
 Such are the last products of a layer's experts, whose inputs follow from what all experts share alone. With a pass for
 each, a layer of 128 experts would be run 132 times where a dense one is run 5 times. The sums of a pass are held in

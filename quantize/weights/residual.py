@@ -1,4 +1,4 @@
-"""Where a decoder layer adds a product to something, found by looking.
+"""Find the residual to which a decoder layer adds a product, by running the layer.
 
 One batch goes through the layer. A product is added to a tensor r where r plus its output is, to the last bit, what a
 later module of the layer gets, or what the layer returns; r is what the layer got, or what an earlier module of it got.

@@ -33,8 +33,8 @@ CHANNELS = 256
 
 
 class Sums:
-    """What the quantized model gets at products of one input, and what they have lost, added up over some of the
-    batches.
+    """Second moments of the quantized model's input of products, and of its difference from the float model's, added up
+    over some of the batches.
 
     `moments` float32 [in, in]: Σ x~ x~ᵀ; `lost` float32 [in, out]: Mᵀ, of all of them side by side. M is added up
     itself, and not from Σ x~ (x - x~)ᵀ, which would be another matrix as large as H.

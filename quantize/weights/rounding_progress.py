@@ -1,4 +1,4 @@
-"""What rounding layer by layer has made so far: codes and scales in a folder, a file a module, and how far it got.
+"""Keep the progress of rounding layer by layer: codes and scales in a folder, a file a module, and how far it got.
 
 A layer's files count when the step that made them has ended; a killed call's last, unfinished layer is rounded again.
 """
@@ -25,7 +25,7 @@ class Rounded:
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, in this call or one before it."""
+        """The number of steps that have ended, in this call or one before it."""
         return int(self._ended.read_text(encoding="utf-8")) if self._ended.is_file() else 0
 
     def end(self, step: int) -> None:

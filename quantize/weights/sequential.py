@@ -203,8 +203,8 @@ class Sequence(Chain):
         through: Callable[[HiddenStates, int], torch.Tensor],
         weights: Mapping[str, torch.Tensor],
     ) -> Iterator[Gathered]:
-        """What `places` get and have lost, by one pass of all batches through both models; each is given up when it was
-        taken.
+        """Add up the inputs of the products at `places` in both models, by one pass of all batches through both models;
+        each is given up when it was taken.
         """
         held = [Gathered(place, lambda name: rows_of(self.products[name])) for place in places]
 
@@ -229,8 +229,8 @@ class Sequence(Chain):
         batch: int,
         through: Callable[[HiddenStates, int], torch.Tensor],
     ) -> dict[str, Got]:
-        """What the product at each of `places` gets, float32 [tokens, width], and what it is added to (the hidden
-        states where that is not asked for), of those that are reached.
+        """Record the input of the product at each of `places`, float32 [tokens, width], and the residual it is added to
+        (the hidden states where that is not asked for), of those that are reached.
         """
         seen = {"": states.read(batch, self.device).flatten(0, -2)}
         firsts = {place.first for place in places}

@@ -1,1 +1,1 @@
-"""The same tokens through every runtime, compared: perplexity, divergence, and what made a number none."""
+"""Compare runtimes on the same tokens: perplexity, divergence, and what made a number none."""

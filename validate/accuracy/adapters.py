@@ -1,4 +1,4 @@
-"""The same tokens with each adapter beside the model on: FP8 with it against BF16 with it.
+"""Compare runtimes with each adapter beside the model on: FP8 with it against BF16 with it.
 
 So an adapter's numbers say what FP8 of the base costs whoever is served with it, and nothing of what the adapter does.
 """

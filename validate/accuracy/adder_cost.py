@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """How many of their tokens are scored."""
+        """The number of their tokens that are scored."""
         return int(self.whole.scored[self.chosen].sum())
 
     def spread(self, nll: NLL) -> NLL:
@@ -61,7 +61,7 @@ def sample(evaluation: Evaluation, windows: int) -> Sample:
 
 
 def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
-    """What is going to be run, and about how long the sums take here, in words."""
+    """Describe the run to come and the time that its sums take on this machine."""
     windows, context = taken.evaluation.ids.shape
     products = products_a_token(run)
     seconds = windows * context * products * seconds_a_product(accumulator, device)

@@ -1,4 +1,5 @@
-"""The same tokens through every runtime, one after the other, each compared with BF16 and, where it runs, with FP32.
+"""Run the same tokens through every runtime, one after the other, and compare each with BF16 and, where it runs, with
+FP32.
 
 A runtime is loaded, run over a chunk of windows, and given up again: the peak of memory is that of the largest, not of
 all. What others are compared with leaves its logits on disk (`stored_logits`), and a chunk is as many windows as a
@@ -55,8 +56,8 @@ DISK_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found, and why runtimes `failed`. `nll`, and `kl` from the baseline: float32 [windows, context], nats,
-    NaN where not scored.
+    """The accuracy of each runtime, and why some `failed`. `nll`, and `kl` from the baseline: float32 [windows,
+    context], nats, NaN where not scored.
     """
 
     accuracy: Accuracy
@@ -138,7 +139,7 @@ class Turns:
         return int(noted.read_text(encoding="utf-8"))
 
     def windows(self, part: int) -> int:
-        """How many windows a chunk has."""
+        """Return the number of windows in a chunk."""
         return len(self.evaluation.ids[self.parts[part]])
 
     def missing(self, part: int) -> list[str]:
@@ -182,7 +183,9 @@ class Turns:
             np.savez(handle, allow_pickle=False, **joined(found))
 
     def _against(self, name: str, part: int) -> list[Against]:
-        """What a runtime is compared with: the yardsticks that had their turn before it, and did not fail."""
+        """Return the logits that a runtime is compared with: the yardsticks that had their turn before it, and did not
+        fail.
+        """
         before = self.names[: self.names.index(name)]
         return [
             Against(self._kept(other, part), field, agreement=other == BASELINE)
@@ -197,7 +200,7 @@ class Turns:
         return self.folder / f"{part}-{quote(name, safe='')}.npz"
 
     def _found(self, name: str, part: int) -> Found:
-        """What is saved of a runtime on a chunk; nothing where it has not run."""
+        """Load the saved results of a runtime on a chunk; nothing where it has not run."""
         if not (path := self._file(name, part)).is_file():
             return {}
         with np.load(path, allow_pickle=False) as arrays:
@@ -244,7 +247,7 @@ def running(name: str, forward: Forward, ids: npt.NDArray[np.int64], windows: sl
 
 
 def told(error: BaseException) -> str:
-    """What a library's exception says, in a line."""
+    """Format a library's exception as one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

@@ -26,7 +26,7 @@ class Continuation(Strict):
 
     @property
     def rests(self) -> tuple[str, str]:
-        """What BF16 and FP8 write after what they share."""
+        """The texts of BF16 and FP8 after their common beginning."""
         return self.bf16[len(self.common) :], self.fp8[len(self.common) :]
 
 
@@ -38,7 +38,7 @@ class Continuations(Strict):
     continuations: list[Continuation]
 
     def _repr_html_(self) -> str:
-        """How a notebook shows them: side by side, what parts them bold."""
+        """Render them for a notebook: side by side, what parts them bold."""
         if not self.continuations:
             return "<p>Not written: <code>fp8q report RUN</code> does so where the source model is.</p>"
         cell = "<td style='text-align:left;vertical-align:top;white-space:pre-wrap'>{}<b>{}</b></td>"

@@ -1,4 +1,4 @@
-"""What is found at each scored token: its loss, and how far the distribution is from that of another runtime.
+"""Measure each scored token: its loss, and how far the distribution is from that of another runtime.
 
 KL(p || q) = Σ p (log p - log q) over the vocabulary, in nats: it sees what perplexity, which looks at one token's
 probability, averages away. Agreement in the first token: both think the same one likeliest. In the first five: the
@@ -47,7 +47,7 @@ def measure(
     back: str | None = None,
     write: Writer | None = None,
 ) -> Found:
-    """What is found of `logits` [windows, context, vocabulary] at those of the tokens `ids` [windows, context] that are
+    """Measure `logits` [windows, context, vocabulary] at those of the tokens `ids` [windows, context] that are
     `scored`, each by the logits at the position before it.
 
     `start`: the row of the first of them in what was kept of `against`. `back`: what to call the divergence of the
@@ -72,7 +72,7 @@ def measure(
 def of_block(
     logits: torch.Tensor, targets: torch.Tensor, others: Mapping[Against, torch.Tensor], back: str | None
 ) -> Found:
-    """The same of logits [tokens, vocabulary] of `targets` [tokens], and those of the `others`."""
+    """Measure a block of logits [tokens, vocabulary] of `targets` [tokens], and those of the `others`."""
     log_q = torch.log_softmax(logits, dim=-1)
     found = {"nll": -log_q.gather(1, targets[:, None])[:, 0]}
     for i, (each, theirs) in enumerate(others.items()):
@@ -98,6 +98,6 @@ def overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def joined(parts: Sequence[Found]) -> Found:
-    """What was found of every part, one behind the other."""
+    """Concatenate the results of all parts."""
     names = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: np.concatenate([part[name] for part in parts]) for name in names}

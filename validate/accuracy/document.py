@@ -19,9 +19,9 @@ from ...options import Bos
 
 
 class Protocol(Strict):
-    """How the tokens were cut and scored: windows of `context` tokens, of which those of `prefix` come first and the
-    others, the text's own, every `stride`; each of these is scored once. Without a prefix the first has no past, and is
-    not scored. The defaults are those of files that are older than `--bos`.
+    """The protocol by which tokens were cut and scored: windows of `context` tokens, of which those of `prefix` come
+    first and the others, the text's own, every `stride`; each of these is scored once. Without a prefix the first has
+    no past, and is not scored. The defaults are those of files that are older than `--bos`.
     """
 
     dataset: str
@@ -38,7 +38,7 @@ class Protocol(Strict):
 
     @property
     def told(self) -> str:
-        """The same in words."""
+        """The protocol in words."""
         begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
         shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
         return (
@@ -58,7 +58,7 @@ class FrequencyBucket(Strict):
 
 
 class NotFinite(Strict):
-    """Where a runtime first gave no finite number: the window, and the position in it, both from 0."""
+    """The position at which a runtime first gave no finite number: the window, and the position in it, both from 0."""
 
     window: int
     position: int

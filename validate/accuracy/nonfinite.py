@@ -1,4 +1,5 @@
-"""Where numbers stop being numbers: the first window whose loss is none, the module it comes from, and the position.
+"""Locate the first number that is not finite: the first window whose loss is none, the module it comes from, and the
+position.
 
 The window is run once more with an eye on every module. In the order in which modules finish, the first whose output is
 not finite is to blame where its inputs still were; where they were not, what lies between the modules is, and so the
@@ -24,7 +25,8 @@ from .runtimes import FLOATS, float_model, load_float, open_reference
 
 
 def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[], Source], device: str) -> Accuracy:
-    """What was `found`, with the place and the module where a runtime's numbers stop being any, and whether BF16's do.
+    """Add to what was `found` the position and the module of a runtime's first number that is not finite, and whether
+    BF16's do.
 
     Of a runtime that shows no modules it is the FP8 reference's, where that stops too. `source` may raise InputError.
     """
@@ -105,8 +107,8 @@ def culprit(model: nn.Module, run: Callable[[], object], length: int) -> Culprit
 
 
 def not_finite(value: object) -> torch.Tensor | None:
-    """Where the first tensor that holds no finite number does, bool of its shape; looks into tuples, lists and
-    dictionaries.
+    """Mark the values that are not finite in the first tensor that holds any, bool of its shape; looks into tuples,
+    lists and dictionaries.
     """
     if isinstance(value, torch.Tensor):
         bad = ~value.float().isfinite()

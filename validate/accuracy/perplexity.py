@@ -69,7 +69,7 @@ def cut(
 
 
 def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which tokens of the windows whose text begins at `starts` are scored: bool [windows, context]."""
+    """Mark the tokens of the windows whose text begins at `starts` are scored: bool [windows, context]."""
     of_prefix, begins = np.zeros(len(ids), np.bool_), np.flatnonzero(packing.beginnings(ids))
     for place in range(len(packing.prefix)):
         of_prefix[begins + place] = True

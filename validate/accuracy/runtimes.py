@@ -43,7 +43,7 @@ def open_reference(run: Run, mode: Mode, device: str, adapter: str | None = None
 
 
 def logits_of(loaded: Reference) -> Forward:
-    """What `loaded` computes, with the run's cache."""
+    """Return the function that computes logits by `loaded`, with the run's cache."""
     return lambda ids: (
         loaded.model(
             input_ids=torch.from_numpy(ids).to(loaded.model.device), past_key_values=loaded.new_cache(), use_cache=True
@@ -90,7 +90,8 @@ def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
 def openers(
     names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None
 ) -> dict[str, Opener]:
-    """What loads each of the named runtimes, with the adapter of that name on; the files of none are missing then.
+    """Return the functions that load the named runtimes, with the adapter of that name on; the files of none are
+    missing then.
 
     A source in another type than BF16 brings its own, `original`, beside `bf16`, which it is cast to, where none of
     those named is of that type.

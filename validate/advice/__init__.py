@@ -1,4 +1,4 @@
-"""What stands out in a run, and what helps: the findings of `fp8q inspect`, the stability checklist of `fp8q doctor
+"""Say what stands out in a run, and what helps: the findings of `fp8q inspect`, the stability checklist of `fp8q doctor
 RUN`.
 
 findings            what stands out in the statistics, ranked; the two what-ifs

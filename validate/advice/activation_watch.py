@@ -1,5 +1,5 @@
-"""What the float model does on a few windows: what its norms read, how large its attention logits are, and which tokens
-stand out in keys and values.
+"""Watch the float model on a few windows: the inputs of its norms, its attention logits, and the tokens that stand out
+in keys and values.
 
 Logits are computed from the queries and keys that transformers' attention function is called with, after the rotary
 embedding, in FP32: the function itself computes what it always did. What the mask hides is left out, and a soft cap is
@@ -36,8 +36,8 @@ class Token:
 
 @dataclass
 class Seen:
-    """What was seen, by module; all of it are maxima, but `hot`: rows of attention that are one-hot in FP32, and all
-    rows. `tokens`: amax of each token of a cache tensor [windows, seq], a batch after the other.
+    """The largest values by module; all of it are maxima, but `hot`: rows of attention that are one-hot in FP32, and
+    all rows. `tokens`: amax of each token of a cache tensor [windows, seq], a batch after the other.
     """
 
     norms: dict[str, float] = field(default_factory=dict)
@@ -160,7 +160,8 @@ def logits_of(
 
 
 def one_hot(logits: torch.Tensor) -> tuple[int, int]:
-    """How many rows of `logits` [windows, seq, seq] a softmax in FP32 makes one-hot, of how many that have a choice."""
+    """Count the rows of `logits` [windows, seq, seq] a softmax in FP32 makes one-hot, of how many that have a choice.
+    """
     if logits.shape[-1] < 2:
         return 0, 0
     first, second = logits.topk(2, -1).values.unbind(-1)

@@ -79,8 +79,9 @@ class SetBy:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What can be said of the calibration text. Probabilities are those of the next batch, for one tensor: to exceed
-    its amax, and to exceed its clip by more than rounding costs (`harmful`) and by more than an octave (`large`).
+    """The evidence that the calibration text is enough. Probabilities are those of the next batch, for one tensor: to
+    exceed its amax, and to exceed its clip by more than rounding costs (`harmful`) and by more than an octave
+    (`large`).
 
     `exceeded` counts the tensors in which one batch exceeded the amax of all others, by `median_octaves` as a rule;
     `more_windows`: how many would bring both under the limits of `good`; 0 where they are, None where that cannot be
@@ -119,8 +120,8 @@ def next_exceeds(octaves: npt.NDArray[np.float64], batches: int, beyond: float) 
 
 
 def records(amax_batches: npt.NDArray[np.float32]) -> tuple[int, float]:
-    """How often an amax exceeded all before it in the last three quarters of the batches, and how often it would in
-    exchangeable ones without ties.
+    """Count how often an amax exceeded all before it in the last three quarters of the batches, and how often it would
+    in exchangeable ones without ties.
     """
     amax = measured(amax_batches)
     first = len(amax) // 4
@@ -150,7 +151,7 @@ def _named(text: Corpus, first: int, last: int) -> str:
 
 
 def certificate(statistics: Statistics, scales: Scales) -> Certificate:
-    """What the statistics say of the text that the run was calibrated on, at the scales that were chosen."""
+    """Assess, from the statistics, the text that the run was calibrated on, at the scales that were chosen."""
     chosen = {
         name: scale
         for name, scale in chosen_scales(scales, statistics.record.groups).items()

@@ -1,4 +1,4 @@
-"""What a check says: a verdict, of which module, by which value, and the command that helps."""
+"""The result of a check: a verdict, of which module, by which value, and the command that helps."""
 
 from collections.abc import Callable, Sequence
 from math import isfinite, isnan
@@ -45,7 +45,7 @@ class Checkup(Strict):
 
 
 def verdict_of(value: float, limit: Limit) -> Verdict:
-    """What `limit` makes of a value; no number is bad."""
+    """Return the verdict of `limit` on a value; no number is bad."""
     if isnan(value) or value > limit.bad:
         return "bad"
     return "watch" if value > limit.watch else "good"

@@ -1,4 +1,4 @@
-"""What stands out in a run's statistics, ranked, each with a remedy; and the two what-ifs: a history of amax, and other
+"""Find outliers in a run's statistics, ranked, each with a remedy; and the two what-ifs: a history of amax, and other
 text.
 
 Pure functions of the statistics and the chosen scales. Every check compares one number with a limit, and a finding's
@@ -97,8 +97,8 @@ def prospective_scales(statistics: Statistics, scales: Scales, clipping: Clippin
 
 
 def outlier_channels(amax_channels: npt.NDArray[np.float32]) -> tuple[int, float]:
-    """How many channels exceed `OUTLIER_RATIO` times the median channel's amax, and the largest ratio; the median is
-    over channels that are not zero.
+    """Count the channels that exceed `OUTLIER_RATIO` times the median channel's amax, and the largest ratio; the median
+    is over channels that are not zero.
     """
     finite = amax_channels[np.isfinite(amax_channels) & (amax_channels > 0)]
     if not len(finite):

@@ -1,4 +1,4 @@
-"""Where BF16 and FP8 part: the FP8 reference runs beside the float model on the same windows.
+"""Find the layer where BF16 and FP8 part: the FP8 reference runs beside the float model on the same windows.
 
 Of each decoder layer the hidden states are compared, token by token; the median token speaks for the layer, since a
 token of massive activations (the first, mostly) errs by almost nothing or by almost all. Of each product the error is
@@ -97,7 +97,7 @@ class Pair:
 
     @contextmanager
     def _hidden(self, model: PreTrainedModel) -> Iterator[Mapping[int, torch.Tensor]]:
-        """What each layer of `model` gives, by its index."""
+        """Record the output of each layer of `model`, by its index."""
         kept: dict[int, torch.Tensor] = {}
 
         def keep(layer: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -132,13 +132,14 @@ class Pair:
 
 
 def fp8_product(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
-    """What `layer` makes of `x` [..., in] without its bias, float32 [..., out]."""
+    """Compute the product of `layer` and `x` [..., in] without its bias, float32 [..., out]."""
     y: torch.Tensor = layer.forward(x.float())  # FP32 in, FP32 out: a large bias rounds nothing away
     return y if layer.bias is None else y - layer.bias
 
 
 def float_product(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a linear layer (or a Conv1D) makes of `x` [..., in] without its bias, [..., out] in x's type."""
+    """Compute the product of a linear layer (or a Conv1D) and `x` [..., in] without its bias, [..., out] in x's type.
+    """
     weight = product.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
     return nn.functional.linear(x, weight.movedim(output_axis(product), 0))

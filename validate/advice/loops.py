@@ -66,7 +66,8 @@ class Loops:
 
     @property
     def chance(self) -> float:
-        """How likely FP8 loops alone at least so often, where only one does, if it were as likely to as BF16."""
+        """The probability that FP8 loops alone at least so often, where only one does, if it were as likely to as BF16.
+        """
         either = self.fp8 + self.bf16
         return float(sum(comb(either, k) for k in range(self.fp8, either + 1)) / 2**either)
 

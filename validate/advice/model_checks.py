@@ -155,7 +155,7 @@ def _further(layer: int, error: float, worst: float) -> str:
 
 
 def _own_errors(parted: "Parted", tensors: Sequence[Tensor]) -> dict[str, float]:
-    """What each product, and each tensor of the cache, errs by itself."""
+    """Return the error that each product, and each tensor of the cache, makes by itself."""
     cache = {tensor.name: relative_error(tensor) for tensor in tensors if tensor.name.endswith((".k", ".v"))}
     return {name: sums.relative for name, sums in parted.products.items()} | cache
 

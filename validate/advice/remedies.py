@@ -6,8 +6,8 @@ from shlex import quote
 
 @dataclass(frozen=True)
 class Remedies:
-    """What the commands of a run are made from: `run` its directory, and what `fp8q scales` chose so far; an option of
-    several patterns replaces those that the run has, so these are said again.
+    """The facts that the commands of a run are made from: `run` its directory, and what `fp8q scales` chose so far; an
+    option of several patterns replaces those that the run has, so these are said again.
     """
 
     run: str
@@ -58,7 +58,7 @@ class Remedies:
         return self._command("export", quote(self.run), "--dtype", "bf16")
 
     def restored(self) -> str:
-        """What to do where the source is gone."""
+        """The remedy for a source that is gone."""
         return f"put the model back at {self.model}, or calibrate again"
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the run's files tell without running a model: exact histograms at the scales that the checkpoint holds.
+"""Check the run's files without running a model: exact histograms at the scales that the checkpoint holds.
 
 The scales are read from `model/`, where every runtime takes them from, and not from `scales.json`: what that file says
 of a scale (its saturation, its SQNR) was written by whoever chose it.
@@ -91,7 +91,7 @@ def stored_checks(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies)
 
 
 def _narrow(tensors: Sequence[Tensor], remedies: Remedies) -> Callable[[str, float], str]:
-    """What helps a tensor whose scale is too small."""
+    """Return the remedy for a tensor whose scale is too small."""
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def remedy(name: str, value: float) -> str:

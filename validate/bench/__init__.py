@@ -1,1 +1,1 @@
-"""What `fp8q bench` writes and shows: `bench.json`, its tables and picture, and the capacity of memory."""
+"""The results of `fp8q bench`: `bench.json`, its tables and picture, and the capacity of memory."""

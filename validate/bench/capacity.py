@@ -1,4 +1,4 @@
-"""What a model takes of memory where it is served, from the files of its run: arithmetic, told of as that.
+"""Compute the memory that a model takes where it is served, from the files of its run: arithmetic, told of as that.
 
 Weights are counted as they are stored, embeddings included; what a decode step reads is
 `quantize.scales.serving_cost`'s. Which cache a model keeps is told by the graph's inputs, so any architecture will do.
@@ -84,7 +84,7 @@ def product_shapes(run: Run, vocabulary: int) -> dict[str, tuple[int, ...]]:
 
 
 def capacities(found: Sequence[tuple[str, Footprint]], positions: int, memory: int) -> list[Capacity]:
-    """What fits into `memory` bytes of each model (its name, what it takes), in sequences of `positions`."""
+    """Compute what fits into `memory` bytes, for each model (its name, its memory), in sequences of `positions`."""
     first = found[0][1].cost.step_bytes(positions)
     rows = []
     for name, each in found:

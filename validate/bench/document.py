@@ -19,7 +19,9 @@ Form = Literal["bf16", "fp8"]
 
 
 class BenchProtocol(Strict):
-    """How it was measured; `emulated` where the runtime multiplies no FP8 codes, and so says nothing of FP8's speed."""
+    """The protocol of the measurement; `emulated` where the runtime multiplies no FP8 codes, and so says nothing of
+    FP8's speed.
+    """
 
     runtime: str
     version: str = Field(description="of the runtime")
@@ -78,7 +80,7 @@ def times(factor: float) -> str:
 
 
 def bench_table(rows: Sequence[BenchRow]) -> Table[BenchRow]:
-    """What was measured."""
+    """Tabulate the measurements."""
     columns = (
         Column[BenchRow]("model", lambda row: row.variant, numeric=False),
         Column[BenchRow]("batch", lambda row: row.batch, count),
@@ -98,7 +100,7 @@ def bench_table(rows: Sequence[BenchRow]) -> Table[BenchRow]:
 
 
 def capacity_table(found: Bench) -> Table[Capacity]:
-    """What was computed, for the memory and the sequences that its title names."""
+    """Tabulate the capacities, for the memory and the sequences that its title names."""
 
     def largest(form: Form) -> Column[Capacity]:
         return Column(f"largest batch, {form.upper()} cache", lambda row: row.largest_batch[form], count)

@@ -60,8 +60,8 @@ def coded(grid: CodeGrid) -> Format:
 
 
 def error_density(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[Floats, Floats]:
-    """Where the squared error comes from: a bar for each (first) code but zero, as wide as what rounds to it; edges in
-    octaves and shares an octave.
+    """Return the sources of the squared error: a bar for each (first) code but zero, as wide as what rounds to it;
+    edges in octaves and shares an octave.
 
     What rounds to zero is left out, but counts in the whole. The last bar reaches to amax, so that it holds what
     saturation adds.

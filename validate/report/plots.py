@@ -73,7 +73,7 @@ class Plot:
     narrow: str
 
     def _repr_svg_(self) -> str:
-        """How a notebook shows it."""
+        """Render the plot for a notebook."""
         return self.wide
 
     def themed(self, narrow: bool) -> str:

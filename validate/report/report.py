@@ -107,7 +107,9 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
 
 
 def losses(run: Run) -> "list[Loss]":
-    """What each tensor costs alone, worst first; nothing where that is not known of the files that are here now."""
+    """List the loss that each tensor causes alone, worst first; nothing where that is not known of the files that are
+    here now.
+    """
     from ..sensitivity.document import load_sensitivity
 
     return load_sensitivity(run).modules if run_rows.wrote(run, run.sensitivity, "sensitivity") else []
@@ -145,7 +147,9 @@ def report_verdict(run: Run) -> Verdict:
 
 
 def report_continuations(run: Run) -> Continuations:
-    """What both models write after the same words; nothing where that was not done with the files that are here now."""
+    """Load the texts that both models write after the same words; nothing where that was not done with the files that
+    are here now.
+    """
     if run_rows.wrote(run, run.continuations, "continue"):
         return load_continuations(run)
     return Continuations(tokens=0, continuations=[])
@@ -183,7 +187,7 @@ def certificate(run: Run) -> Certificate:
 
 
 def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
-    """What runs in FP8, and what that makes of the perplexity, in two sentences."""
+    """Summarize in two sentences what runs in FP8 and how the perplexity changes."""
     products = sum(row.kind == "product" for row in modules)
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > products else "."
@@ -199,7 +203,7 @@ def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept:
 
 
 def standing(run: Run) -> Standing:
-    """Which results of the files that are here now the run has."""
+    """Find the results that the run has of its present files."""
     from ..tuning.document import load_tuning
 
     def fresh(stage: str) -> bool:
@@ -224,12 +228,12 @@ def tuned_for(tuning: "Tuning") -> str | None:
 
 
 def protocol(run: Run) -> Protocol | None:
-    """How the run was evaluated; None where it was not."""
+    """Return the protocol of the run's evaluation; None where it was not."""
     return load_accuracy(run).protocol if run_rows.wrote(run, run.accuracy, "validate") else None
 
 
 def engines(built: Sequence[EngineRow]) -> str:
-    """What the FP8 engines prove, in a sentence; empty where there are none."""
+    """Summarize the proof of the FP8 engines in a sentence; empty where there are none."""
     rows = [row for row in built if row.precision == "fp8"]
     if not rows:
         return ""

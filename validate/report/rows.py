@@ -1,4 +1,4 @@
-"""What a run holds, as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers
+"""The results of a run as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers
 from.
 
 Pure functions of the run's files, read without torch. What a stage has not written yet gives no rows; a file that is
@@ -147,7 +147,7 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class StageRow:
-    """What one stage took, and what it had to say."""
+    """The time and memory of one stage, and its notes."""
 
     stage: str
     seconds: float
@@ -298,7 +298,9 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
 
 
 def adapter_rows(run: Run) -> list[AccuracyRow]:
-    """The same with each adapter on, against BF16 with it; no interval, since the losses of tokens are not kept."""
+    """Return the accuracy with each adapter on, against BF16 with it; no interval, since the losses of tokens are not
+    kept.
+    """
     if not wrote(run, run.accuracy, "validate"):
         return []
     return [
@@ -309,7 +311,7 @@ def adapter_rows(run: Run) -> list[AccuracyRow]:
 
 
 def size_rows(run: Run) -> list[SizeRow]:
-    """What the weights take: in BF16, in the FP8 checkpoint, in the graphs beside it, in each engine."""
+    """Return the sizes of the weights: in BF16, in the FP8 checkpoint, in the graphs beside it, in each engine."""
     shards = sorted(run.model.glob("*.safetensors"))
     if not shards:
         return []
@@ -344,7 +346,7 @@ def _graphs(run: Run) -> dict[Path, str]:
 
 
 def bf16_bytes(shard: Path) -> int:
-    """What the tensors of a safetensors file of an FP8 checkpoint take in the BF16 model: codes doubled, scales left
+    """Return the bytes that the tensors of an FP8 checkpoint's file take in the BF16 model: codes doubled, scales left
     out. Reads the header alone.
     """
     return sum(
@@ -364,7 +366,7 @@ def stage_rows(run: Run) -> list[StageRow]:
 
 
 def fact_rows(run: Run) -> list[FactRow]:
-    """Where the numbers come from: model, data, choices, versions."""
+    """Return the origin of the numbers: model, data, choices, versions."""
     measured = load_record(run)
     model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
     weights = {weight.method for weight in scales.weights.values()}
@@ -391,14 +393,14 @@ def fact_rows(run: Run) -> list[FactRow]:
 
 
 def _adapters(merged: str | None, beside: Mapping[str, str] | None) -> dict[str, str]:
-    """Which adapters are in the weights, or beside them; nothing where there are none."""
+    """Name the adapters in the weights, or beside them; nothing where there are none."""
     if merged is not None:
         return {"adapter": f"{Path(merged).name}, merged into the weights"}
     return {"adapters": f"{', '.join(beside)}, beside the model"} if beside else {}
 
 
 def _chosen(methods: Collection[str]) -> str:
-    """What chose scales: `by amax`, `inherited` from an FP8 checkpoint, or both."""
+    """Name the method that chose scales: `by amax`, `inherited` from an FP8 checkpoint, or both."""
     chosen = " and ".join(sorted(set(methods) - {INHERITED}))
     if INHERITED not in methods:
         return f"by {chosen}"

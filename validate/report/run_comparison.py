@@ -51,7 +51,7 @@ def run_rows(runs: Sequence[Run]) -> list[RunRow]:
 
 
 def names(roots: Sequence[Path]) -> list[str]:
-    """What to call runs: the last part of their paths, and as many before it as tell them apart."""
+    """Name runs: the last part of their paths, and as many before it as tell them apart."""
     parts = [root.resolve().parts for root in roots]
     for taken in range(1, max(map(len, parts)) + 1):
         found = ["/".join(each[-taken:]) for each in parts]
@@ -87,7 +87,8 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
 
 
 def terms(scales: Scales) -> str:
-    """How many codes stand for an activation: `one term`, `two terms`, or of how many products two."""
+    """Describe the number of codes that stand for an activation: `one term`, `two terms`, or of how many products two.
+    """
     if not scales.two_terms:
         return "one term"
     all_of_them = len(scales.two_terms) == len(scales.activations)

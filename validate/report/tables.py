@@ -66,7 +66,7 @@ def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
 
 
 def finding_table(rows: Sequence[Finding]) -> Table[Finding]:
-    """What stands out, the worst first."""
+    """Tabulate the findings, the worst first."""
     columns = (
         Column[Finding]("tensor", lambda row: row.tensor, numeric=False),
         Column[Finding]("what", lambda row: row.what, numeric=False),
@@ -77,7 +77,7 @@ def finding_table(rows: Sequence[Finding]) -> Table[Finding]:
 
 
 def loss_table(rows: "Sequence[Loss]") -> "Table[Loss]":
-    """What each tensor costs alone, the worst last, where a terminal leaves the eye."""
+    """Tabulate the loss of each tensor alone, the worst last, where a terminal leaves the eye."""
     columns = (
         Column[Any]("tensor", lambda row: row.module, numeric=False),
         Column[Any]("kind", lambda row: row.kind, numeric=False),
@@ -91,7 +91,7 @@ def loss_table(rows: "Sequence[Loss]") -> "Table[Loss]":
 
 
 def delayed_table(rows: Sequence[DelayedRow]) -> Table[DelayedRow]:
-    """How each tensor would fare under delayed scaling."""
+    """Tabulate the result of delayed scaling for each tensor."""
     columns = (
         Column[DelayedRow]("tensor", lambda row: row.tensor, numeric=False),
         Column[DelayedRow]("batches with a history", lambda row: row.batches, count),
@@ -156,7 +156,7 @@ def interval(bounds: tuple[float, float]) -> str:
 
 
 def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
-    """What the weights take on disk."""
+    """Tabulate the sizes of the weights on disk."""
     columns = (
         Column[SizeRow]("what", lambda row: row.what, numeric=False),
         Column[SizeRow]("file", lambda row: row.path, numeric=False),
@@ -188,7 +188,7 @@ def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
 
 
 def stage_table(rows: Sequence[StageRow]) -> Table[StageRow]:
-    """What each stage took."""
+    """Tabulate the time and memory of each stage."""
     columns = (
         Column[StageRow]("stage", lambda row: row.stage, numeric=False),
         Column[StageRow]("wall time", lambda row: row.seconds, duration),
@@ -198,7 +198,7 @@ def stage_table(rows: Sequence[StageRow]) -> Table[StageRow]:
 
 
 def note_table(rows: Sequence[StageRow]) -> Table[tuple[str, str]]:
-    """What the stages had to say."""
+    """Tabulate the notes of the stages."""
     columns = (
         Column[tuple[str, str]]("stage", lambda row: row[0], numeric=False),
         Column[tuple[str, str]]("note", lambda row: row[1], numeric=False),
@@ -212,7 +212,7 @@ def note_table(rows: Sequence[StageRow]) -> Table[tuple[str, str]]:
 
 
 def fact_table(rows: Sequence[FactRow]) -> Table[FactRow]:
-    """Where the numbers come from."""
+    """Tabulate the origin of the numbers."""
     columns = (
         Column[FactRow]("what", lambda row: row.what, numeric=False),
         Column[FactRow]("value", lambda row: row.value, numeric=False),

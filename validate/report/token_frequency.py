@@ -88,7 +88,7 @@ def frequency_rows(run: Run) -> list[FrequencyRow]:
 
 
 def frequency_table(rows: Sequence[FrequencyRow]) -> Table[FrequencyRow]:
-    """What each runtime loses on rare tokens, and on common ones."""
+    """Tabulate the loss of each runtime on rare and on common tokens."""
     columns = (
         Column[FrequencyRow]("in the calibration text", occurrences, numeric=False),
         Column[FrequencyRow]("tokens", lambda row: row.tokens, count),
@@ -99,7 +99,7 @@ def frequency_table(rows: Sequence[FrequencyRow]) -> Table[FrequencyRow]:
 
 
 def occurrences(row: FrequencyRow) -> str:
-    """How often the tokens of a bucket occur."""
+    """Describe how often the tokens of a bucket occur."""
     if row.most == 0:
         return "never"
     return f"{row.least:,} to {row.most:,} times"

@@ -47,20 +47,20 @@ class Verdict:
     rise: float = 0.0
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """Render the verdict for a notebook."""
         return f'<p style="border-left:6px solid {TONES[self.kind]};padding-left:1em">{escape(self.sentence)}</p>'
 
 
 @dataclass(frozen=True)
 class Step:
-    """What to do next: why, and the command."""
+    """A next step: the reason and the command."""
 
     why: str
     command: str
 
 
 def verdict(accuracy: Sequence[AccuracyRow]) -> Verdict:
-    """What the evaluation says; `accuracy` as `rows.accuracy_rows` gives it."""
+    """Judge the evaluation; `accuracy` as `rows.accuracy_rows` gives it."""
     whole = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.tokens is None]
     if broken := [row for row in whole if not isfinite(row.perplexity)]:
         said = f"Broken: the perplexity of {broken[0].runtime} is {broken[0].perplexity}."
@@ -101,7 +101,7 @@ def moved(fraction: float) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """Which results the run has, of the files that are in it now; `name` is what its commands are given, and `tuned`
+    """The results that the run has, of the files that are in it now; `name` is what its commands are given, and `tuned`
     what `fp8q tune` was given where what it chose meets the budget.
     """
 
@@ -113,7 +113,7 @@ class Standing:
 
 
 def step_table(steps: Sequence[Step]) -> Table[Step]:
-    """What to do next, most urgent first."""
+    """Tabulate the next steps, most urgent first."""
     columns = (
         Column[Step]("why", lambda step: step.why, numeric=False),
         Column[Step]("command", lambda step: step.command, numeric=False),
@@ -127,7 +127,7 @@ def budget(found: Verdict) -> str:
 
 
 def next_steps(found: Verdict, has: Standing) -> list[Step]:
-    """What to do after the verdict, most urgent first."""
+    """List the steps after the verdict, most urgent first."""
     run = has.name
     if found.runtime is None:
         return [Step("Hold FP8 against BF16 on text that was held out.", f"fp8q validate {run}")]

@@ -1,4 +1,4 @@
-"""Which tensor the loss comes from: the KL that each causes when it alone is quantized, in FP32 arithmetic.
+"""Find the tensor that the loss comes from: the KL that each causes when it alone is quantized, in FP32 arithmetic.
 
 site              a tensor, named
 site_quantizers   what can be quantized alone (each weight, distinct activation, cache tensor), and what it loses

@@ -12,7 +12,7 @@ from .site import AS_IT_IS, TWO_TERMS, Kind, Predicted, Site
 
 
 class KlAfter(Strict):
-    """What a tensor's own KL would be, in nats; null where that changes nothing of it."""
+    """A tensor's own KL after another choice, in nats; null where that changes nothing of it."""
 
     two_terms: float | None = None
     gptq: float | None = None

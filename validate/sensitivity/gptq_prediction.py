@@ -1,4 +1,4 @@
-"""What `gptq` would leave of a weight's loss, told without rounding anything.
+"""Predict the share of a weight's loss that GPTQ would leave, without rounding anything.
 
 Rounding in turn lets the error of input j fall on the inputs after it, as far as these can stand for it: what is left
 is the part of x_j that they do not tell, 1 / U[j, j]² of the second moments H, with U the upper Cholesky factor of H^-1
@@ -46,12 +46,12 @@ class Gathered:
 
     @property
     def batches(self) -> int:
-        """How many batches were added; -1 where a killed call added part of one."""
+        """The number of batches that were added; -1 where a killed call added part of one."""
         return int(self._count.read_text(encoding="utf-8")) if self._count.is_file() else 0
 
     @property
     def tokens(self) -> dict[str, int]:
-        """How many tokens of each tensor."""
+        """The number of tokens of each tensor."""
         return {path.stem: int(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.tokens")}
 
     def add(self, batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -89,7 +89,9 @@ class Untold:
 
     @classmethod
     def of(cls, moments: torch.Tensor) -> "Untold":
-        """That of `moments` float32 [in, in]. Reversed, H has a Cholesky factor whose diagonal is one over U's."""
+        """Make it of the second moments `moments` float32 [in, in]. Reversed, H has a Cholesky factor whose diagonal is
+        one over U's.
+        """
         order = torch.argsort(moments.diagonal(), descending=True, stable=True)
         damped = moments[order[:, None], order]
         mean = float(damped.diagonal().mean())
@@ -99,8 +101,8 @@ class Untold:
 
 
 def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int) -> float:
-    """What `gptq` leaves of the loss that `error` float32 [out, in] causes, nearest rounding's of a weight of whose
-    input that was `found` by so many `tokens`, where `calibrated` tokens are rounded by.
+    """Predict the share that GPTQ leaves of the loss that `error` float32 [out, in] causes, nearest rounding's of a
+    weight of whose input that was `found` by so many `tokens`, where `calibrated` tokens are rounded by.
     """
     after = torch.arange(len(found.order) - 1, -1, -1)
     chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
@@ -123,7 +125,7 @@ def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathere
 
 
 def shares_left(errors: Mapping[str, torch.Tensor], name: str, gathered: Gathered, calibrated: int) -> dict[str, float]:
-    """The same of each weight in `errors`, which get the tensor `name`."""
+    """Predict that share for each weight in `errors` that reads the tensor `name`."""
     tokens = gathered.tokens
     if name not in tokens or not errors:
         return {}

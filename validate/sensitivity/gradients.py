@@ -53,8 +53,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class End:
-    """Where a pass forward ended that has `seen` so much: its `value`, and the loss's gradient there, None where it is
-    the loss; `begun`: the hidden states that it began with, where it did not begin with tokens.
+    """The end of a forward pass that has `seen` these tensors: its `value`, and the loss's gradient there, None where
+    it is the loss; `begun`: the hidden states that it began with, where it did not begin with tokens.
     """
 
     seen: Seen
@@ -81,7 +81,7 @@ def predict(
 def found_back(
     quantizer: Quantizer, sites: Sequence[Site], end: End, see: Callable[[dict[str, torch.Tensor]], None]
 ) -> tuple[Predicted, torch.Tensor | None]:
-    """What `predict` finds of the `sites` that a pass came by, back from its `end`; and the gradient where it begins,
+    """Predict the losses of the `sites` that a pass came by, back from its `end`; and the gradient where it begins,
     where it says so. `see` as there.
     """
     seen = end.seen
@@ -102,7 +102,7 @@ def found_back(
 def _losses(
     quantizer: Quantizer, site: Site, seen: Seen, tensor: torch.Tensor, gradient: torch.Tensor
 ) -> dict[str, float]:
-    """What a site's error of `tensor` costs, as it is and as it might be."""
+    """Predict the loss of a site's error of `tensor`, as it is and as it might be."""
     if site.kind == "weight":
         return {AS_IT_IS: half_square(gradient, quantizer.output_error(site.module, seen.inputs[site.module]))}
     if site.kind == "kv_cache":
@@ -178,7 +178,7 @@ class Watched(Protocol):
 
 @contextmanager
 def seeing(quantizer: Watched) -> Iterator[tuple[Seen, DynamicCache]]:
-    """What passes through the model, from an embedding on that gradients go back to."""
+    """Record the tensors that pass through the model, from an embedding on that gradients go back to."""
     seen = Seen()
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:

@@ -48,7 +48,7 @@ Forward = Callable[[int, torch.Tensor, Seen, DynamicCache], End]
 
 @dataclass
 class Found:
-    """What the steps that are done have found, in a file: the prediction of each step back, and what `gptq` would leave
+    """The results of the steps that are done, in a file: the prediction of each step back, and what `gptq` would leave
     of weights (`gptq_prediction.shares_left`).
     """
 
@@ -59,7 +59,7 @@ class Found:
 
     @classmethod
     def of(cls, path: Path) -> "Found":
-        """What the file at `path` holds; nothing where there is none."""
+        """Read the results in the file at `path`; nothing where there is none."""
         return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
 
     def end(self, step: int) -> None:
@@ -72,8 +72,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked for: `sites`, on `batches` (index -> token ids int64 [windows, seq_len]); `calibrated`: the tokens
-    that `gptq` would round by.
+    """The task: `sites`, on `batches` (index -> token ids int64 [windows, seq_len]); `calibrated`: the tokens that
+    `gptq` would round by.
     """
 
     sites: Sequence[Site]
@@ -156,7 +156,7 @@ class Layerwise(Chain):
         return self.folder / f"gradient-{layer % 2}"
 
     def _entering(self, layer: int) -> HiddenStates:
-        """What enters a layer; of one more than there are, what leaves the last."""
+        """Return the hidden states that enter a layer; of one more than there are, what leaves the last."""
         return HiddenStates(self._entering_file(layer), self.batches, self.answer)
 
     def _gradient(self, layer: int) -> HiddenStates:
@@ -191,8 +191,8 @@ class Layerwise(Chain):
         after.flush()
 
     def _head(self) -> None:
-        """What follows the layers, and the loss: forward and back. The embedding is not read, since nothing of it is
-        left there.
+        """Run what follows the layers, and the loss: forward and back. The embedding is not read, since nothing of it
+        is left there.
         """
         count = self.layers.count
         leaving = self._entering(count)

@@ -30,14 +30,16 @@ from .site_quantizers import Quantizer
 
 @dataclass(frozen=True)
 class Prefix:
-    """What can be left out of a model that is a chain of layers: the layers before one, which hand on what it got."""
+    """The part that can be left out of a model that is a chain of layers: the layers before one, which hand on what it
+    got.
+    """
 
     layers: Layers
     answer: Answer
 
     @classmethod
     def of(cls, quantizer: Quantizer, source: Source, device: str) -> "Prefix | None":
-        """That of the model; None where it is no chain of layers."""
+        """Make the prefix of the model; None where it is no chain of layers."""
         try:
             layers = find_layers(quantizer.model, source)
             return cls(layers, answer_of(trace(quantizer.model, meta_model(source), layers, device), layers, source))
@@ -50,7 +52,7 @@ class Prefix:
 
 
 class Float:
-    """What the float model makes of a batch of windows: log-probabilities, and the hidden states that layers get."""
+    """The float model's output for a batch of windows: log-probabilities, and the hidden states that layers get."""
 
     def __init__(self, quantizer: Quantizer, ids: torch.Tensor, prefix: Prefix | None, sites: Sequence[Site]):
         """Run `ids` int64 [windows, seq_len] and keep what measuring `sites` goes on from."""

@@ -1,4 +1,4 @@
-"""What can be quantized alone, and the error that it makes there.
+"""List the tensors that can be quantized alone, and compute the error that each makes.
 
 A site is a weight, an activation (one tensor, whatever the number of products that read it) or a tensor of the cache.
 Each is quantized as the run's checkpoint has it: the codes and scales are read from there, not chosen again.
@@ -74,23 +74,23 @@ class Quantizer:
         self.cache_scales = coded.cache_scales
 
     def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
-        """What rounding the input `x` of `module` changes; in so many `terms`, by default the run's."""
+        """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""
         activation = self.scales.activations[module]
         return product_input(x, activation if terms in (None, activation.terms) else in_terms(activation, terms)) - x
 
     def output_error(self, module: str, x: torch.Tensor) -> torch.Tensor:
-        """What rounding the weight of `module` changes of its output for the input `x`."""
+        """Compute the change of the output of `module` for the input `x` when its weight is rounded."""
         return nn.functional.linear(x, self.weight_error(module))
 
     def weight_error(self, module: str) -> torch.Tensor:
-        """What rounding the weight of `module` changes of it, float32 [out, in]."""
+        """Compute the rounding error of the weight of `module`, float32 [out, in]."""
         layer, product = self.coded.layer(module), self.products[module]
         own = product.weight
         assert isinstance(own, torch.Tensor), "a matrix product has a weight"
         return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_axis(product), 0)
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """What rounding the cache tensor `name` changes of it."""
+        """Compute the rounding error of the cache tensor `name`."""
         return round_to_codes(x, self.cache_scales[name]) - x
 
     @contextmanager

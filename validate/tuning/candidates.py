@@ -27,7 +27,7 @@ Kind = tuple[str, Form]
 
 @dataclass(frozen=True)
 class Candidates:
-    """What can be chosen: `groups` (products that read one tensor, by the first), `inputs` form -> product -> scale,
+    """The candidates: `groups` (products that read one tensor, by the first), `inputs` form -> product -> scale,
     `codes` of each kind, `cache` tensor -> scale (none where an FP8 cache has none).
     """
 
@@ -60,7 +60,7 @@ class Candidates:
         return product_input(x, self.inputs[form][module])
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """What rounding the cache tensor `name` changes of it."""
+        """Compute the rounding error of the cache tensor `name`."""
         return round_to_codes(x, self.cache[name]) - x
 
     def exact(self, ids: torch.Tensor) -> torch.Tensor:

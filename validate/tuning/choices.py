@@ -1,4 +1,4 @@
-"""What can be chosen, and what it costs where it is served.
+"""List the choices, and their cost where they are served.
 
 Products that read one tensor are one `Group`: its codes are shared, so they take one term, two terms or BF16 together.
 How weights are rounded and which form the cache has is chosen for the whole model, as `fp8q scales` has it. Rounding
@@ -33,7 +33,7 @@ class Group:
     weights: Mapping[str, tuple[int, int]]
 
     def bytes_of(self, form: Form) -> int:
-        """What a decode step reads of their weights."""
+        """Return the bytes that a decode step reads of their weights."""
         if form == "bf16":
             return sum(WIDE_BYTES * prod(shape) for shape in self.weights.values())
         return sum(prod(shape) + SCALE_BYTES * shape[0] for shape in self.weights.values())
@@ -58,8 +58,8 @@ class Mix:
 
 @dataclass(frozen=True)
 class Shape:
-    """What costs are computed of: the groups, the values that the other products' weights have, which stay in BF16, and
-    for each cache tensor its values a position.
+    """The sizes that costs are computed from: the groups, the values that the other products' weights have, which stay
+    in BF16, and for each cache tensor its values a position.
     """
 
     groups: tuple[Group, ...]
@@ -67,7 +67,7 @@ class Shape:
     cache: Mapping[str, int]
 
     def cost(self, mix: Mix) -> Cost:
-        """What `mix` costs."""
+        """Return the cost of `mix`."""
         return Cost(
             WIDE_BYTES * self.wide + sum(group.bytes_of(mix.forms[group.name]) for group in self.groups),
             self.cache_bytes(mix.kv_cache),
@@ -75,7 +75,7 @@ class Shape:
         )
 
     def cache_bytes(self, kv_cache: KvCache) -> int:
-        """What a sequence keeps for each position."""
+        """Return the bytes that a sequence keeps for each position."""
         parts = CACHE_PARTS[kv_cache]
         return sum(values * (1 if name[-1] in parts else WIDE_BYTES) for name, values in self.cache.items())
 
@@ -109,7 +109,7 @@ class Price:
 
 
 def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
-    """What is to change, as (first module of the group, form); `*` stands for the whole model: its rounding, and
+    """List the changes, as (first module of the group, form); `*` stands for the whole model: its rounding, and
     `kv_cache=` its cache's form.
     """
     whole = [("*", after.rounding)] if after.rounding != before.rounding else []

@@ -11,7 +11,7 @@ from .choices import Mix, Shape, changes, members
 
 
 class Change(Strict):
-    """What is to be made anew: `choice` is `one_term`, `two_terms` or `bf16`, of the module and all that read the same
+    """A change to the run: `choice` is `one_term`, `two_terms` or `bf16`, of the module and all that read the same
     tensor; `rescaled` where the run has another scale than would be chosen; of the module `*`, the whole model, how
     weights are rounded or `kv_cache=` the form of the cache.
     """
@@ -49,8 +49,8 @@ class Interval(Strict):
 
 
 class Windows(Strict):
-    """How many calibration windows weights were rounded by, the mix chosen by, and the prediction checked by: none are
-    shared.
+    """The numbers of calibration windows that weights were rounded by, the mix chosen by, and the prediction checked
+    by: none are shared.
     """
 
     rounding: int
@@ -59,7 +59,7 @@ class Windows(Strict):
 
 
 class Recipe(Strict):
-    """What `fp8q scales` would be given for the mix, beside what the run has: `--apply` does it."""
+    """The options that `fp8q scales` would be given for the mix, beside those of the run: `--apply` does it."""
 
     two_terms: list[str]
     skip: list[str]
@@ -102,7 +102,7 @@ class Tuning(Strict):
 
 
 def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
-    """What `mix` costs, and what it was found to lose."""
+    """Describe the cost of `mix` and its loss."""
     cost = shape.cost(mix)
     return Point(
         kl_nats=kl_nats,
@@ -118,7 +118,7 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
 
 
 def changed(before: Mix, after: Mix) -> list[Change]:
-    """What makes `after` of `before`."""
+    """List the changes that make `after` of `before`."""
     return [Change(module=module, choice=choice) for module, choice in changes(before, after)]
 
 

@@ -21,7 +21,7 @@ LEVELS = 20_000
 
 @dataclass(frozen=True)
 class Choice:
-    """What can be chosen of an item: what it is, what it loses, what it costs."""
+    """A choice for an item: its name, its loss, its price."""
 
     name: str
     loss: float
@@ -74,17 +74,17 @@ def cheapest(items: Items, budget: float) -> Chosen | None:
 
 
 def loss_of(chosen: Chosen) -> float:
-    """What they lose together."""
+    """Return the sum of the losses."""
     return sum(choice.loss for choice in chosen.values())
 
 
 def price_of(chosen: Chosen) -> float:
-    """What they cost together."""
+    """Return the sum of the prices."""
     return sum(choice.price for choice in chosen.values())
 
 
 def least(items: Items) -> Chosen:
-    """What loses least, and of that the cheapest."""
+    """Choose the least loss for every item, and among equals the cheapest."""
     return {name: min(choices, key=lambda each: (each.loss, each.price)) for name, choices in items.items()}
 
 

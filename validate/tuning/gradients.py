@@ -1,4 +1,4 @@
-"""What each choice loses alone, predicted for all of them by one pass of the float model forward and back.
+"""Predict the loss of each choice alone, for all of them by one pass of the float model forward and back.
 
 As `sensitivity.gradients` has it, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is what a group's products make of all that is
 chosen for it: with x̂ for their input and ŵ for each weight, e = ŵ x̂ - w x at each output, and the sum over them goes
@@ -22,7 +22,7 @@ CODES = "fp8"
 
 
 def variant(rounding: str, form: Form) -> str:
-    """What a group's loss in one form is called, its weights rounded so."""
+    """Name a group's loss in one form, its weights rounded so."""
     return f"{rounding} {form}"
 
 

@@ -1,4 +1,4 @@
-"""What mixes lose, measured: KL from the float model and the rise of the tokens' own NLL, all in FP32 arithmetic.
+"""Measure the loss of mixes: KL from the float model and the rise of the tokens' own NLL, all in FP32 arithmetic.
 
 A model that is right about its text has E[log p - log q] = KL over the text's own tokens, since they are drawn from p:
 perplexity rises by exp(KL) - 1, but for chance. How a text differs from this is one ratio, rise over KL. It is taken
@@ -63,8 +63,8 @@ def believed(found: float, within: float) -> float:
 def measure(
     exact: Runner, mixes: Mapping[str, Runner], batches: Sequence[tuple[torch.Tensor, torch.Tensor]], report: Reporter
 ) -> dict[str, Measured]:
-    """What each of `mixes` loses on `batches` of (ids int64 [windows, seq_len], which of them are scored, bool of the
-    same shape) against the `exact` model.
+    """Measure the loss of each of `mixes` on `batches` of (ids int64 [windows, seq_len], which of them are scored, bool
+    of the same shape) against the `exact` model.
     """
     found = {name: Measured() for name in mixes}
     passes = len(batches) * (len(mixes) + 1)

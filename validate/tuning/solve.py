@@ -34,16 +34,16 @@ class Losses:
     caches: tuple[KvCache, ...]
 
     def group(self, name: str, rounding: str, form: Form) -> float:
-        """What a group loses in a form; nothing in BF16, or where no token came by."""
+        """Return the loss of a group in a form; nothing in BF16, or where no token came by."""
         return 0.0 if form == "bf16" else self.parts.get(name, {}).get(variant(rounding, form), 0.0)
 
     def cache(self, kv_cache: KvCache) -> float:
-        """What the cache loses in a form."""
+        """Return the loss of the cache in a form."""
         parts = CACHE_PARTS[kv_cache]
         return sum(found[CODES] for name, found in self.parts.items() if CODES in found and name[-1] in parts)
 
     def of(self, mix: Mix) -> float:
-        """What a mix loses: the sum of its parts."""
+        """Return the loss of a mix: the sum of its parts."""
         return self.cache(mix.kv_cache) + sum(self.group(name, mix.rounding, form) for name, form in mix.forms.items())
 
 
@@ -57,11 +57,11 @@ class Correction:
         self.measured = np.maximum.accumulate(logarithms[:, 1])
 
     def of(self, predicted: float) -> float:
-        """What is to be expected of a mix of which so much is predicted; beyond all pairs the nearest one's ratio."""
+        """Return the expected loss of a mix from its predicted one; beyond all pairs the nearest one's ratio."""
         return _between(predicted, self.predicted, self.measured)
 
     def back(self, expected: float) -> float:
-        """What may be predicted of a mix of which so much is to be expected."""
+        """Return the predicted loss that leads to an expected one."""
         return _between(expected, self.measured, self.predicted)
 
 
@@ -75,7 +75,7 @@ def _between(value: float, here: npt.NDArray[np.float64], there: npt.NDArray[np.
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be solved: losses and shape, what is dear, and the mix that the run has, changes of which are few."""
+    """The problem to be solved: losses and shape, the price, and the mix that the run has, changes of which are few."""
 
     losses: Losses
     shape: Shape

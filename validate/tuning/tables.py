@@ -1,4 +1,4 @@
-"""How a tuning reads: the frontier, what changes, and what was predicted beside what was measured."""
+"""Tables of a tuning: the frontier, what changes, and what was predicted beside what was measured."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class PointRow:
 
 @dataclass(frozen=True)
 class LossRow:
-    """What the chosen mix loses somewhere: `increase` of perplexity, its interval."""
+    """The loss of the chosen mix on one text: `increase` of perplexity, its interval."""
 
     where: str
     kl_nats: float
@@ -53,7 +53,7 @@ def point_table(found: Tuning) -> Table[PointRow]:
 
 
 def change_table(found: Tuning) -> Table[Change]:
-    """What is to be made anew."""
+    """Tabulate the changes."""
     columns = (
         Column[Change]("module", lambda row: "all" if row.module == "*" else row.module, numeric=False),
         Column[Change]("becomes", lambda row: row.choice.replace("_", " "), numeric=False),
@@ -62,7 +62,7 @@ def change_table(found: Tuning) -> Table[Change]:
 
 
 def outcome_table(found: Tuning) -> Table[LossRow]:
-    """What was predicted, and what was found of it elsewhere."""
+    """Tabulate the predicted loss beside the measured ones."""
     rows = list[LossRow]()
     if (its := found.chosen) is not None:
         rows = [
