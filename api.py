@@ -353,8 +353,8 @@ def build_engine(
 
 
 def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engines.EngineView]:
-    """What the engines of the run at `path` run, read from them: each matrix product, the kernels around it, attention,
-    what stayed wide and why.
+    """List what the engines of the run at `path` run, read from them: each matrix product, the kernels around it,
+    attention, what stayed wide and why.
 
     `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises
     nothing for what it finds.
@@ -380,8 +380,8 @@ def validate(
 def sensitivity(
     path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
 ) -> "Sensitivity":
-    """What each tensor that the run at `path` quantizes costs alone, on its calibration windows, worst first; written
-    to `sensitivity.json`.
+    """Measure the loss that each quantized tensor of the run at `path` causes alone, on its calibration windows, worst
+    first; written to `sensitivity.json`.
     """
     needs("calibrate", CALIBRATE_MODULES)
     return locating.sensitivity(open_run(path), options, Notes(progress))
@@ -510,7 +510,7 @@ def report_verdict(path: Path) -> "Verdict":
 
 
 def report_continuations(path: Path) -> "Continuations":
-    """What BF16 and FP8 of the run at `path` write after the same words; it shows itself in a notebook."""
+    """Load the texts that BF16 and FP8 of the run at `path` write after the same words; a notebook shows them."""
     from .validate.report.report import report_continuations
 
     return report_continuations(open_run(path))

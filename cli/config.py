@@ -157,7 +157,7 @@ def at(folder: Path, text: str) -> Path:
 
 
 def lies_at(folder: Path, text: str) -> bool:
-    """Whether something lies at `text`, seen from `folder`; nothing where no file can be called so."""
+    """Tell whether something lies at `text`, seen from `folder`; nothing where no file can be called so."""
     try:
         return at(folder, text).exists()
     except (OSError, ValueError):

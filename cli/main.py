@@ -111,7 +111,7 @@ def exhausted(error: BaseException) -> str | None:
 
 
 def _told_elsewhere(error: BaseException) -> bool:
-    """Whether another rank has said it, on its own standard error."""
+    """Tell whether another rank has said it, on its own standard error."""
     from ..calibrate.ranks.torchrun import place
 
     return bool(getattr(error, "told", False)) and place().rank > 0

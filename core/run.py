@@ -75,7 +75,7 @@ class Run:
     report_ipynb = _Path("report.ipynb")
 
     def exists(self) -> bool:
-        """Whether a stage was begun here."""
+        """Tell whether a stage was begun here."""
         return self.record_file.is_file()
 
     def record(self) -> RunRecord:
@@ -118,7 +118,7 @@ class Run:
         return path
 
     def is_current(self, stage: str, inputs: Mapping[str, str], options: Mapping[str, object]) -> bool:
-        """Whether all of `stage` was run with just these inputs and options by this version, and its outputs are
+        """Tell whether all of `stage` was run with just these inputs and options by this version, and its outputs are
         there.
 
         Raises InputError when an output is there but is not what the stage wrote.
@@ -216,7 +216,7 @@ class Run:
             raise InputError(no_graph(self.root, reason))
 
     def is_stale(self, stage: str) -> bool:
-        """Whether a file that the finished `stage` read has been made anew since: what it wrote is of another
+        """Tell whether a file that the finished `stage` read has been made anew since: what it wrote is of another
         checkpoint then.
         """
         stages = self.record().stages

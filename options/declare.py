@@ -166,8 +166,7 @@ class Of:
 
 @dataclass(frozen=True)
 class Declared:
-    """The parts of a field's annotation beside its type: its option's name, its rules, its choices (none: any value).
-    """
+    """The parts of a field's annotation beside its type: the option's name, rules and choices (none: any value)."""
 
     option: str
     rules: tuple[Rule, ...]

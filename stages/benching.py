@@ -103,7 +103,7 @@ def check_plot(plot: Path | None) -> None:
 
 
 def on_gpu(runtime: str) -> bool:
-    """Whether `runtime` runs the model on a GPU here; raises BackendError where it needs what is not installed."""
+    """Tell whether `runtime` runs the model on a GPU here; raises BackendError where it needs what is not installed."""
     if runtime not in TORCH_RUNTIMES:
         return runtime in FP8_RUNTIMES
     needs("calibrate", CALIBRATE_MODULES)

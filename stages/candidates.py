@@ -188,7 +188,7 @@ def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes)
 
 
 def _can_compensate(run: Run, notes: Notes) -> bool:
-    """Whether `--apply` could round by `gptq`."""
+    """Tell whether `--apply` could round by `gptq`."""
     merged = "runs" in run.record().stages["measure"].options
     if merged:
         notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")

@@ -196,7 +196,7 @@ def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
 
 
 def has_graphs(run: Run) -> bool:
-    """Whether the graphs in the run are what this version exported.
+    """Tell whether the graphs in the run are what this version exported.
 
     A checkpoint that they no longer fit took them away (`export.graph.reuse`).
     """

@@ -110,8 +110,8 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
 
 
 def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bool:
-    """Whether to go layer by layer: what was asked for, or whether the model in FP32 and its codes, which are held as
-    numbers too, are too large for the memory available, with a note.
+    """Tell whether to go layer by layer: what was asked for, or whether the model in FP32 and its codes, which are held
+    as numbers too, are too large for the memory available, with a note.
 
     Raises InputError where the worst are to be measured then.
     """

@@ -248,7 +248,7 @@ def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path |
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
-    """Whether to stream: what was asked for, or whether the weights are too large for the memory available, which
+    """Tell whether to stream: what was asked for, or whether the weights are too large for the memory available, which
     `ranks` on a CPU share, with a note.
     """
     from ..calibrate.model.memory import weight_bytes

@@ -114,7 +114,7 @@ class Adapter:
 
     @property
     def patterned(self) -> bool:
-        """Whether single modules have ranks or alphas of their own."""
+        """Tell whether single modules have ranks or alphas of their own."""
         return bool(self.config.rank_pattern or self.config.alpha_pattern)
 
     def read(self, module: str) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -209,7 +209,7 @@ class Weights:
         return self._headers[name].dtype
 
     def coded(self, name: str) -> bool:
-        """Whether a tensor is stored as codes."""
+        """Tell whether a tensor is stored as codes."""
         part = self._parts.get(name, Part(name))
         return self._headers[name].dtype != self._stored[part.tensor].dtype
 

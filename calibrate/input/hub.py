@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` reads as a hub name (`name` or `owner/name`) rather than as a path."""
+    """Tell whether `text` reads as a hub name (`name` or `owner/name`) rather than as a path."""
     return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and len(text) <= 96
 
 

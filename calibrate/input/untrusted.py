@@ -45,7 +45,7 @@ def local_path(text: str | Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything at `path`, a link to nothing included."""
+    """Tell whether there is anything at `path`, a link to nothing included."""
     return os.path.lexists(path)
 
 

@@ -166,7 +166,7 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
 
 
 def _holds_experts(name: str, module: "nn.Module") -> bool:
-    """Whether a module says that it is several experts. Shared ones are a feed-forward block like others."""
+    """Tell whether a module says that it is several experts. Shared ones are a feed-forward block like others."""
     if name.startswith("shared_expert") and not any(each.dim() > 2 for each in module.parameters()):
         return False
     return "expert" in name.lower() or "expert" in type(module).__name__.lower()

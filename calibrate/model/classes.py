@@ -24,7 +24,7 @@ def own_attention(config: "PreTrainedConfig") -> str | None:
 
 
 def nested(config: "PreTrainedConfig") -> bool:
-    """Whether the language model is a part of what `config` makes."""
+    """Tell whether the language model is a part of what `config` makes."""
     return config.get_text_config() is not config
 
 

@@ -261,7 +261,7 @@ def run_after(
 
 
 def equal_calls(mine: Sequence[Call], theirs: Sequence[Call]) -> bool:
-    """Whether all layers are called with the same values."""
+    """Tell whether all layers are called with the same values."""
     compared: set[tuple[int, int]] = set()
     for one, other in zip(mine, theirs, strict=True):
         leaves = tree_leaves((one.args, one.kwargs)), tree_leaves((other.args, other.kwargs))

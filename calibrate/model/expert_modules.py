@@ -173,7 +173,7 @@ def _empty_linear(width: int, height: int, like: torch.Tensor) -> nn.Linear:
 
 
 def _has_the_shapes(module: nn.Module) -> bool:
-    """Whether the parameters of `module` are the two above, beside an activation."""
+    """Tell whether the parameters of `module` are the two above, beside an activation."""
     own = dict(module.named_parameters())
     if own.keys() != FUSED.keys() or not hasattr(module, "act_fn"):
         return False
@@ -182,8 +182,8 @@ def _has_the_shapes(module: nn.Module) -> bool:
 
 
 def computes_the_same(module: nn.Module) -> bool:
-    """Whether the class of a fused `module` multiplies as `Experts` do: its own forward, not one of the faster ones
-    that transformers puts in its place, against ours on random numbers, large ones too, which a limit would show.
+    """Tell whether the class of a fused `module` multiplies as `Experts` do: its own forward, not one of the faster
+    ones that transformers puts in its place, against ours on random numbers, large ones too, which a limit would show.
     """
     number, width, inner, tokens = TRIED
     random = torch.Generator().manual_seed(0)

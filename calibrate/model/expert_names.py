@@ -113,7 +113,8 @@ class Conversions:
         return None
 
     def beside_experts(self, stored: str) -> bool:
-        """Whether the tensor that is `stored` under a name is in the same block as experts: a router, shared ones."""
+        """Tell whether the tensor that is `stored` under a name is in the same block as experts: a router, shared ones.
+        """
         own = self.own(stored)[0]
         return any(own.startswith(f"{name.rpartition('.')[0]}.") for name in self.experts)
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits into memory: what decides that it is streamed when nobody says."""
+"""Tell whether a checkpoint fits into memory: what decides that it is streamed when nobody says."""
 
 from math import prod
 from pathlib import Path

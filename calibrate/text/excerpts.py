@@ -25,7 +25,7 @@ class Piece:
 
 
 def is_larger(path: Path, limit: int) -> bool:
-    """Whether the file at `path` has more than `limit` bytes."""
+    """Tell whether the file at `path` has more than `limit` bytes."""
     return path.stat().st_size > limit
 
 

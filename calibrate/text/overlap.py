@@ -1,4 +1,4 @@
-"""Whether two texts are the same text, whatever files and formats they came in.
+"""Tell whether two texts are the same text, whatever files and formats they came in.
 
 Both are cut into units (words and single signs; white space and document boundaries do not count), and every run of
 `RUN` consecutive units is hashed. The share of one text's *distinct* runs that the other holds too is the share of it
@@ -50,12 +50,12 @@ class Overlap:
 
     @property
     def too_much(self) -> bool:
-        """Whether the second says nothing of a model that saw the first."""
+        """Tell whether the second says nothing of a model that saw the first."""
         return self.share >= SAME or self.passages >= WORTH_A_NOTE
 
     @property
     def worth_a_note(self) -> bool:
-        """Whether the user is told."""
+        """Tell whether the user is told."""
         return self.too_much or self.share >= WORTH_A_NOTE
 
     @property

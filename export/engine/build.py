@@ -160,8 +160,8 @@ def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str
 
 @dataclass(frozen=True)
 class Job:
-    """What to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`: where
-    TensorRT keeps how long kernels took.
+    """The engine to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`:
+    where TensorRT keeps how long kernels took.
     """
 
     runtime: Runtime
@@ -204,7 +204,7 @@ def build_engine(
 
 
 def remarks(info: EngineInfo, found: Evidence) -> list[str]:
-    """What the user should know of an engine: which promised products run wide, and which answer in less than FP32."""
+    """List remarks about an engine: the promised products that run wide, and those that answer in less than FP32."""
     lines = [
         f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}"
         for module in info.wide_products[:LISTED]
@@ -354,7 +354,7 @@ def interruptible(work: Callable[[], Any], progress: Progress) -> Any:
 
 
 def inspect(plan: memoryview) -> str:
-    """What TensorRT's inspector says of an engine, as JSON; needs the GPU it was built on.
+    """Return the JSON of TensorRT's engine inspector; needs the GPU it was built on.
 
     Written from the documentation, not run yet.
     """

@@ -1,11 +1,12 @@
-"""How far a build has come, as one number out of the builder's nested phases."""
+"""Measure the progress of a build, as one number out of the builder's nested phases."""
 
 import threading
 from collections.abc import Callable
 
 
 class Progress:
-    """How much of a build is done, from the builder's phases: each is one step of its parent, and has steps of its own.
+    """The share of a build that is done, from the builder's phases: each is one step of its parent, and has steps of
+    its own.
 
     The builder calls from its own threads. `cancel` makes it stop at the next step.
     """

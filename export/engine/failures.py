@@ -1,4 +1,4 @@
-"""What a builder's error means: which module of the model it is about, what is wrong, what to do.
+"""Explain a builder's error: which module of the model it is about, what is wrong, what to do.
 
 TensorRT reports in many lines, some of them about the absence of a driver, and names ONNX nodes or its own layers,
 which are named after them. The known failures below were provoked with TensorRT-RTX 1.7.1; what is not known is passed

@@ -1,4 +1,4 @@
-"""What an engine says of itself in its first bytes: whose it is, and of which version; no runtime needed.
+"""Read the first bytes of an engine: whose it is, and of which version; no runtime needed.
 
 TensorRT's are read as its own `trtexec --getPlanVersionOnly` reads them (NVIDIA/TensorRT,
 samples/common/sampleEngines.cpp): the tag, a serialization version of 0, and four numbers from byte 24 on.

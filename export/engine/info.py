@@ -59,8 +59,8 @@ def engine_stage(precision: Precision, adapter: str | None = None) -> str:
 
 
 def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = None) -> list[EngineInfo]:
-    """What is known of the engines of a precision, or with an adapter, that `fp8q build-engine` wrote, in the order of
-    their targets.
+    """Load the records of the engines of a precision, or with an adapter, that `fp8q build-engine` wrote, in the order
+    of their targets.
 
     Raises InputError when there are none, or one is not as it was written.
     """

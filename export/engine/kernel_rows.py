@@ -1,5 +1,5 @@
-"""What an engine runs, row by row: each matrix product with the kernels fused around it, the attention kernels, and why
-a product stayed wide.
+"""List the kernels of an engine, row by row: each matrix product with the kernels fused around it, the attention
+kernels, and why a product stayed wide.
 
 A plan says of every kernel which ONNX nodes went into it (`plan`). So the kernel that quantizes a product's input is
 the one that holds the group's QuantizeLinear, and those that finish the product (its scales, a bias, a norm, the next
@@ -167,7 +167,7 @@ def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mappi
 
 
 def _cause(graph: Indexed, product: GraphProduct | None) -> str:
-    """What the graph says of a promised product that runs wide."""
+    """Explain from the graph why a promised product runs wide."""
     if product is None:
         return "; model.onnx has no such product either"
     reason = why_wide(graph, product)

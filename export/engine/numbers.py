@@ -1,5 +1,5 @@
-"""Whether an engine computes with the numbers of a run: the very codes of each weight in the product of its own module,
-the factors `s_x · s_w[channel]` behind it, and the scale that its input was quantized with.
+"""Tell whether an engine computes with the numbers of a run: the very codes of each weight in the product of its own
+module, the factors `s_x · s_w[channel]` behind it, and the scale that its input was quantized with.
 
 Types alone do not tell. An engine of other scales, of a fine-tune of the same model, or with the weights of two layers
 exchanged runs the very same program. Which constant belongs to which product is read from that program: the second
@@ -37,8 +37,8 @@ Literal = tuple[str, str | None, np.float32]
 
 @dataclass(frozen=True)
 class Difference:
-    """What of a module an engine has otherwise than the run: `found` there, `expected` by the run; or (`told` is false)
-    why it cannot be told.
+    """A number of a module that differs between engine and run: `found` there, `expected` by the run; or (`told` is
+    false) why it cannot be told.
     """
 
     module: str
@@ -80,7 +80,7 @@ class Seen:
         return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
 
     def columns(self, promise: Promise) -> slice:
-        """Where the columns of a module lie."""
+        """Return the columns of a module."""
         start = sum(len(each.factors) for each in self.promises[: self.promises.index(promise)])
         return slice(start, start + len(promise.factors))
 
@@ -97,7 +97,7 @@ def compare(
     plan: Plan, pool: Pool | None, promised: Iterable[Promise], attention: Mapping[str, tuple[float, float]],
     profiles: Iterable[str],
 ) -> Iterator[Difference]:  # fmt: skip
-    """Where the products of an engine compute with other numbers than `promised`, or cannot be told.
+    """Yield the products of an engine that compute with other numbers than `promised`, or of which it cannot be told.
 
     `attention`: as `lint.check.promised_attention` gives it; `profiles`: their names, in order.
     """
@@ -146,7 +146,7 @@ def _codes(
 
 
 def _same(found: npt.NDArray[np.generic], codes: Codes) -> bool:
-    """Whether two matrices are the same; the first row of most tells."""
+    """Tell whether two matrices are the same; the first row of most tells."""
     return np.array_equal(found[:1], codes[:1]) and np.array_equal(found, codes)
 
 
@@ -208,7 +208,7 @@ def _applied(seen: Seen) -> Iterator[tuple[str, int, list[Numbers]]]:
 
 
 def moved(program: Program, kernel: Statement, name: str) -> str | None:
-    """What a kernel makes of `name` that does nothing but move it; None for any other."""
+    """Return the output of a kernel that does nothing but move `name`; None for any other."""
     types = [program.type(made) for made in kernel.outputs]
     if kernel.nodes or types != ["fp32"] or "Mul" in kernel.name:
         return None

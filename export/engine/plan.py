@@ -1,4 +1,4 @@
-"""What an engine will run, read from the engine: which matrix products take FP8 on both sides.
+"""Read the program of an engine from its plan: which matrix products take FP8 on both sides.
 
 An engine's size or its graph does not tell. A graph with FP8 weights alone stores FP8 too, and multiplies in BF16. But
 a TensorRT-RTX plan holds the program of its compiler as text (`program`). A `fully_connected` in it is a matrix
@@ -45,7 +45,7 @@ class Product:
 
     @property
     def fp8(self) -> bool:
-        """Whether both operands are FP8."""
+        """Tell whether both operands are FP8."""
         return self.operands == ("fp8", "fp8")
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an engine makes of the promised products.
+    """The types in which an engine runs the promised products.
 
     `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: every other promised module, and what
     ran instead. `narrow`: those of `fp8` whose product answers, unscaled, in less than FP32. `unknown` is said when the
@@ -223,7 +223,7 @@ def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) 
 
 
 def modules_by_types(plan: Plan) -> dict[str, int]:
-    """How many modules' products are of which types, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs
+    """Count modules by the types of their products, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs
     between profiles is joined by `and`.
     """
     shown: dict[str, set[str]] = {}

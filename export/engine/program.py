@@ -194,7 +194,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
 
 
 def read_pool(plan: Buffer) -> Pool | None:
-    """Where the constants of a plan lie; None where its header does not say so.
+    """Find the constants of a plan; None where its header does not say so.
 
     The table: pairs of a constant's number (0, 1, …) and its place in the pool, each 8 bytes, then how many there are
     (4) and the size of the pool (8), which ends where the last segment ends.

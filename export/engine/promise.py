@@ -1,4 +1,5 @@
-"""What an engine must multiply, quantize and scale by, module by module, as `model.onnx` and its external data say.
+"""The numbers that an engine must multiply, quantize and scale by, module by module, as `model.onnx` and its external
+data say.
 
 `lint` holds the graph to `scales.json` and the checkpoint; here its numbers are put into the form that a compiler gives
 them: the codes as the product reads them [in, out], and one factor `s_x · s_w[channel]` for each of its columns.
@@ -51,8 +52,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class Attended:
-    """What a product of attention is promised to take in two terms: the QuantizeLinear of it, its `scale`, and how many
-    `rows` both have for each token (None: the graph does not say).
+    """A product of attention that is promised in two terms: the QuantizeLinear of it, its `scale`, and how many `rows`
+    both have for each token (None: the graph does not say).
     """
 
     node: str
@@ -62,7 +63,7 @@ class Attended:
 
 
 def attended(graph: Indexed, promised: Mapping[str, tuple[float, float]]) -> Iterator[Attended]:
-    """What the graph has of the first inputs of `promised` products of attention, node -> the scales of both sides."""
+    """Yield the first inputs of the `promised` products of attention, node -> the scales of both sides."""
     values = {value.name: value for value in graph.model.graph.value_info}
     made = {node.name: node.output[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
     for node, (scale, _) in promised.items():
@@ -79,7 +80,8 @@ _ROWS = re.compile(r"(?:(\d+)\*)?seq")
 
 
 def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[Promise]:
-    """What the graph says of the products of `modules`; those it does not have on FP8 codes are left out.
+    """Yield the promise that the graph makes for the products of `modules`; those it does not have on FP8 codes are
+    left out.
 
     Raises InputError for external data cut short or gone.
     """

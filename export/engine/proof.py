@@ -35,7 +35,7 @@ INSIDE = "types inside a kernel"
 
 @dataclass(frozen=True)
 class Pledge:
-    """What a run promises of its engines: `modules` on FP8 with the numbers of `graph`, the parts of the `cache`
+    """The promise of a run for its engines: `modules` on FP8 with the numbers of `graph`, the parts of the `cache`
     (`<attention>.k`, `<attention>.v`) on codes, `attention` as `lint.check.promised_attention` gives it, and
     `two_terms`: those of `modules`, and of the products of `attention`, whose (first) input is two codes a value.
     """
@@ -49,8 +49,8 @@ class Pledge:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found: `compared` are the modules whose numbers were looked at (None: of this runtime's engines they
-    cannot be), `differences` what is not the run's.
+    """The result of a proof: `compared` are the modules whose numbers were looked at (None: of this runtime's engines
+    they cannot be), `differences` what is not the run's.
     """
 
     evidence: Evidence
@@ -65,7 +65,8 @@ class Proof:
 
 
 def broken(differences: Sequence[Difference]) -> list[Difference]:
-    """What an engine must not pass with: each of a module once, what differs before what cannot be told.
+    """Return the differences that an engine must not pass with: each of a module once, what differs before what cannot
+    be told.
 
     What lies inside a kernel's code, and so cannot be told, is no such: the scale of an input, fused attention.
     """

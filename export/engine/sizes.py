@@ -22,7 +22,7 @@ _STEPS = 8
 
 
 def read_sizes(text: bytes) -> Sizes:
-    """What the text of a program says of its sizes."""
+    """Parse the sizes in the text of a program."""
     return {
         found["made"].decode(errors="replace"): (
             found["how"].decode(),
@@ -33,7 +33,7 @@ def read_sizes(text: bytes) -> Sizes:
 
 
 def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
-    """What a size, or a number, is a multiple of, and how often: `(4, "seq")`; a number is one of ""."""
+    """Return the base of a size and its factor: `(4, "seq")`; a number is one of ""."""
     factor = 1
     for _ in range(_STEPS):
         how, of = sizes.get(name, ("", ()))

@@ -1,5 +1,5 @@
-"""Which runtime builds, and for which GPUs: TensorRT for the one it finds, TensorRT-RTX ahead of time for the ones it
-knows.
+"""Choose the runtime that builds, and its target GPUs: TensorRT for the one it finds, TensorRT-RTX ahead of time for
+the ones it knows.
 
 A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9): for what is older the
 builder fails after all the work ("the model contains HW-specific datatypes"), so it is refused before any. Nothing here
@@ -37,7 +37,7 @@ def capability(target: str) -> tuple[int, int] | None:
 
 
 def can_do_fp8(target: str) -> bool:
-    """Whether a target has FP8 tensor cores."""
+    """Tell whether a target has FP8 tensor cores."""
     return (capability(target) or (0, 0)) >= FP8_CAPABILITY
 
 

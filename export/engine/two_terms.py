@@ -1,4 +1,4 @@
-"""Whether an engine multiplies both terms of the inputs that are promised in two.
+"""Tell whether an engine multiplies both terms of the inputs that are promised in two.
 
 Products, types, codes, factors and scales of an engine of one term are the same: the second term is twice the rows, and
 some arithmetic in the kernels around the product. So it is read from the program of each profile that
@@ -34,8 +34,8 @@ _LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
 
 
 def compare_terms(plan: Plan, pool: Pool, promised: Sequence[Promise], profiles: Sequence[str]) -> Iterator[Difference]:
-    """Where products that are `promised` in two terms are not of both, or that cannot be told; `profiles`: their names,
-    in order.
+    """Yield the products `promised` in two terms that do not multiply both, or of which it cannot be told; `profiles`:
+    their names, in order.
     """
     for program in plan.programs:
         profile = profiles[program.profile]
@@ -54,8 +54,8 @@ def compare_terms(plan: Plan, pool: Pool, promised: Sequence[Promise], profiles:
 def compare_attention(
     plan: Plan, pool: Pool, promised: Sequence[Attended], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Where products of attention that are `promised` in two terms are not of both, or that cannot be told; one inside
-    a kernel that attends as a whole is left out.
+    """Yield the products of attention `promised` in two terms that do not multiply both, or of which it cannot be told;
+    one inside a kernel that attends as a whole is left out.
     """
     for program, promise in pairs(plan.programs, promised):
         profile = profiles[program.profile]
@@ -108,7 +108,7 @@ def _faults(read: _Read, promise: Promise, product: Statement, roots: Collection
 
 
 def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> Iterator[Fault]:
-    """What the kernel that makes the codes, or one before it, does not take for the second term."""
+    """Yield the operations that the second term needs and that the kernels before its codes lack."""
     divisor, expected = TWO_TERMS.divisor, f"{TWO_TERMS.divisor} times what the first term leaves"
     if (maker := quantizer_of(read.program, codes, quantizer)) is None:
         yield "no kernel with its QuantizeLinear makes its codes", "", False
@@ -137,7 +137,7 @@ def _faults_of_attention(read: _Read, promise: Attended, product: Statement) -> 
 
 
 def _rows_a_token(program: Program, codes: str) -> int | None:
-    """How many rows codes [..., rows, width] have for each token; None where that does not read."""
+    """Return the number of rows that codes [..., rows, width] have for each token; None where that does not read."""
     tokens = next((program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)), None)
     tensor = program.tensors.get(codes)
     if tensor is None or tokens is None or len(tensor.symbols) < _MATRIX or len(tokens.symbols) < _MATRIX:
@@ -147,8 +147,8 @@ def _rows_a_token(program: Program, codes: str) -> int | None:
 
 
 def _rows_of_one_term(program: Program, codes: Tensor | None, roots: Collection[str]) -> set[str]:
-    """How many rows codes like these have in one term, as the program calls it: the batch, or where they are a matrix
-    the rows of the products that are of one term (the output head's, whose result is none of `roots`).
+    """Return the number of rows of such codes in one term, as the program calls it: the batch, or where they are a
+    matrix the rows of the products that are of one term (the output head's, whose result is none of `roots`).
     """
     if codes is None or not codes.symbols:
         return set()

@@ -1,4 +1,4 @@
-"""Which of a graph's two forms (`graph.weight_scale_form`) an engine is built in.
+"""Choose the form of a graph (`graph.weight_scale_form`) that an engine is built in.
 
 TensorRT-RTX compiles both to the same products and kernels. Of TensorRT it is said that its dense products are of codes
 only where both sides have one scale each; which form it takes, its inspector says on the GPU. So the run's own form is
@@ -21,12 +21,14 @@ Build = Callable[[Path, Path], Built]
 
 
 def worth_trying(found: Evidence) -> bool:
-    """Whether the other form may do better: where TensorRT's inspector shows promised products that are wide."""
+    """Tell whether the other form may do better: where TensorRT's inspector shows promised products that are wide."""
     return found.kind == "inspector" and bool(found.wide)
 
 
 def better(first: Evidence, second: Evidence) -> bool:
-    """Whether the `second` of two engines runs more of what is promised as promised; with as many, the first stays."""
+    """Tell whether the `second` of two engines runs more of what is promised as promised; with as many, the first
+    stays.
+    """
     return second.kind != "unknown" and _short(second) < _short(first)
 
 

@@ -19,7 +19,7 @@ CHILD = "adapter"
 
 
 class Added(nn.Module):
-    """What `part` of an adapter adds behind a product of `width` inputs and `out` outputs, in `dtype`."""
+    """The products that `part` of an adapter adds behind a product of `width` inputs and `out` outputs, in `dtype`."""
 
     def __init__(self, part: Part, width: int, out: int, dtype: torch.dtype):
         super().__init__()
@@ -41,7 +41,7 @@ def stored_adapter(directory: Path, name: str) -> Adapter:
 
 
 def file_of(name: str) -> str:
-    """Where an adapter's tensors lie, from the graph's directory."""
+    """Return the file of an adapter's tensors, from the graph's directory."""
     return f"{ADAPTERS}/{name}/{TENSORS}"
 
 
@@ -60,7 +60,7 @@ def _adapted(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def initializer_name(name: str) -> str:
-    """What the initializer of a tensor of the traced model is called: `M.adapter.a` is PEFT's `M.lora_A.weight`."""
+    """Name the initializer of a tensor of the traced model: `M.adapter.a` is PEFT's `M.lora_A.weight`."""
     for part, end in zip("ab", ENDS, strict=True):
         if name.endswith(own := f".{CHILD}.{part}"):
             return name.removesuffix(own) + end
@@ -68,5 +68,5 @@ def initializer_name(name: str) -> str:
 
 
 def stored_names(adapter: Adapter) -> dict[str, str]:
-    """What initializers are called -> what PEFT's file calls them."""
+    """Map the names of initializers to those in PEFT's file."""
     return {name.removeprefix(PREFIX): name for name in adapter.headers}

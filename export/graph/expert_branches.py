@@ -66,7 +66,7 @@ def _is(node: ir.Node | None, operator: tuple[str, str]) -> bool:
 
 
 def _goes_on(mark: ir.Node) -> bool:
-    """Whether another expert begins with the total that this one ends with."""
+    """Tell whether another expert begins with the total that this one ends with."""
     return any(_is(usage.node, EXPERT_BEGINS) for usage in mark.outputs[0].uses())
 
 
@@ -143,7 +143,9 @@ def _copies(
 def _read(
     model: ir.Model, pattern: Pattern, number: int, value: ir.Value, known: dict[ir.Value, ir.Value], place: Place
 ) -> ir.Value:
-    """What expert `number` reads where its pattern reads `value`: its own, a stored tensor, or what all read."""
+    """Return the value that expert `number` reads where its pattern reads `value`: its own, a stored tensor, or what
+    all read.
+    """
     if value in known:
         return known[value]
     name = pattern.renamed(value.name, number)

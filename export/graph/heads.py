@@ -16,8 +16,8 @@ from ..onnx_file import names
 
 @dataclass(frozen=True)
 class Heads:
-    """What becomes of one part of a fused product: `split` -> Reshape [batch, seq, heads, size] -> Transpose `out`
-    [batch, heads, seq, size].
+    """The heads of one part of a fused product: `split` -> Reshape [batch, seq, heads, size] -> Transpose `out` [batch,
+    heads, seq, size].
     """
 
     out: ir.Value

@@ -42,8 +42,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What the layers of a kind are copied from: a block; which inputs of its nodes (node, input) read the hidden
-    states that come; the name of those that go.
+    """The pattern that the layers of a kind are copied from: a block; which inputs of its nodes (node, input) read the
+    hidden states that come; the name of those that go.
     """
 
     block: Block
@@ -100,7 +100,9 @@ def blocks_of(model: ir.Model, prefix: str) -> dict[int, Block]:
 
 
 def _entering(second: Block, last: Block) -> frozenset[tuple[int, int]]:
-    """Where `second` reads its hidden states: the only value that `last`, alike in all else, has another of."""
+    """Find the inputs by which `second` reads its hidden states: the only value that `last`, alike in all else, has
+    another of.
+    """
     if len(second.nodes) != len(last.nodes):
         raise NotAlikeError(
             f"layers {second.index} and {last.index} have {len(second.nodes)} and {len(last.nodes)} nodes"
@@ -133,8 +135,8 @@ def _described(block: Block, node: ir.Node, index: int) -> object:
 
 
 def _alike(one: ir.Value, other: ir.Value) -> bool:
-    """Whether two values, each of its own layer, are of the same type and shape, and equal where they are constants of
-    the graph.
+    """Tell whether two values, each of its own layer, are of the same type and shape, and equal where they are
+    constants of the graph.
     """
     if (str(one.type), str(one.shape), one.is_initializer()) != (
         str(other.type),

@@ -43,7 +43,7 @@ IR_VERSION = 11
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's bytes lie: `file` in the model's directory, `offset` and `length` in bytes."""
+    """The place of a tensor's bytes: `file` in the model's directory, `offset` and `length` in bytes."""
 
     file: str
     offset: int
@@ -59,7 +59,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def stored_in(directory: Path, file: str) -> dict[str, Stored]:
-    """The same of one `file` in `directory` or below."""
+    """Return the places of the tensors of one `file` in `directory` or below."""
     return {
         name: Stored(file, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
         for name, at in read_header(directory / file).items()
@@ -69,8 +69,8 @@ def stored_in(directory: Path, file: str) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Where the values of a model's tensors are: those in the safetensors of `directory`; `aliases` of a tied tensor's
-    name, or of one stored under another; `computed`: buffers that no file holds.
+    """The sources of the values of a model's tensors: those in the safetensors of `directory`; `aliases` of a tied
+    tensor's name, or of one stored under another; `computed`: buffers that no file holds.
     """
 
     directory: Path
@@ -212,7 +212,7 @@ def merge_constants(model: ir.Model) -> None:
 
 
 def _rules() -> list["RewriteRule"]:
-    """What onnxscript can simplify in the graph of a decoder."""
+    """Return onnxscript's rules that simplify the graph of a decoder."""
     from onnxscript.rewriter.rules import common
 
     return [

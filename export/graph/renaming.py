@@ -1,4 +1,4 @@
-"""What nodes, values and constants of the graph are called: after the Hugging Face module that made them.
+"""Name the nodes, values and constants of the graph: after the Hugging Face module that made them.
 
 Names come from the module and from the order within it, never from a count over the whole graph: a layer's names are
 those of any layer of its kind but for the index, so one can be made from another (`layer_copies`), and whoever reads a
@@ -137,14 +137,14 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
 
 
 def _adds_to_product(node: ir.Node) -> bool:
-    """Whether what an addition adds to comes from a product: a router adds to its scores after an activation."""
+    """Tell whether what an addition adds to comes from a product: a router adds to its scores after an activation."""
     maker = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     return maker is not None and maker.op_type in ("MatMul", "Gemm", "Mul", "Add", "Cast")
 
 
 def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
-    """The same within the `fp8q_attention` of an attention module: in q, k, v, p, in a product, or in what these hold
-    for two terms.
+    """Name a node within the `fp8q_attention` of an attention module: in q, k, v, p, in a product, or in what these
+    hold for two terms.
     """
     part, _, of_two = inside.partition(".")
     if part in names.ATTENTION_PRODUCTS:
@@ -155,7 +155,7 @@ def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
 
 
 def _among(node: ir.Node, called: names.Pair | names.Halves) -> str | None:
-    """Which of these names is the node's, by what it does."""
+    """Choose the node's name among these by its operator."""
     operators = ("QuantizeLinear", "DequantizeLinear") if isinstance(called, names.Pair) else ("Split", "Add")
     return dict(zip(operators, called, strict=True)).get(node.op_type)
 

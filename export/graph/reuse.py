@@ -29,7 +29,9 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
 
 
 def layout(checkpoint: Path) -> dict[str, bytes]:
-    """What graphs follow from: config.json and the shards' headers, by file name, and the same of adapters."""
+    """Return the files that graphs follow from: config.json and the shards' headers, by file name, and the same of
+    adapters.
+    """
     adapters = checkpoint / ADAPTERS
     configs = [checkpoint / "config.json", *sorted(adapters.glob("*/*.json"))]
     shards = [*sorted(checkpoint.glob("*.safetensors")), *sorted(adapters.glob("*/*.safetensors"))]

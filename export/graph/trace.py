@@ -64,7 +64,7 @@ def export_model(
 
 
 def graph_plan(record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: int = 0) -> GraphPlan:
-    """What of a checkpoint with these `scales` runs in FP8."""
+    """Plan which parts of a checkpoint with these `scales` run in FP8."""
     groups, two_terms = promised_groups(record.groups, scales), frozenset(scales.two_terms)
     return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, attention=attention)
 
@@ -126,8 +126,8 @@ def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda 
 
 
 def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
-    """The same, with layers made from others of their kind. Raises NotAlikeError where there is nothing to save, or the
-    layers are not what they seemed.
+    """Trace one layer of each kind and copy the others from it. Raises NotAlikeError where there is nothing to save, or
+    the layers are not what they seemed.
     """
     graph, tensors = _opened(directory, plan)
     model = graph.model
@@ -145,7 +145,7 @@ def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambd
 
 
 def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
-    """The same, with every layer traced. Raises UntraceableError where torch's exporter cannot trace it."""
+    """Trace every layer. Raises UntraceableError where torch's exporter cannot trace it."""
     graph, tensors = _opened(directory, plan)
     if prefix := layer_prefix(graph.model):
         _count(graph, prefix, ran)
@@ -183,7 +183,7 @@ def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
 
 
 def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
-    """What torch's exporter makes of `graph`."""
+    """Export `graph` by torch's exporter."""
     config = graph.model.config
     # with sizes that are symbols, what the cache of fake tensors keeps costs more to give back than to compute
     with quiet(), torch.no_grad(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):

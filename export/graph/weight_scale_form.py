@@ -153,7 +153,7 @@ def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
 
 
 def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
-    """What reads the result of a DequantizeLinear, Transposes passed by."""
+    """Yield the nodes that read the result of a DequantizeLinear, Transposes passed by."""
     assert side.dequantize is not None, "both sides are codes"
     waiting = [side.dequantize.output[0]]
     for value in waiting:
@@ -176,7 +176,7 @@ def _to_mul(scaled: _Scaled) -> list[NodeProto]:
 
 
 def _to_dq(scaled: _Scaled) -> list[NodeProto]:
-    """The same in `dq`."""
+    """Change these products to the form `dq`."""
     scaled.weight.input[1] = scaled.scales
     scaled.product.node.output[0] = scaled.behind[-1].output[0]
     return [scaled.product.node]

@@ -18,8 +18,8 @@ Scope = Literal["any", "promised", "foreign"]
 
 @dataclass(frozen=True)
 class Promise:
-    """What a graph must keep: the modules on FP8 with the scale of their input (None: not known), and scales [output
-    channels] of weights.
+    """The promise that a graph must keep: the modules on FP8 with the scale of their input (None: not known), and
+    scales [output channels] of weights.
 
     `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules,
     and the products of attention by node, whose (first) input is two codes a value; None where that is not known.
@@ -54,7 +54,7 @@ class Rule:
         return self.check.__doc__ or ""
 
     def findings(self, graph: Indexed, promise: Promise | None) -> Iterator[Finding]:
-        """Where the graph breaks the rule: the first places, and how many more."""
+        """Yield the places where the graph breaks the rule: the first places, and how many more."""
         if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
             return
         broken = self.check(graph, promise) if self.scope == "promised" else self.check(graph)

@@ -64,7 +64,9 @@ def scale_type(graph: Indexed) -> Broken:
 
 
 def _stateable(graph: Indexed) -> str:
-    """What to add where the opset cannot state the output type: below 23 a DequantizeLinear answers in its scale's."""
+    """Return the addition to a message where the opset cannot state the output type: below 23 a DequantizeLinear
+    answers in its scale's.
+    """
     return "" if graph.opset >= FIRST_STATED else f" (from opset {FIRST_STATED} on)"
 
 

@@ -51,8 +51,8 @@ def too_long(*names: str) -> str | None:
 
 
 def _node(node: NodeProto, opset: int) -> str | None:
-    """What a node lacks by its operator's schema (the newest, where its opset has none); None where nothing, or nothing
-    is known.
+    """Name the part that a node lacks by its operator's schema (the newest, where its opset has none); None where
+    nothing, or nothing is known.
     """
     if reason := too_long(node.name, node.op_type, node.domain, *node.input, *node.output):
         return reason
@@ -77,7 +77,7 @@ def _node(node: NodeProto, opset: int) -> str | None:
 
 
 def _attributes(node: NodeProto, schema: Schema) -> str | None:
-    """What is wrong with a node's attributes by its operator's schema; None where nothing is."""
+    """Describe the fault of a node's attributes by its operator's schema; None where nothing is."""
     given: set[str] = set()
     for entry in node.attribute:
         if entry.name in given:
@@ -98,7 +98,7 @@ def type_of(kind: int) -> str:
 
 
 def _tensor(tensor: TensorProto) -> Iterator[str]:
-    """What cannot be of a tensor."""
+    """Yield the faults of a tensor."""
     if reason := too_long(tensor.name):
         yield reason
     if tensor.data_type not in ELEMENTS:

@@ -32,7 +32,7 @@ def quantize_of(graph: Indexed, side: Operand) -> NodeProto | None:
 
 
 def is_fp8(product: Product) -> bool:
-    """Whether both sides come from FP8 codes; what lies between is a rule of its own (F201)."""
+    """Tell whether both sides come from FP8 codes; what lies between is a rule of its own (F201)."""
     return all(side.dequantize is not None for side in product.operands)
 
 
@@ -49,7 +49,7 @@ def why_wide(graph: Indexed, product: Product) -> str | None:
 
 
 def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Where another operator than a Transpose lies between a product and the DequantizeLinear that it would take codes
+    """Yield each operator other than a Transpose between a product and the DequantizeLinear that it would take codes
     from: both.
 
     An operator that computes, or joins, leaves no codes to multiply; it is told only of a product whose other side has

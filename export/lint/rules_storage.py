@@ -129,7 +129,7 @@ _SAFETENSORS = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of its tensors: `stored` by name, and `names` by the byte they begin at."""
+    """The header of a safetensors file: `stored` by name, and `names` by the byte they begin at."""
 
     stored: dict[str, Stored]
     names: dict[int, str]

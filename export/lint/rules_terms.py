@@ -55,7 +55,7 @@ def concat_of(graph: Indexed, quantize: NodeProto) -> NodeProto | None:
 
 
 def second_fault(graph: Indexed, joined: NodeProto, quantize: NodeProto) -> str | None:
-    """What of a Concat is not x, and sixteen times what the codes of x leave of it; None where all is."""
+    """Describe how a Concat differs from x and sixteen times what the codes of x leave of it; None where all is."""
     x, second = joined.input
     times, number = _times(graph, second)
     if times is None or number != TWO_TERMS.divisor:
@@ -74,7 +74,7 @@ def second_fault(graph: Indexed, joined: NodeProto, quantize: NodeProto) -> str 
 
 
 def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | None:
-    """What of a product of two terms is not cut in its halves, and added with the second's share; None where all is."""
+    """Describe how a product of two terms is not cut in halves and added with the second's share; None where all is."""
     for dequantize in (side.dequantize for side in product.operands if side.dequantize is not None):
         if (kind := attribute(dequantize, "output_dtype", 0)) not in (0, TensorProto.FLOAT):
             return f"{dequantize.name} answers in {type_name(kind)}, and the halves are added in FLOAT"
@@ -111,7 +111,7 @@ def _sum_of(graph: Indexed, split: NodeProto) -> NodeProto | None:
 
 
 def _times(graph: Indexed, value: str) -> tuple[str | None, float]:
-    """What a value is a number of times of, and the number: 1 of itself where no Mul by one number makes it."""
+    """Return the value that another is a multiple of, and the factor: itself and 1 where no Mul makes it."""
     node = graph.producers.get(value)
     if node is None or node.op_type != "Mul":
         return value, 1.0

@@ -1,1 +1,1 @@
-"""What takes the place of a model's modules so that tracing it gives a plain ONNX graph. Needs torch."""
+"""Modules that take the place of a model's own, so that tracing it gives a plain ONNX graph. Needs torch."""

@@ -69,7 +69,7 @@ def attention(
 
 
 def has_fused_kernel(heads: int, size: int) -> bool:
-    """Whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
+    """Tell whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
     single tokens (found by building).
     """
     return heads >= 4 and 16 <= size <= 256 and size % 8 == 0

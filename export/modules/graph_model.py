@@ -39,8 +39,8 @@ MIXED_LAYERS = 12
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """What of a model runs in FP8: `groups` first module -> members (quantized modules only), `cache`: the parts of the
-    cache that are codes, of `kv`.
+    """The parts of a model that run in FP8: `groups` first module -> members (quantized modules only), `cache`: the
+    parts of the cache that are codes, of `kv`.
 
     `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all
     else computes in.
@@ -82,7 +82,7 @@ class QuantizedInput(nn.Module):
         return self._last[1]
 
     def halves(self) -> "Halves | None":
-        """What makes one product of that of two terms."""
+        """The operation that makes one product of that of two terms."""
         return None if self.first is None else Halves(self.axis)
 
 
@@ -190,7 +190,7 @@ class Graph(nn.Module):
 
 
 def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What `model` is called with for these tokens: embeddings, where it would look for images among them."""
+    """Return the arguments of `model` for these tokens: embeddings, where it would look for images among them."""
     return (
         {"inputs_embeds": model.get_input_embeddings()(input_ids)} if nested(model.config) else {"input_ids": input_ids}
     )
@@ -247,7 +247,7 @@ class QuantizedAttention(nn.Module):
 
 
 def _beside(model: PreTrainedModel, attention: str) -> bool:
-    """Whether a layer's experts read what its attention reads, as Cohere's do: it has one norm."""
+    """Tell whether a layer's experts read what its attention reads, as Cohere's do: it has one norm."""
     layer = model.get_submodule(attention.rpartition(".")[0])
     return sum("norm" in type(child).__name__.lower() for child in layer.children()) < 2
 

@@ -1,4 +1,4 @@
-"""Which decoder layers are of one kind, and a model in which most of a kind only hand their input on.
+"""Group decoder layers of one kind, and a model in which most of a kind only hand their input on.
 
 A model has one to three kinds of layers, and torch's exporter takes more than a second for each layer that it traces.
 So of each kind the first is traced, which also computes what the others share (a mask), the second, which is the
@@ -54,7 +54,7 @@ class Kind:
 
 
 def layer_prefix(model: nn.Module) -> str | None:
-    """What the names of the decoder layers begin with, `model.layers.`; None where they do not differ in their index
+    """Return the prefix of the decoder layers' names, `model.layers.`; None where they do not differ in their index
     alone.
     """
     prefixes = set()
@@ -124,7 +124,7 @@ def _value(value: object, inside: Mapping[int, str]) -> object:
 
 @dataclass
 class Call:
-    """What the layers of a kind were last handed and gave back."""
+    """The last arguments and outputs of the layers of a kind."""
 
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     output: object = None
@@ -196,7 +196,7 @@ def _handing_on(index: int, call: Call) -> Callable[..., object]:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two arguments are the same object, or equal and plain."""
+    """Tell whether two arguments are the same object, or equal and plain."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -22,7 +22,7 @@ from ...calibrate.model.products import attention_modules
 
 
 def replaceable(model: PreTrainedModel) -> bool:
-    """Whether each attention of `model` is one of these."""
+    """Tell whether each attention of `model` is one of these."""
     modules = [model.get_submodule(name) for name in attention_modules(model).values()]
     return bool(modules) and all(type(module).__name__ in REPLACED for module in modules)
 
@@ -66,8 +66,8 @@ def alibi_slopes(model: PreTrainedModel) -> list[float]:
 
 
 def bias(model: PreTrainedModel, slopes: Sequence[float], keys: torch.Tensor) -> torch.Tensor | None:
-    """What `model` adds to the scores of keys at these positions [batch, length]: float32 [batch, heads, 1, length];
-    None where there are no `slopes`.
+    """Return the bias that `model` adds to the scores of keys at these positions [batch, length]: float32 [batch,
+    heads, 1, length]; None where there are no `slopes`.
     """
     if not slopes:
         return None

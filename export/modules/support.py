@@ -1,4 +1,4 @@
-"""Which architectures can be exported, told before any work: the graph's attention and cache must be able to take the
+"""Tell which architectures can be exported, before any work: the graph's attention and cache must be able to take the
 place of the model's own. What cannot be is quantized all the same, and has no graph.
 
 Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks
@@ -54,8 +54,8 @@ CRASHING = {"diffllama"}
 
 
 def unsupported(model: "PreTrainedModel") -> str | None:
-    """What of `model` (the meta device will do) no graph can be made of, with the architecture's name before it; None
-    where one can be.
+    """Name the part of `model` (the meta device will do) that no graph can be made of, with the architecture's name
+    before it; None where one can be.
 
     1. More experts than are worth a branch each. 2. Attention that does not go through transformers' interface, where
        the graph's takes its place, and that has no other way to it (`replaced_attention`). 3. Positions that are
@@ -91,8 +91,8 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
 
 @dataclass
 class Looked:
-    """What a forward pass showed: `reasons` against it, and by layer the [heads, size] of the keys and values that it
-    wrote.
+    """The evidence of a forward pass: `reasons` against it, and by layer the [heads, size] of the keys and values that
+    it wrote.
     """
 
     reasons: list[str] = field(default_factory=list)
@@ -136,8 +136,9 @@ class Looked:
 def seen_in_a_pass(
     model: "PreTrainedModel", layers: Mapping[int, str], shapes: tuple[tuple[int, int], tuple[int, int]]
 ) -> str | None:
-    """What two tokens show of `model` (its rotary frequencies are fixed, in place) that the graph cannot do: 1. a mask,
-    2. no causality, 3. a keyword unknown to it, 4. a cache of other `shapes` (heads, size; of keys, of values).
+    """Run two tokens and describe the feature of `model` (its rotary frequencies are fixed, in place) that the graph
+    cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it, 4. a cache of other `shapes` (heads, size; of
+    keys, of values).
 
     Before these: a forward pass that looks at values, which cannot be traced either.
     """

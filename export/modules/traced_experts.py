@@ -98,5 +98,5 @@ def kinds_of(experts: Sequence[Expert]) -> list[list[int]]:
 
 
 def has_two_terms(linear: nn.Module) -> bool:
-    """Whether a layer of the graph multiplies two codes a value."""
+    """Tell whether a layer of the graph multiplies two codes a value."""
     return getattr(linear, "halves", None) is not None

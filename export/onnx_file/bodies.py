@@ -19,7 +19,7 @@ def branches(node: NodeProto) -> list[GraphProto]:
 
 
 def has_body(node: NodeProto) -> bool:
-    """Whether a node has a body of whatever kind."""
+    """Tell whether a node has a body of whatever kind."""
     return any(entry.type in _BODIES for entry in node.attribute)
 
 
@@ -46,6 +46,6 @@ def made_in(graph: GraphProto) -> list[str]:
 
 
 def one_value_a_name(graph: GraphProto) -> bool:
-    """Whether no value or tensor in a branch bears the name of another."""
+    """Tell whether no value or tensor in a branch bears the name of another."""
     inside = {name for node in graph.node for branch in branches(node) for name in made_in(branch)}
     return all(count == 1 for name, count in Counter(made_in(graph)).items() if name in inside) if inside else True

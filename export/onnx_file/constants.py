@@ -24,7 +24,7 @@ LARGEST_CONSTANT, LARGEST_SUM = 1 << 22, 1 << 28
 
 @dataclass(frozen=True)
 class _Source:
-    """What a constant is read from: a tensor of the file, and the types it is cast to on the way."""
+    """The source of a constant: a tensor of the file, and the types it is cast to on the way."""
 
     tensor: TensorProto
     casts: tuple[int, ...]
@@ -50,7 +50,7 @@ class Constants:
         return self._read[value]
 
     def fingerprint(self, value: str) -> bytes | None:
-        """The same for equal numbers; None where there are none."""
+        """Return a hash that is the same for equal numbers; None where there are none."""
         if value not in self._fingerprints:
             numbers = self.get(value)
             self._fingerprints[value] = None if numbers is None else blake2b(numbers.tobytes()).digest()
@@ -62,7 +62,7 @@ class Constants:
         return self._unread.get(value)
 
     def is_stored(self, value: str) -> bool:
-        """Whether a value is a tensor of the file, or one cast."""
+        """Tell whether a value is a tensor of the file, or one cast."""
         return self._source(value) is not None
 
     def _numbers(self, value: str) -> Numbers | None:
@@ -81,7 +81,7 @@ class Constants:
         return None if numbers is None else numbers.astype(np.float32, copy=False)
 
     def _source(self, value: str) -> _Source | None:
-        """What a constant is read from; None for a value that is computed."""
+        """Return the source of a constant; None for a value that is computed."""
         casts: list[int] = []
         for _ in range(LONGEST_CAST + 1):
             if value in self._tensors:

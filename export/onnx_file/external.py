@@ -1,4 +1,4 @@
-"""Where the tensors of an ONNX file keep their data when they lie in other files.
+"""Find the data of an ONNX file's tensors in other files.
 
 A file may come from anywhere, and say of its external data what it likes. So a place is looked at before anything there
 is opened: it must be a regular file in the graph's directory or below, symbolic links followed.
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,4000}", re.ASCII)
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's data lie outside the ONNX file: `location` relative to it, `offset` and `length` in bytes
+    """The place of a tensor's data outside the ONNX file: `location` relative to it, `offset` and `length` in bytes
     (length None: to the end of the file).
     """
 
@@ -34,7 +34,7 @@ class Stored:
 
 
 def stored_at(tensor: TensorProto) -> Stored | None:
-    """Where a tensor's external data lie; None for a tensor inside the ONNX file.
+    """Return the place of a tensor's external data; None for a tensor inside the ONNX file.
 
     Raises ValueError for numbers that are none, and for a place that is named twice: readers differ in which they take.
     """
@@ -75,7 +75,7 @@ class Places:
         self._known: dict[str, Place] = {}
 
     def at(self, location: str) -> Place:
-        """What there is at a location; nothing is asked of one that lies outside the directory."""
+        """Look at a location; nothing is asked of one that lies outside the directory."""
         if location not in self._known:
             self._known[location] = self._look(location)
         return self._known[location]

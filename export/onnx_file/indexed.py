@@ -65,7 +65,7 @@ class Operand:
     transposes: int = 0
 
     def through(self, node: NodeProto) -> "Operand":
-        """The same, with an operator between that only moves it, or computes with constants."""
+        """Return this operand with an operator between that only moves it, or computes with constants."""
         turn = node.op_type == "Transpose"
         return Operand(self.dequantize, self.other, self.clean and turn, self.transposes + turn)
 
@@ -284,7 +284,7 @@ class Indexed:
         return None
 
     def is_constant(self, value: str) -> bool:
-        """Whether a value is a tensor of the file."""
+        """Tell whether a value is a tensor of the file."""
         return value in self.initializers
 
     @cached_property

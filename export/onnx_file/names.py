@@ -1,5 +1,5 @@
-"""What nodes and tensors of the graph are called: after their Hugging Face module, so that every tool can be read back
-to the model.
+"""Names of the graph's nodes and tensors: after their Hugging Face module, so that every tool can be read back to the
+model.
 
 `M` is a linear module, `G` the first of a group that shares its input, `A` an attention module, part `k` or `v`.
 """
@@ -73,7 +73,7 @@ def first_pair(module: str) -> Pair:
 
 
 def halves(module: str) -> Halves:
-    """What is behind M's product in two terms."""
+    """Name the nodes behind M's product in two terms."""
     return Halves(f"{module}.halves", f"{module}.terms_add")
 
 
@@ -108,14 +108,12 @@ def attention_first_pair(module: str, part: str) -> Pair:
 
 
 def attention_halves(module: str, product: str) -> Halves:
-    """What is behind a product of A's attention in two terms."""
+    """Name the nodes behind a product of A's attention in two terms."""
     return Halves(f"{module}.attention_{product}_halves", f"{module}.attention_{product}_terms_add")
 
 
 def product_of(node: str) -> str:
-    """What a product is called where products are listed: its module, or the node itself where a module has several
-    (attention) or none.
-    """
+    """Name a product for lists: its module, or the node itself where a module has several (attention) or none."""
     module = module_of(node) or ""
     return module if node == matmul(module) else node
 

@@ -1,6 +1,4 @@
-"""What ONNX says that its operators take, as the rules ask it: once for each operator, as onnx makes a schema anew at
-every look.
-"""
+"""Look up the schemas of ONNX's operators: once for each operator, as onnx makes a schema anew at every look."""
 
 from dataclasses import dataclass
 from functools import cache

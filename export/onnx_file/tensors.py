@@ -80,7 +80,7 @@ def attribute(node: NodeProto, name: str, default: int) -> int:
 
 
 def elements_of(tensor: TensorProto) -> int:
-    """How many numbers a tensor's shape says that it has."""
+    """Count the elements of a tensor by its shape."""
     return math.prod(tensor.dims)
 
 

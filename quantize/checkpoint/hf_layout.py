@@ -117,8 +117,8 @@ class Form:
 
 
 def has_place(attention: nn.Module) -> bool:
-    """Whether compressed-tensors knows an attention module as one with a cache, and the cache is of heads' keys and
-    values: by a projection, and by what it is called with (GPT-J's cache is `layer_past`). Into the cache of latent
+    """Tell whether compressed-tensors knows an attention module as one with a cache, and the cache is of heads' keys
+    and values: by a projection, and by what it is called with (GPT-J's cache is `layer_past`). Into the cache of latent
     attention vLLM, and transformers 5.23, write latents, which the scales of heads would ruin.
     """
     if hasattr(attention, "kv_b_proj"):

@@ -48,12 +48,12 @@ class Grid(Protocol):
 
     @property
     def power_of_two(self) -> bool:
-        """Whether its scales are powers of two, whatever grid of scales is asked for."""
+        """Tell whether its scales are powers of two, whatever grid of scales is asked for."""
 
     @property
     def by_value(self) -> bool:
-        """Whether its squared error is summed value by value: so small that differences of prefix sums over its cells
-        would not hold it.
+        """Tell whether its squared error is summed value by value: so small that differences of prefix sums over its
+        cells would not hold it.
         """
 
     def round(self, magnitudes: Float32s) -> Float32s:

@@ -34,7 +34,7 @@ def scales(checkpoint: Checkpoint) -> Iterator[Scale]:
 
 
 def readable(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether its values can be looked at: of a type of scales, and not endless."""
+    """Tell whether its values can be looked at: of a type of scales, and not endless."""
     tensor = checkpoint.tensors[name]
     return tensor.dtype in TYPES and 0 < prod(tensor.shape) <= MOST_NUMBERS
 

@@ -96,8 +96,7 @@ def kept_weights(source: Source, options: ScaleOptions) -> Inherited | None:
 def remarks(
     source: Source, groups: Mapping[str, Sequence[str]], scales: Scales, options: ScaleOptions
 ) -> Iterator[str]:
-    """Yield the notes where `source` is an FP8 checkpoint: what became of its codes, and what was not as it was given.
-    """
+    """Yield notes where `source` is an FP8 checkpoint: what became of its codes, and what was changed."""
     given = given_of(source)
     if given is None:
         return

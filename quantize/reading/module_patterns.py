@@ -33,7 +33,7 @@ class Matcher:
         self.expression = _compiled(expression, source) if is_expression else None
 
     def matches(self, module: str) -> bool:
-        """Whether a module is meant. Of a class every module may be: a checkpoint does not say."""
+        """Tell whether a module is meant. Of a class every module may be: a checkpoint does not say."""
         if self.is_class:
             return True
         if self.form == "modelopt":

@@ -67,8 +67,7 @@ MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """The quantization of a module. `block`: rows and columns of the weight that one scale is for, where it is blocks.
-    """
+    """The quantization of a module. `block`: rows and columns of the weight that one scale is for, if it has blocks."""
 
     weights: Granularity
     inputs: Inputs

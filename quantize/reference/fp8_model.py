@@ -68,7 +68,7 @@ class StoredCodes:
         return {name.removesuffix("_scale"): float(self.read(name)[0]) for name in names}
 
     def has(self, name: str) -> bool:
-        """Whether there is the tensor that the model calls `name`."""
+        """Tell whether there is the tensor that the model calls `name`."""
         return self._renamed.get(name, name) in self.where
 
     def read(self, name: str) -> torch.Tensor:

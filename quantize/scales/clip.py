@@ -242,7 +242,7 @@ def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt
 
 
 def powers_alone(format: Grid, grid: ScaleGrid) -> bool:
-    """Whether scales are powers of two: where `grid` asks for them, and where the format has no others."""
+    """Tell whether scales are powers of two: where `grid` asks for them, and where the format has no others."""
     return format.power_of_two or grid == "power-of-two"
 
 

@@ -75,7 +75,7 @@ def no_scale(clipping: Clipping, batches: int) -> InputError:
 
 
 def saturated_batches(amax_batches: Float32s, format: Format, clipping: Clipping) -> npt.NDArray[np.bool_]:
-    """Whether each batch that had a history would have saturated under it, bool [batches with a history]."""
+    """Tell whether each batch that had a history would have saturated under it, bool [batches with a history]."""
     amax = measured(amax_batches)
     in_use = amax_in_use(amax, clipping)[:-1]
     judged = ~np.isnan(in_use)

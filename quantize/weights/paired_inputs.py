@@ -57,7 +57,7 @@ def passes(places: Iterable[Place], apart: Collection[str]) -> Iterator[list[Pla
 
 
 def apart_from(together: Iterable[Place], place: Place, apart: Collection[str]) -> bool:
-    """Whether no place's input depends on another's product: those of one mixture's experts."""
+    """Tell whether no place's input depends on another's product: those of one mixture's experts."""
     every = [each.first for each in (*together, place)]
     return all(first in apart for first in every) and len({first.rpartition(".experts.")[0] for first in every}) == 1
 

@@ -16,7 +16,7 @@ PROCESS, PROCESSOR = Path("/proc/self/status"), Path("/proc/cpuinfo")
 
 
 class Meter(Protocol):
-    """What is measured beside time. `device` is its name; `whole_bytes` is all the memory that it has."""
+    """The quantities measured beside time. `device` is its name; `whole_bytes` is all the memory that it has."""
 
     device: str
     whole_bytes: int
@@ -106,7 +106,7 @@ class Held:
 
 
 def _line(file: Path, name: str) -> str | None:
-    """What a file of Linux says of `name`; None where it does not, or there is no such file."""
+    """Return the value of `name` in a file of Linux; None where it does not, or there is no such file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -42,8 +42,8 @@ def measure(
     advance: Callable[[int], None] = lambda done: None,
     clock: Clock = time.perf_counter,
 ) -> list[Answers]:
-    """What each of `contenders`, models of one vocabulary, takes for `size`: rows, tokens of each prompt, tokens of
-    each answer. `advance` is called with each number of answers given.
+    """Time the answers of each of `contenders`, models of one vocabulary, for `size`: rows, tokens of each prompt,
+    tokens of each answer. `advance` is called with each number of answers given.
     """
     rows, length, tokens = size
     vocabulary = min(each.session.vocabulary for each in contenders)

@@ -1,4 +1,4 @@
-"""What an answer takes on a runtime: a `Batch` driven step by step, without tokenizer, server, or other requests.
+"""Time an answer on a runtime: a `Batch` driven step by step, without tokenizer, server, or other requests.
 
 All prompts of a batch come together and go in as the loop of `generate.py` takes them in: by chunks of the runtime's
 `Pace`, row by row or as many rows as a chunk holds. Then each row gains one token a step, the best one. An answer
@@ -84,7 +84,7 @@ def _first_tokens(batch: Batch, pace: Pace, prompts: NDArray[np.int64], most: in
 
 
 def timing(answers: Sequence[Answer], rows: int) -> Timing:
-    """What `answers` of `rows` rows each come to."""
+    """Summarize the times of `answers` of `rows` rows each."""
     p50, p95, p99 = np.quantile([1e3 * step for each in answers for step in each.between], QUANTILES).tolist()
     whole = median(each.whole for each in answers)
     tokens = rows * (len(answers[0].between) + 1)
@@ -92,5 +92,5 @@ def timing(answers: Sequence[Answer], rows: int) -> Timing:
 
 
 def million_tokens_cost(price_an_hour: float, tokens_per_second: float) -> float:
-    """What a million tokens cost, at that price of an hour, in its currency."""
+    """Return the cost of a million tokens, at that price of an hour, in its currency."""
     return price_an_hour / SECONDS_AN_HOUR / tokens_per_second * MILLION

@@ -43,12 +43,12 @@ class Model:
     problem: str = ""
 
     def place(self, path: Path | None = None) -> str:
-        """What a path in the model is called; its configuration, where none is given."""
+        """Name a path in the model; its configuration, where none is given."""
         return str((path or self.folder / CONFIG).relative_to(self.root))
 
     @property
     def backend(self) -> str:
-        """What serves it, as far as its configuration says."""
+        """The backend that serves it, by its configuration."""
         if self.config is None:
             return ""
         return str(self.config.backend) or PLATFORMS.get(self.config.platform, "")
@@ -71,7 +71,7 @@ class Model:
 
     @property
     def model_file(self) -> str | None:
-        """What its backend opens in a version's folder; None where that is not known here."""
+        """The file that its backend opens in a version's folder; None where that is not known here."""
         given = str(self.config.default_model_filename) if self.config is not None else ""
         return given or MODEL_FILES.get(self.backend)
 
@@ -83,17 +83,17 @@ class Model:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is fp8q's Python model: its version holds the loop."""
+        """Tell whether it is fp8q's Python model: its version holds the loop."""
         return any((version / file).exists() for version in self.served for file in LOOP)
 
     @property
     def is_engine(self) -> bool:
-        """Whether it is fp8q's plain engine."""
+        """Tell whether it is fp8q's plain engine."""
         return (self.folder / DESCRIPTION).exists()
 
     @cached_property
     def engine(self) -> EngineModel | InputError:
-        """What fp8q wrote of its plain engine, or why that does not read."""
+        """The description that fp8q wrote of its plain engine, or why that does not read."""
         try:
             return read_document(self.folder / DESCRIPTION, EngineModel)
         except InputError as error:
@@ -115,7 +115,7 @@ class Repository:
 
 
 def is_repository(path: Path) -> bool:
-    """Whether a folder is a Triton repository: one of its folders holds a configuration."""
+    """Tell whether a folder is a Triton repository: one of its folders holds a configuration."""
     return any((child / CONFIG).is_file() or (child / CONFIG).is_symlink() for child in folders(path))
 
 
@@ -150,7 +150,7 @@ def _is_version(name: str) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file that may be read."""
+    """Tell whether there is a regular file that may be read."""
     try:
         regular_file(path)
     except InputError:
@@ -159,5 +159,5 @@ def is_regular(path: Path) -> bool:
 
 
 def why(error: Exception, path: Path) -> str:
-    """What is wrong with a file, without its name and the remedy."""
+    """Describe the fault of a file, without its name and the remedy."""
     return str(error).removeprefix(f"{path}: ").partition("; ")[0]

@@ -30,7 +30,7 @@ class RepositoryRule:
     why: str
 
     def findings(self, held: Repository | Run) -> Iterator[Finding]:
-        """Where a repository, or a run, breaks the rule."""
+        """Yield the places where a repository, or a run, breaks the rule."""
         return listed((self.number, self.name, self.severity), self.check(held), lambda _: None)
 
 

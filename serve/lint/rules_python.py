@@ -62,7 +62,9 @@ def _parsed(file: Path) -> ast.Module | str:
 
 
 def _imports(file: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
-    """What does not compile of a module, and of those beside it that it imports; `seen` are not looked at again."""
+    """Yield the modules that do not compile, among this one and those beside it that it imports; `seen` are not looked
+    at again.
+    """
     tree = _parsed(file)
     if isinstance(tree, str):
         yield file, tree
@@ -79,7 +81,7 @@ def _imports(file: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What a module defines or imports at its top."""
+    """Return the names that a module defines or imports at its top."""
     found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):

@@ -15,7 +15,7 @@ Tensor = tuple[str, list[int]]
 
 
 def engine_of(model: Model) -> EngineModel | None:
-    """What is known of a plain engine whose tensors all have a type of Triton's."""
+    """Return the description of a plain engine whose tensors all have a type of Triton's."""
     found = model.engine if model.is_engine else None
     return found if isinstance(found, EngineModel) and not found.untyped else None
 
@@ -119,7 +119,7 @@ def warm_up(model: Model) -> Broken:
 
 
 def _fits(engine: EngineModel, given: Mapping[str, Sequence[int]]) -> bool:
-    """Whether inputs of these dimensions (without the batch) belong together, and a profile takes them."""
+    """Tell whether inputs of these dimensions (without the batch) belong together, and a profile takes them."""
     sizes: dict[str, int] = {}
     sums: list[tuple[list[str], int]] = []
     for name in given.keys() & engine.inputs.keys():

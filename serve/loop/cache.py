@@ -23,7 +23,7 @@ KeyValues = Sequence[NDArray[Any]]
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a graph keeps of each position.
+    """The keys and values that a graph keeps of each position.
 
     `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtypes` those of the
     host's

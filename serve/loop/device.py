@@ -70,7 +70,9 @@ class Device(Protocol):
         """Write zeros."""
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does `work`, with the addresses that it has now, whenever it is called; making it may do it, too."""
+        """Capture `work` as a function that repeats it, with the addresses that it has now, whenever it is called;
+        making it may do it, too.
+        """
 
     def wait(self) -> None:
         """Until all that was asked for is done."""
@@ -135,7 +137,7 @@ class DeviceCache:
         return self.rows * self._row(group)
 
     def addresses(self, first: int) -> list[int]:
-        """Where each tensor has the rows from `first`, in the order of the layout."""
+        """Return the address of row `first` in each tensor, in the order of the layout."""
         return in_order(
             (number, base + index * self._block(group) + first * self._row(group))
             for group, base in zip(self.groups, self.bases, strict=True)

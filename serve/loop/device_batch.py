@@ -38,7 +38,7 @@ class Program(Protocol):
         """The tensors of the past, or the new ones, in the order of the layout."""
 
     def bind(self, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
-        """What asks the device to run the engine on tensors that lie there; `shapes` are those of its inputs."""
+        """Return the function that runs the engine on tensors at these addresses; `shapes` are those of its inputs."""
 
 
 def logits_of(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[np.float32]:

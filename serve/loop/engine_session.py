@@ -36,7 +36,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an engine's profiles take: the number of that for each phase, and the most rows, slots, and tokens of a
+    """The limits of an engine's profiles: the number of that for each phase, and the most rows, slots, and tokens of a
     prompt in one call.
     """
 

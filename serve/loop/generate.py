@@ -70,12 +70,12 @@ class Generator:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or in flight."""
+        """Tell whether any request is waiting or in flight."""
         return bool(self._rows or self._waiting)
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests are in flight, and how many wait."""
+        """Return the numbers of requests in flight and waiting."""
         return len(self._rows), len(self._waiting)
 
     def prepare(self, request: Request) -> Prepared:

@@ -20,7 +20,7 @@ ENGINES, ONNX_RUNTIME, AUTO = "engines", "onnxruntime", "auto"
 
 
 def plan_path(version: Path, runtime: EngineRuntime, target: str) -> Path:
-    """Where the engine of a runtime for a target (`sm90`) lies in a version's folder."""
+    """Return the path of a runtime's engine for a target (`sm90`) in a version's folder."""
     return version / ENGINES / runtime / f"{target}.plan"
 
 

@@ -51,7 +51,7 @@ class Forward(Protocol):
 
 
 class HostGraph(Forward, Protocol):
-    """What runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
+    """The interface that runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
 
     vocabulary: int
 

@@ -1,5 +1,5 @@
-"""What is asked of the loop and what comes back: requests, whose values and sizes are held to bounds before any work is
-done for them, and pieces of their answers.
+"""Requests to the loop and its answers: requests, whose values and sizes are held to bounds before any work is done for
+them, and pieces of their answers.
 
 Whoever sends a request is not trusted: tokenizing takes time by the character and every stop word is looked for in
 every piece of text, so both are bounded here, before a tokenizer sees the prompt.
@@ -37,7 +37,7 @@ class BusyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate; the fields mean what they mean in OpenAI's completions API.
+    """A request to generate text; the fields mean what they mean in OpenAI's completions API.
 
     `prompt`: text, or token ids taken as they are. `max_tokens` bounds the tokens produced, the end-of-text token
     included; prompt and answer together are bounded by the model's positions besides. `temperature` 0 takes the best
@@ -90,7 +90,7 @@ def _check(name: str, value: object, good: bool, rule: str) -> None:
 
 
 class Piece(NamedTuple):
-    """What one step added to one request.
+    """The text and tokens that one step added to one request.
 
     `ticket` is what `submit` returned; `token` the id that was chosen. `text` may be empty while characters or stop
     words are incomplete. `finish_reason` is None until the last piece: `stop` after the end-of-text token or a stop
@@ -192,7 +192,7 @@ class Row:
 
     @property
     def answering(self) -> bool:
-        """Whether the whole prompt is taken in."""
+        """Tell whether the whole prompt is taken in."""
         return self.produced > 0
 
     def advance(self, logits: NDArray[np.float32]) -> Piece:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the logits."""
+    """The options of choosing the next token from the logits."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -74,12 +74,12 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are served."""
+        """Tell whether requests are served."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests are being answered, and how many wait, as far as another thread can tell."""
+        """Return the numbers of requests being answered and waiting, as far as another thread can tell."""
         flying = self._generator.load[0]
         return flying, max(self._here - flying, 0)
 

@@ -43,7 +43,7 @@ class SessionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pace:
-    """How prompts and answers take turns on a runtime.
+    """The way in which prompts and answers take turns on a runtime.
 
     `chunk`: positions of prompts that one call takes in, padding included. A prompt is always cut at its multiples, so
     that what it is answered does not depend on who else is there: another cut may round a sum differently. `share`: how

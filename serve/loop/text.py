@@ -153,7 +153,7 @@ class TextStream:
         return str(self._tokenizer.decode(self._window))
 
     def _length(self) -> int:
-        """How many characters the window is."""
+        """Return the number of characters of the window."""
         if len(self._window) > 1:
             return len(self._decode())
         (token,) = self._window
@@ -208,5 +208,5 @@ def neighbours(tokenizer: "Tokenizer", prompt: Sequence[int]) -> list[int]:
 
 
 def beginning(text: str, word: str) -> int:
-    """How many characters at the end of `text` are the beginning of `word`, but not all of it."""
+    """Count the characters at the end of `text` that are the beginning of `word`, but not all of it."""
     return next((length for length in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:length])), 0)

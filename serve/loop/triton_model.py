@@ -78,7 +78,9 @@ def _tensor(name: str, value: Any) -> Any:
 
 
 class TritonPythonModel:
-    """What Triton's Python backend calls: initialize once, execute for every batch of requests, finalize once."""
+    """The class that Triton's Python backend calls: initialize once, execute for every batch of requests, finalize
+    once.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the engine or graph, and the tokenizer, that config.pbtxt names; Triton shows what is raised as the

@@ -110,8 +110,8 @@ def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str
 
 
 def declared(model: EngineModel) -> Iterator[tuple[str, str, str, list[int]]]:
-    """What `config.pbtxt` declares: whether `input` or `output`, the name, Triton's type, the dimensions without the
-    batch (-1 for any size).
+    """Yield the tensors that `config.pbtxt` declares: whether `input` or `output`, the name, Triton's type, the
+    dimensions without the batch (-1 for any size).
     """
     for field, bindings in (("input", model.inputs), ("output", model.outputs)):
         for name, binding in bindings.items():

@@ -67,7 +67,7 @@ def pinned(packages: Mapping[str, str]) -> str:
 
 
 def image_name(name: str) -> str:
-    """What the image of a model's repository is called: Docker takes no capitals."""
+    """Name the image of a model's repository: Docker takes no capitals."""
     return f"{name.lower()}-triton"
 
 

@@ -59,7 +59,7 @@ def _marked(out: Path) -> list[str]:
 
 
 def _files(folder: Path) -> set[str]:
-    """What lies in a folder, as names relative to it; of directories those that hold nothing."""
+    """List the contents of a folder, as names relative to it; of directories those that hold nothing."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")

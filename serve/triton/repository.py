@@ -165,7 +165,7 @@ def readme(
 
 
 def _runs(engines: Sequence[OwnEngine]) -> str:
-    """What the Python model runs on, in a sentence."""
+    """Describe in a sentence what the Python model runs on."""
     if not engines:
         return "It runs on ONNX Runtime on the CPU"
     there = ", ".join(f"{each.target} ({each.runtime} {each.version})" for each in engines)
@@ -176,7 +176,7 @@ def _runs(engines: Sequence[OwnEngine]) -> str:
 
 
 def _engine_section(name: str, engine: Engine) -> str:
-    """What the README says of the plain engine, and how its plan comes to its place where it is not there."""
+    """Write the README's section on the plain engine, and how its plan comes to its place where it is not there."""
     model = engine.model
     shown = "; ".join(
         f"`{profile.name}` of {profile.batch[0]} to {profile.batch[2]} rows, {profile.seq[0]} to {profile.seq[2]} "

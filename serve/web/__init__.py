@@ -1,1 +1,1 @@
-"""The same loop over HTTP, as OpenAI's API has it: `fp8q serve`. Needs the extra `serve`."""
+"""Serve the loop over HTTP, as OpenAI's API has it: `fp8q serve`. Needs the extra `serve`."""

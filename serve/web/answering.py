@@ -31,7 +31,7 @@ class GoneError(Exception):
 
 @dataclass(frozen=True)
 class Told:
-    """How the answer is told, and what to call what was asked in an error."""
+    """The form of the answer, and what to call what was asked in an error."""
 
     writer: Writer
     streamed: bool
@@ -73,7 +73,7 @@ class Answer(Response):
 
     @property
     def _open(self) -> int:
-        """How many answers have not ended."""
+        """The number of answers that have not ended."""
         return sum(piece is None or piece.finish_reason is None for piece in self._last)
 
     async def _watch(self, receive: Receive) -> None:
@@ -82,7 +82,7 @@ class Answer(Response):
         self._handed.box.hang_up()
 
     async def _fetch(self) -> dict[int, Collected]:
-        """What has come, by answer; raises GoneError, and Refusal for what there is no answer to."""
+        """Collect what has come, by answer; raises GoneError, and Refusal for what there is no answer to."""
         arrived = await self._handed.box.fetch()
         if self._handed.box.gone:
             raise GoneError

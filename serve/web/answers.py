@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Collected:
-    """What one answer has gained: since the last chunk, or in all."""
+    """The part that one answer has gained: since the last chunk, or in all."""
 
     pieces: list[Piece] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class Collected:
 
 
 class Form(Protocol):
-    """How an endpoint says an answer."""
+    """The form of an endpoint's answers."""
 
     kind: str
     chunk_kind: str
@@ -69,7 +69,7 @@ class Writer:
         return json.dumps(head | {"choices": choices, "usage": usage(last)}).encode()
 
     def stream(self, with_usage: bool) -> "StreamWriter":
-        """The same in chunks; `with_usage`: the last of them counts tokens."""
+        """Return a writer of chunks; `with_usage`: the last of them counts tokens."""
         head = {"object": self.form.chunk_kind, **self._head}
         return StreamWriter(self.form, json.dumps(head)[:-1], with_usage)
 

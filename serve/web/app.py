@@ -65,7 +65,7 @@ class JsonRoute(APIRoute):
 
 
 def application(serving: Serving) -> Gate:
-    """What `serving` has, over HTTP (ASGI)."""
+    """Make the ASGI application that serves `serving` over HTTP."""
     app = FastAPI(title="fp8q serve", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.add_exception_handler(RequestValidationError, _wrong_fields)
@@ -160,12 +160,12 @@ def _add_health(app: FastAPI, serving: Serving) -> None:
     @app.get("/health", response_model=Health, responses=failing)
     @app.get("/health/ready", response_model=Health, responses=failing)
     async def ready() -> Response:
-        """Whether requests are taken in."""
+        """Tell whether requests are taken in."""
         return health(ready=True)
 
     @app.get("/health/live", response_model=Health, responses=failing)
     async def live() -> Response:
-        """Whether the loop that generates runs; start the server again where it does not."""
+        """Tell whether the loop that generates runs; start the server again where it does not."""
         return health(ready=False)
 
     @app.get("/metrics", response_class=PlainTextResponse)

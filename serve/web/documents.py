@@ -1,4 +1,4 @@
-"""What answers look like, for the description at /openapi.json: nothing is built of these while serving."""
+"""The shapes of answers, for the description at /openapi.json: nothing is built of these while serving."""
 
 from typing import Literal
 
@@ -59,7 +59,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """What /v1/completions answers."""
+    """The answer of /v1/completions."""
 
     id: str
     object: Literal["text_completion"]
@@ -91,7 +91,7 @@ class Logprobs(BaseModel):
 
 
 class Message(BaseModel):
-    """What the model said."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str
@@ -108,7 +108,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """What /v1/chat/completions answers."""
+    """The answer of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]

@@ -1,4 +1,4 @@
-"""What a request may hold: OpenAI's fields with their types and bounds, from which the OpenAPI description is made.
+"""The fields of a request: OpenAI's fields with their types and bounds, from which the OpenAPI description is made.
 
 A field that would change the answer and does nothing here is declared with the values that change nothing (`n: 1`,
 `tools: []`), and refused with any other; one that changes nothing anyway (`user`) may be anything. A field that is not
@@ -53,14 +53,14 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """How a stream is told."""
+    """The options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Whatever = None
 
 
 class Fields(Strict):
-    """What both ways of asking share."""
+    """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="One that /v1/models lists; left out: the first of them.")
     stream: bool | None = None
@@ -88,11 +88,11 @@ class Fields(Strict):
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Tell whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def asked(self, prompt: str | tuple[int, ...], most: int, logprobs: int | None) -> Request:
-        """What is asked of the loop, at most `most` tokens of it; defaults are OpenAI's."""
+        """Make the request to the loop, at most `most` tokens of it; defaults are OpenAI's."""
         words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Request(
             prompt, most, words, _or(self.temperature, 1.0), _or(self.top_p, 1.0), self.frequency_penalty or 0.0,

@@ -1,4 +1,4 @@
-"""What every request passes before the application sees it: where it comes from, whether it may, how much it brings.
+"""Check every request before the application sees it: where it comes from, whether it may, how much it brings.
 
 A server on the loopback address answers browsers only under a name of that address: a page elsewhere can have its own
 name point to 127.0.0.1, and would be let read the answers (DNS rebinding). With a key that is not needed, for such a

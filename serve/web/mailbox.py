@@ -17,7 +17,7 @@ from ..loop.service import Failed
 
 
 class Arrived(NamedTuple):
-    """What one of the answers that a client waits for has gained, and when (seconds of `perf_counter`)."""
+    """A gain of one of the answers that a client waits for, and its time (seconds of `perf_counter`)."""
 
     answer: int
     told: Piece | Failed
@@ -48,7 +48,7 @@ class Courier:
 
 
 class Mailbox:
-    """What one client is told; all but `receiver`'s functions is for the event loop alone."""
+    """The messages for one client; all but `receiver`'s functions is for the event loop alone."""
 
     def __init__(self, courier: Courier, eager: bool):
         """`eager`: whether it wants each piece of text as it comes, or all at the end."""
@@ -59,7 +59,7 @@ class Mailbox:
         self.gone = False
 
     def receiver(self, answer: int) -> Callable[[Piece | Failed], None]:
-        """What the service calls with the pieces of this answer, in its own thread."""
+        """Return the function that the service calls with the pieces of this answer, in its own thread."""
 
         def receive(told: Piece | Failed) -> None:
             self._arrived.append(Arrived(answer, told, perf_counter()))

@@ -1,4 +1,4 @@
-"""What Prometheus is told at /metrics. Times are those at which tokens were produced, not sent."""
+"""Metrics for Prometheus at /metrics. Times are those at which tokens were produced, not sent."""
 
 from collections.abc import Callable
 from typing import Literal, get_args

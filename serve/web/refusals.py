@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients read it: `{"error": {"message", "type", "param", "code"}}` and a status.
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}` and a status.
 
 The official client makes its exceptions of the status alone (400 BadRequestError, 404 NotFoundError …), asks again by
 itself after 429 and 5xx, and waits as long as `Retry-After` says.
@@ -18,7 +18,7 @@ LONGEST = 500
 
 
 class Fault(BaseModel):
-    """What is wrong, and with which field."""
+    """A fault, and the field it is in."""
 
     message: str
     type: str
@@ -41,7 +41,7 @@ class Refusal(HTTPException):
         self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
-        """What the client is sent."""
+        """The JSON that the client is sent."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         if self.status_code == 429:
             kind = "rate_limit_error"

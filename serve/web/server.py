@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The address of the server."""
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

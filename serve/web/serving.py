@@ -1,4 +1,4 @@
-"""What a server has: its models, its template, who waits for what, and whether it is to end."""
+"""The state of a server: its models, its template, who waits for what, and whether it is to end."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ class Model:
         self.service = Service(generator)
 
     def load(self) -> tuple[int, int]:
-        """How many requests are being answered, and how many wait."""
+        """Return the numbers of requests being answered and waiting."""
         return self.service.load
 
 
@@ -65,7 +65,7 @@ class Serving:
 
     @property
     def alive(self) -> bool:
-        """Whether every model's loop runs."""
+        """Tell whether every model's loop runs."""
         return all(model.service.alive for model in self.models)
 
     def open(self) -> None:
@@ -83,7 +83,7 @@ class Serving:
         raise Refusal(404, f"there is no model {name}; there is {there}", "model", "model_not_found")
 
     def counts(self, model: Model) -> ModelMetrics:
-        """What is counted of a model."""
+        """Return the metrics of a model."""
         return self._counts[model.name]
 
     async def render(self, messages: list[Message], positions: int) -> str:
@@ -147,7 +147,7 @@ class Serving:
 
 @dataclass
 class Handed:
-    """What was handed in for one client."""
+    """The requests handed in for one client."""
 
     serving: Serving
     box: Mailbox

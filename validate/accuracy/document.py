@@ -90,7 +90,7 @@ class RuntimeAccuracy(Strict):
 
     @property
     def sampled(self) -> bool:
-        """Whether some of the windows were run, and no gate is for it."""
+        """Tell whether some of the windows were run, and no gate is for it."""
         return self.tokens is not None
 
 

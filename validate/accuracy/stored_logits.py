@@ -31,7 +31,7 @@ class Kept:
         return next(iter(self._folder.glob(f"{self._name}.*{SUFFIX}")), None)
 
     def exists(self) -> bool:
-        """Whether all rows are there."""
+        """Tell whether all rows are there."""
         return self._path is not None
 
     @contextmanager

@@ -71,7 +71,7 @@ class Watcher:
 
     @property
     def sees_logits(self) -> bool:
-        """Whether the model's attention goes through transformers' interface."""
+        """Tell whether the model's attention goes through transformers' interface."""
         return attention_of(self.model) is not None
 
     @contextmanager
@@ -160,8 +160,7 @@ def logits_of(
 
 
 def one_hot(logits: torch.Tensor) -> tuple[int, int]:
-    """Count the rows of `logits` [windows, seq, seq] a softmax in FP32 makes one-hot, of how many that have a choice.
-    """
+    """Count the rows of `logits` [windows, seq, seq] that softmax in FP32 makes one-hot, and those with a choice."""
     if logits.shape[-1] < 2:
         return 0, 0
     first, second = logits.topk(2, -1).values.unbind(-1)

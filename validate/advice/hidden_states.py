@@ -138,8 +138,7 @@ def fp8_product(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def float_product(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Compute the product of a linear layer (or a Conv1D) and `x` [..., in] without its bias, [..., out] in x's type.
-    """
+    """Multiply `x` [..., in] by the weight of a linear layer (or a Conv1D), without bias: [..., out] in x's type."""
     weight = product.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
     return nn.functional.linear(x, weight.movedim(output_axis(product), 0))

@@ -66,8 +66,7 @@ class Loops:
 
     @property
     def chance(self) -> float:
-        """The probability that FP8 loops alone at least so often, where only one does, if it were as likely to as BF16.
-        """
+        """The probability that FP8 loops alone so often, where only one does, if both were equally likely to."""
         either = self.fp8 + self.bf16
         return float(sum(comb(either, k) for k in range(self.fp8, either + 1)) / 2**either)
 

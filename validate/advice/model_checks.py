@@ -35,7 +35,7 @@ def unknown(why: str, remedy: str) -> list[Check]:
 
 
 def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
-    """Whether what norms read is in range; `fp16`: whether the graphs compute in FP16."""
+    """Tell whether what norms read is in range; `fp16`: whether the graphs compute in FP16."""
     values = [(name, seen.norms[name]) for name in seen.norms]
     first = next((value for _, value in values if value > 0), 0.0)
 
@@ -53,7 +53,7 @@ def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
 
 
 def attention_logits(seen: "Seen", cache_parts: str, remedies: Remedies) -> list[Check]:
-    """Whether a softmax in BF16 can tell the logits apart."""
+    """Tell whether a softmax in BF16 can tell the logits apart."""
     values = [(name, seen.logits[name]) for name in seen.logits]
     hot = {value: name for name, value in values}
 
@@ -161,7 +161,7 @@ def _own_errors(parted: "Parted", tensors: Sequence[Tensor]) -> dict[str, float]
 
 
 def loops(found: "Loops | None", remedies: Remedies) -> Check:
-    """Whether FP8 falls into loops where BF16 does not; None where prompts and answers do not fit the model."""
+    """Tell whether FP8 falls into loops where BF16 does not; None where prompts and answers do not fit the model."""
     if found is None:
         return Check(check="loops", verdict="unknown", what=WHAT["loops"], said="the model has too few positions")
     return Check(

@@ -46,7 +46,7 @@ class Tensor:
 
     @property
     def clips(self) -> bool:
-        """Whether values of the calibration text saturate."""
+        """Tell whether values of the calibration text saturate."""
         return self.histogram.amax > self.scale * self.grid.max
 
 

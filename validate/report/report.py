@@ -182,7 +182,7 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
 
 
 def certificate(run: Run) -> Certificate:
-    """Whether the run's calibration text was enough."""
+    """Tell whether the run's calibration text was enough."""
     return certificates.certificate(load_statistics(run), load_scales(run))
 
 

@@ -165,7 +165,7 @@ class FactRow:
 
 
 def wrote(run: Run, path: Path, stage: str) -> bool:
-    """Whether `stage` has finished on the files that are in the run now, and `path` is still there."""
+    """Tell whether `stage` has finished on the files that are in the run now, and `path` is still there."""
     return stage in run.record().stages and path.is_file() and not run.is_stale(stage)
 
 
@@ -273,8 +273,8 @@ def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[En
 
 
 def outdated(run: Run, precision: Precision, adapter: str | None = None) -> bool:
-    """Whether the engines of a precision, or with an adapter, were built from other files than the run has now, or from
-    files that are themselves of others.
+    """Tell whether the engines of a precision, or with an adapter, were built from other files than the run has now, or
+    from files that are themselves of others.
     """
     stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"])]
     stages.append(engine_stage(precision, adapter))

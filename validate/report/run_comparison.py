@@ -87,8 +87,7 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
 
 
 def terms(scales: Scales) -> str:
-    """Describe the number of codes that stand for an activation: `one term`, `two terms`, or of how many products two.
-    """
+    """Describe the number of codes for an activation: `one term`, `two terms`, or of how many products two."""
     if not scales.two_terms:
         return "one term"
     all_of_them = len(scales.two_terms) == len(scales.activations)

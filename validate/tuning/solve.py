@@ -146,5 +146,5 @@ class Problem:
 
 
 def same(one: Mix, other: Mix) -> bool:
-    """Whether two mixes are the same."""
+    """Tell whether two mixes are the same."""
     return not changes(one, other)
