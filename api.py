@@ -39,33 +39,31 @@ from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, 
 from .quantize.scales.decisions import load_scales, tensor_scale
 from .serve.local.generation import answer
 from .serve.loop.request import Completion
-from .stages import (
-    ahead,
-    baselines,
-    benching,
-    building,
-    choosing,
-    continuing,
-    corpora,
-    deploying,
-    engines,
-    examining,
-    generating,
-    graphs,
-    inspecting,
-    linting,
-    locating,
-    measuring,
-    merging,
-    reporting,
-    serving,
-    sources,
-    tuning,
-    validating,
-)
-from .stages.inspecting import Inspection
-from .stages.opening import open_run
-from .stages.steps import CALIBRATE_MODULES, Notes, alone, needs
+from .stages import bench as bench_stage
+from .stages import build_engine as build_engine_stage
+from .stages import continuations as continuations_stage
+from .stages import corpus as corpus_stage
+from .stages import doctor as doctor_stage
+from .stages import engine as engine_stage
+from .stages import export as export_stage
+from .stages import export_baseline as export_baseline_stage
+from .stages import generate as generate_stage
+from .stages import inspect as inspect_stage
+from .stages import lint as lint_stage
+from .stages import measure as measure_stage
+from .stages import merge as merge_stage
+from .stages import preflight
+from .stages import quantize as quantize_stage
+from .stages import report as report_stage
+from .stages import sensitivity as sensitivity_stage
+from .stages import serve as serve_stage
+from .stages import triton as triton_stage
+from .stages import tune as tune_stage
+from .stages import validate as validate_stage
+from .stages.inspect import Inspection
+from .stages.shared import sources
+from .stages.shared.opening import open_run
+from .stages.shared.steps import CALIBRATE_MODULES, Notes, alone, needs
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -190,7 +188,7 @@ def _calibrate(
                 adapters=options.adapter, mode=options.adapter_mode,
             )  # fmt: skip
             sources.check_same(source, world)
-            measuring.take_part(found, source, world, notes)
+            measure_stage.take_part(found, source, world, notes)
         else:
             source, products = _measured(found, model, (data, eval_data), all_options, later, notes, world)
     if world.rank:
@@ -202,8 +200,8 @@ def _calibrate(
             "other batches and goes on"
         )
     else:
-        choosing.quantize(found, source, products, options, notes)
-        graphs.export_or_note(found, all_options.export, notes)
+        quantize_stage.quantize(found, source, products, options, notes)
+        export_stage.export_or_note(found, all_options.export, notes)
     return found
 
 
@@ -222,11 +220,11 @@ def _measured(
     from .calibrate.model.tokenizer import load_tokenizer
 
     options = all_options.calibrate
-    ahead.check_out(found)
+    preflight.check_out(found)
     before = found.record().model
     with notes.held():
         if later:
-            ahead.check_later(found, later.engine, later.validate)
+            preflight.check_later(found, later.engine, later.validate)
         source = sources.opened(
             model,
             options.revision,
@@ -238,17 +236,19 @@ def _measured(
         sources.check_same(source, world)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)
-        measuring.check_experts(source, products, options)
-        ahead.check_graph(found, products, later.engine if later else None, later.validate if later else None, notes)
-        ahead.check_calibrate(source, options, all_options.export)
-        collected = corpora.collect(source, load_tokenizer(source), *texts, options, notes)
-        measuring.check_batches(options, len(collected.windows), world)
+        measure_stage.check_experts(source, products, options)
+        preflight.check_graph(
+            found, products, later.engine if later else None, later.validate if later else None, notes
+        )
+        preflight.check_calibrate(source, options, all_options.export)
+        collected = corpus_stage.collect(source, load_tokenizer(source), *texts, options, notes)
+        measure_stage.check_batches(options, len(collected.windows), world)
         if later:
-            ahead.check_fit(source, collected, later.engine, later.validate)
+            preflight.check_fit(source, collected, later.engine, later.validate)
         sources.check_weights(found, source, notes)
-    with ahead.nothing_left(found):
-        corpora.write_corpus(found, source, collected, notes)
-        measuring.measure(found, source, options, notes, world)
+    with preflight.nothing_left(found):
+        corpus_stage.write_corpus(found, source, collected, notes)
+        measure_stage.measure(found, source, options, notes, world)
     return source, products
 
 
@@ -267,7 +267,7 @@ def merge(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = Run(Path(out)), Notes(progress)
-    ahead.check_out(found)
+    preflight.check_out(found)
     before = found.record().model
     with notes.held():
         if options.weight_rounding != "nearest":
@@ -276,20 +276,20 @@ def merge(
                 f"--weight-rounding {options.weight_rounding}: {why}; use `fp8q calibrate` on all of the text in one "
                 "run, or leave it out"
             )
-        merged = merging.add(runs, out)
-        source = merging.source_of_all(merged, model, notes)
+        merged = merge_stage.add(runs, out)
+        source = merge_stage.source_of_all(merged, model, notes)
         sources.check_model(found, before, source)
         products = sources.products_of(source, options)
-        overlap = merging.check_held_out(merged, source, notes)
-        if left := merging.missing(merged):
+        overlap = merge_stage.check_held_out(merged, source, notes)
+        if left := merge_stage.missing(merged):
             notes.note(
                 f"{len(left)} batches were measured by none of the runs: "
                 f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
             )
-    with ahead.nothing_left(found):
-        merging.write(found, source, merged, notes, overlap)
-        choosing.quantize(found, source, products, options, notes)
-        graphs.export_or_note(found, export_options, notes)
+    with preflight.nothing_left(found):
+        merge_stage.write(found, source, merged, notes, overlap)
+        quantize_stage.quantize(found, source, products, options, notes)
+        export_stage.export_or_note(found, export_options, notes)
     return found
 
 
@@ -304,20 +304,20 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
 
     found, notes = open_run(path), Notes(progress)
     if options.precision == "fp8":
-        graphs.export(found, options, notes)
+        export_stage.export(found, options, notes)
     else:
-        baselines.export_baseline(found, options.precision, notes)
+        export_baseline_stage.export_baseline(found, options.precision, notes)
     return found
 
 
-def lint(path: Path, run: Path | None = None) -> linting.Linted | linting.LintedRun:
+def lint(path: Path, run: Path | None = None) -> lint_stage.Linted | lint_stage.LintedRun:
     """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
     repository, an FP8 checkpoint, or all that a run holds; what is found is returned, and nothing is raised for it.
 
     The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
     that lies elsewhere. Needs no torch and no server.
     """
-    return linting.lint(Path(path), open_run(run) if run else None)
+    return lint_stage.lint(Path(path), open_run(run) if run else None)
 
 
 @alone("path")
@@ -331,9 +331,9 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    chosen, source = choosing.rescaled(found, options), sources.source_of(found)
-    choosing.quantize(found, source, sources.products_of(source, chosen), chosen, notes)
-    graphs.export_or_note(found, graphs.exported_options(found), notes)
+    chosen, source = quantize_stage.rescaled(found, options), sources.source_of(found)
+    quantize_stage.quantize(found, source, sources.products_of(source, chosen), chosen, notes)
+    export_stage.export_or_note(found, export_stage.exported_options(found), notes)
     return found
 
 
@@ -349,17 +349,17 @@ def build_engine(
     cannot be told; BackendError when the runtime is missing.
     """
     found, notes = open_run(path), Notes(progress)
-    return building.build(found, options, notes)
+    return build_engine_stage.build(found, options, notes)
 
 
-def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engines.EngineView]:
+def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engine_stage.EngineView]:
     """List what the engines of the run at `path` run, read from them: each matrix product, the kernels around it,
     attention, what stayed wide and why.
 
     `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises
     nothing for what it finds.
     """
-    return engines.view_engines(open_run(path), tuple(targets), plan)
+    return engine_stage.view_engines(open_run(path), tuple(targets), plan)
 
 
 @alone("path")
@@ -374,7 +374,7 @@ def validate(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    return validating.validate(found, data, options, notes)
+    return validate_stage.validate(found, data, options, notes)
 
 
 def sensitivity(
@@ -384,7 +384,7 @@ def sensitivity(
     first; written to `sensitivity.json`.
     """
     needs("calibrate", CALIBRATE_MODULES)
-    return locating.sensitivity(open_run(path), options, Notes(progress))
+    return sensitivity_stage.sensitivity(open_run(path), options, Notes(progress))
 
 
 def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = SILENT) -> "Checkup":
@@ -394,7 +394,7 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
     What needs the source model is `unknown` where that is gone. Raises nothing for what is bad (`refuse_bad` in
     `validate.advice.checkup` does).
     """
-    return examining.examine(open_run(path), options, Notes(progress))
+    return doctor_stage.examine(open_run(path), options, Notes(progress))
 
 
 def tune(
@@ -409,8 +409,8 @@ def tune(
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    tuning.check_budget(options, apply)
-    tuned = tuning.tune(found, options, notes)
+    tune_stage.check_budget(options, apply)
+    tuned = tune_stage.tune(found, options, notes)
     if apply:
         _apply(path, tuned, notes)
     return tuned
@@ -419,7 +419,7 @@ def tune(
 @alone("path")
 def _apply(path: Path, tuned: "Tuning", notes: Notes) -> None:
     """Make the run at `path` anew by what was `tuned`."""
-    tuning.apply(open_run(path), tuned, notes)
+    tune_stage.apply(open_run(path), tuned, notes)
 
 
 def generate(
@@ -431,18 +431,18 @@ def generate(
     """Go on from `prompt` with the FP8 model of the run at `path`, or another that `options.runtime` names; `told` is
     called with each piece of the text as it comes.
     """
-    request = generating.asked(prompt, options)
-    return answer(generating.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told)
+    request = generate_stage.asked(prompt, options)
+    return answer(generate_stage.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told)
 
 
-def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generating.Chat:
+def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_stage.Chat:
     """A conversation with the model of the run at `path`, by the chat template of its tokenizer."""
-    return generating.open_chat(open_run(path), options)
+    return generate_stage.open_chat(open_run(path), options)
 
 
-def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generating.Comparison:
+def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generate_stage.Comparison:
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
-    return generating.compare(open_run(path), prompt, options)
+    return generate_stage.compare(open_run(path), prompt, options)
 
 
 def serve(
@@ -454,7 +454,7 @@ def serve(
     `ready` is called in the thread that serves once requests are taken in, with the server: its `url`, and `stop()`,
     which any thread and any signal handler may call.
     """
-    return serving.serve(open_run(path), options, ready)
+    return serve_stage.serve(open_run(path), options, ready)
 
 
 @alone("path")
@@ -470,7 +470,7 @@ def bench(
 
     Raises InputError for runs of different models, and for sizes that the model does not take.
     """
-    return benching.bench(open_run(path), against, options, plot, Notes(progress))
+    return bench_stage.bench(open_run(path), against, options, plot, Notes(progress))
 
 
 @alone("path")
@@ -479,7 +479,7 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
 
     Raises InputError for a directory there that is not empty and that fp8q did not write.
     """
-    return deploying.deploy(open_run(path), options, Notes(progress))
+    return triton_stage.deploy(open_run(path), options, Notes(progress))
 
 
 @alone("path")
@@ -491,8 +491,8 @@ def report(path: Path, options: ReportOptions = ReportOptions(), progress: Repor
     """
     found, notes = open_run(path), Notes(progress)
     others = [open_run(other) for other in options.compare]
-    continuing.write_continuations(found, options.continuations, notes)
-    return reporting.report(found, others, notes)
+    continuations_stage.write_continuations(found, options.continuations, notes)
+    return report_stage.report(found, others, notes)
 
 
 def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
@@ -534,7 +534,7 @@ def inspect(
     `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this
     text with the float model, as many windows as were calibrated on, and hold it against the chosen scales.
     """
-    return inspecting.inspect(open_run(path), delayed, against, Notes(progress))
+    return inspect_stage.inspect(open_run(path), delayed, against, Notes(progress))
 
 
 @dataclass(frozen=True)
@@ -572,7 +572,7 @@ def run(
         "report": lambda: report(out, progress=progress),
     }
     for name, step in steps.items():
-        if name in graphs.OF_A_GRAPH and found.without_graph():
+        if name in export_stage.OF_A_GRAPH and found.without_graph():
             progress.note(f"{name}: left out, since {out} has no ONNX graph")
             continue
         try:

@@ -37,7 +37,7 @@ from fp8q.quantize.reference.adder import ADDERS, Adder, add_in
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.clip import scale_of
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.adder_cost import adding
 from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
 from fp8q.validate.accuracy.perplexity import cut

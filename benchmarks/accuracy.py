@@ -45,8 +45,8 @@ from fp8q.export.modules.cache import cache_shapes
 from fp8q.options import KvCache, Terms, WeightRounding
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import source_of
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model, reference, session, vocabulary

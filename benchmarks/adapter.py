@@ -29,8 +29,11 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import AdapterMode, CalibrateOptions
 from fp8q.quantize.reference.fp8_model import load_reference
-from fp8q.stages import choosing, corpora, measuring, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
@@ -78,10 +81,10 @@ def made(source: Source, model: Given, folder: Path, context: int) -> Run:
     """The run of `source`, without graphs."""
     notes, run = Notes(SILENT), Run(folder)
     options = CalibrateOptions(samples=SAMPLES, seq_len=context)
-    collected = corpora.collect(source, load_tokenizer(source), model.data, model.eval_data, options, notes)
-    corpora.write_corpus(run, source, collected, notes)
-    measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source, options), options, notes)
+    collected = corpus_stage.collect(source, load_tokenizer(source), model.data, model.eval_data, options, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
+    measure_stage.measure(run, source, options, notes)
+    quantize_stage.quantize(run, source, sources.products_of(source, options), options, notes)
     return run
 
 

@@ -38,7 +38,8 @@ from fp8q.quantize.reference.linear import FP8Linear, Mode, replace_linears
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import group_of, tensor_scale
 from fp8q.quantize.weights.channels import channel_scales
-from fp8q.stages import corpora, sources
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
@@ -177,7 +178,9 @@ def evaluate(
     if outliers:
         make_outliers(model)
     ids = corpus.windows(corpus.encode(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
-    record = Corpus(name=texts.data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
+    record = Corpus(
+        name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
+    )
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = measure(model, Measurement(ids, identity, record), SILENT)
     products = sources.products_of(source)

@@ -28,7 +28,7 @@ from tune import kl_of
 
 from fp8q.api import DoctorOptions, SensitivityOptions, TuneOptions, doctor, sensitivity, tune
 from fp8q.core.run import Run
-from fp8q.stages import tuning
+from fp8q.stages import tune as tune_stage
 
 MODELS = ("demo", "llama", "qwen2", "gemma", "opt")
 #: The budget, in what the healthy run loses.
@@ -41,7 +41,8 @@ def proof(run: Run, guilty: set[str], kind: str, budget: float, options: argpars
     ranked = sensitivity(run.root, SensitivityOptions(windows=options.choosing)).modules
     rank = next(at for at, each in enumerate(ranked, 1) if each.kind == kind and each.module in guilty)
     named = blame(doctor(run.root, DoctorOptions()), guilty)
-    with patch.object(tuning, "export_or_note"), patch.object(tuning, "exported_options"):  # no KL is of a graph
+    # no KL is of a graph
+    with patch.object(tune_stage, "export_or_note"), patch.object(tune_stage, "exported_options"):
         found = tune(run.root, TuneOptions(windows=options.choosing, max_kl=budget), apply=True)
     return {
         "module": ranked[rank - 1].module,

@@ -26,7 +26,7 @@ from fp8q.api import CalibrateOptions, DoctorOptions, calibrate, doctor
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import graphs
+from fp8q.stages import export as export_stage
 from fp8q.validate.advice.checkup import Checkup
 
 MODELS = ("demo", "llama", "qwen2", "gemma", "gpt2", "opt", "stories260k")
@@ -35,7 +35,7 @@ MODELS = ("demo", "llama", "qwen2", "gemma", "gpt2", "opt", "stories260k")
 def calibrated(directory: str, texts: Given, options: argparse.Namespace, out: Path) -> Run:
     """A run of the checkpoint in `directory`."""
     asked = CalibrateOptions(samples=options.windows, seq_len=options.context, kv_cache="fp8")
-    with patch.object(graphs, "export"):  # tracing a graph is most of the time, and no check reads one
+    with patch.object(export_stage, "export"):  # tracing a graph is most of the time, and no check reads one
         return calibrate(directory, texts.data, out, texts.eval_data, asked)
 
 

@@ -43,7 +43,8 @@ from fp8q.quantize.scales.clip import saturation, scale_of, squared_error
 from fp8q.quantize.scales.decisions import group_of
 from fp8q.quantize.scales.policy import select
 from fp8q.quantize.weights.channels import channel_scales
-from fp8q.stages import corpora, sources
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
@@ -181,7 +182,9 @@ def measure(texts: Given, windows: int, context: int) -> dict[str, Any]:
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
     stream = corpus.encode(corpus.load_texts(texts.data), tokenizer)
     ids = corpus.windows(stream, context, len(stream) // context)
-    record = Corpus(name=texts.data, fingerprint=corpora.digest(ids), windows=len(ids), seq_len=context, batch_size=4)
+    record = Corpus(
+        name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
+    )
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = calibrated(model, Measurement(ids, identity, record), SILENT)
     layers = routed_products(model)

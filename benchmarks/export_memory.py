@@ -33,18 +33,19 @@ def measure(checkpoint: str, out: str) -> None:
     from fp8q.calibrate.model.source import open_source
     from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.core.reporter import SILENT
-    from fp8q.stages import corpora, measuring
-    from fp8q.stages.steps import Notes
+    from fp8q.stages import corpus as corpus_stage
+    from fp8q.stages import measure as measure_stage
+    from fp8q.stages.shared.steps import Notes
 
     options = CalibrateOptions(samples=2, seq_len=128, stream=True)
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
-    corpora.write_corpus(
+    corpus_stage.write_corpus(
         run,
         source,
-        corpora.collect(source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes),
+        corpus_stage.collect(source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes),
         notes,
     )
-    measuring.measure(run, source, options, notes)
+    measure_stage.measure(run, source, options, notes)
 
 
 def write(checkpoint: str, out: str) -> None:
@@ -53,15 +54,17 @@ def write(checkpoint: str, out: str) -> None:
     from fp8q.calibrate.model.source import open_source
     from fp8q.core.reporter import SILENT
     from fp8q.options import ExportOptions, ScaleOptions
-    from fp8q.stages import choosing, graphs, sources
-    from fp8q.stages.steps import Notes
+    from fp8q.stages import export as export_stage
+    from fp8q.stages import quantize as quantize_stage
+    from fp8q.stages.shared import sources
+    from fp8q.stages.shared.steps import Notes
 
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
     products = sources.products_of(source)
     print("quantize", flush=True)
-    choosing.quantize(run, source, products, ScaleOptions(), notes)
+    quantize_stage.quantize(run, source, products, ScaleOptions(), notes)
     print("export", flush=True)
-    graphs.export(run, ExportOptions(), notes)
+    export_stage.export(run, ExportOptions(), notes)
 
 
 def build(checkpoint: str, out: str) -> None:

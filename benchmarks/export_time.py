@@ -39,16 +39,19 @@ def calibrate(checkpoint: str, out: str) -> None:
     from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.core.reporter import SILENT
     from fp8q.options import ScaleOptions
-    from fp8q.stages import choosing, corpora, measuring, sources
-    from fp8q.stages.steps import Notes
+    from fp8q.stages import corpus as corpus_stage
+    from fp8q.stages import measure as measure_stage
+    from fp8q.stages import quantize as quantize_stage
+    from fp8q.stages.shared import sources
+    from fp8q.stages.shared.steps import Notes
 
     options = CalibrateOptions(samples=2, seq_len=128)
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
     text = str(DEMO / "calibration.txt")
-    collected = corpora.collect(source, load_tokenizer(source), text, None, options, notes)
-    corpora.write_corpus(run, source, collected, notes)
-    measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source), ScaleOptions(), notes)
+    collected = corpus_stage.collect(source, load_tokenizer(source), text, None, options, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
+    measure_stage.measure(run, source, options, notes)
+    quantize_stage.quantize(run, source, sources.products_of(source), ScaleOptions(), notes)
 
 
 def export(checkpoint: str, out: str) -> None:
@@ -56,12 +59,12 @@ def export(checkpoint: str, out: str) -> None:
     print("start", flush=True)
     from fp8q.core.reporter import SILENT
     from fp8q.options import ExportOptions
-    from fp8q.stages import graphs
-    from fp8q.stages.steps import Notes
+    from fp8q.stages import export as export_stage
+    from fp8q.stages.shared.steps import Notes
 
     print("export", flush=True)
     began, worked = time.perf_counter(), time.process_time()
-    graphs.export(Run(Path(out)), ExportOptions(), Notes(SILENT))
+    export_stage.export(Run(Path(out)), ExportOptions(), Notes(SILENT))
     took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
     Path(f"{out}.json").write_text(json.dumps(took))
 

@@ -18,7 +18,7 @@ from typing import Any, get_args
 from models import DEMO
 from result import arguments, described, publish
 
-from fp8q.api import (
+from fp8q.api import (  # fmt: skip
     CalibrateOptions,
     EngineOptions,
     ExportOptions,
@@ -28,13 +28,13 @@ from fp8q.api import (
     engine,
     export,
     scales,
-)  # fmt: skip
+)
 from fp8q.core.run import Run
 from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.export.engine.program import Program, Statement
 from fp8q.export.onnx_file import names
 from fp8q.options import Terms, WeightScale
-from fp8q.stages.engines import EngineView
+from fp8q.stages.engine import EngineView
 
 TARGETS = ("sm89", "sm120")
 LAYER = "model.layers.1."

@@ -23,8 +23,8 @@ from fp8q.core.run import Run
 from fp8q.options import Terms
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import source_of
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary

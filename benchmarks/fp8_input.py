@@ -28,8 +28,11 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import choosing, corpora, measuring, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
@@ -83,10 +86,10 @@ def losses(source: Source, model: Given, folder: Path, windows: int, context: in
     """KL of FP8 made of `source` and of its weights alone, and what `scales.json` says is lost."""
     tokenizer, notes, run = load_tokenizer(source), Notes(SILENT), Run(folder)
     options = CalibrateOptions(samples=SAMPLES, seq_len=context)
-    collected = corpora.collect(source, tokenizer, model.data, model.eval_data, options, notes)
-    corpora.write_corpus(run, source, collected, notes)
-    measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source, options), options, notes)
+    collected = corpus_stage.collect(source, tokenizer, model.data, model.eval_data, options, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
+    measure_stage.measure(run, source, options, notes)
+    quantize_stage.quantize(run, source, sources.products_of(source, options), options, notes)
     tokens = corpus.encode(corpus.load_texts(model.eval_data), tokenizer)[: windows * context]
     fp8 = load_reference(run.model, "exact", torch.float32).model
     runtimes: dict[str, Forward] = {

@@ -139,7 +139,7 @@ def transformers(run: Run, tokens: int, clock: Clock) -> dict[str, float]:
     import torch
 
     from fp8q.calibrate.model.source import load_model
-    from fp8q.stages.sources import source_of
+    from fp8q.stages.shared.sources import source_of
 
     model: Any = load_model(source_of(run), torch.bfloat16)
     found = {}

@@ -33,8 +33,11 @@ from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.kv_cache import FP8Layer
 from fp8q.quantize.scales.clip import scale_of
-from fp8q.stages import choosing, corpora, measuring, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -136,10 +139,10 @@ def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
     original = load_model(source, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder) / "run")
-        collected = corpora.collect(source, tokenizer, model.data, model.eval_data, calibration, notes)
-        corpora.write_corpus(run, source, collected, notes)
-        measuring.measure(run, source, calibration, notes)
-        choosing.quantize(run, source, sources.products_of(source), calibration, notes)
+        collected = corpus_stage.collect(source, tokenizer, model.data, model.eval_data, calibration, notes)
+        corpus_stage.write_corpus(run, source, collected, notes)
+        measure_stage.measure(run, source, calibration, notes)
+        quantize_stage.quantize(run, source, sources.products_of(source), calibration, notes)
         reference = load_reference(run.model, "exact", torch.float32).model
         means, scales = measured(original, collected.windows)
 

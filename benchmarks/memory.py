@@ -55,8 +55,11 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     from fp8q.calibrate.model.tokenizer import load_tokenizer
     from fp8q.core.reporter import SILENT
     from fp8q.core.run import Run
-    from fp8q.stages import choosing, corpora, measuring, sources
-    from fp8q.stages.steps import Notes
+    from fp8q.stages import corpus as corpus_stage
+    from fp8q.stages import measure as measure_stage
+    from fp8q.stages import quantize as quantize_stage
+    from fp8q.stages.shared import sources
+    from fp8q.stages.shared.steps import Notes
 
     options = CalibrateOptions(
         samples=asked.windows,
@@ -68,13 +71,15 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     run, notes = Run(Path(out)), Notes(SILENT)
     source = open_source(checkpoint)
     products = sources.products_of(source)
-    collected = corpora.collect(source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes)
+    collected = corpus_stage.collect(
+        source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes
+    )
     sources.check_weights(run, source, notes)
-    corpora.write_corpus(run, source, collected, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
     print("measure", flush=True)
-    measuring.measure(run, source, options, notes)
+    measure_stage.measure(run, source, options, notes)
     print("quantize", flush=True)
-    choosing.quantize(run, source, products, options, notes)
+    quantize_stage.quantize(run, source, products, options, notes)
 
 
 def measure_checkpoint(folder: Path, layers: int, asked: argparse.Namespace, limit: int) -> dict[str, Any]:

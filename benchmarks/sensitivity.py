@@ -26,8 +26,8 @@ from result import arguments, described, publish
 
 from fp8q.api import CalibrateOptions, SensitivityOptions, calibrate, sensitivity
 from fp8q.core.run import Run
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import source_of
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.sensitivity.document import Loss, Sensitivity
 

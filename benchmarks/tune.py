@@ -25,9 +25,9 @@ from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOption
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
-from fp8q.stages.candidates import batches_of
 from fp8q.stages.other_text import evaluation
-from fp8q.stages.sources import source_of
+from fp8q.stages.shared.sources import source_of
+from fp8q.stages.tune_candidates import batches_of
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.tuning.joint import measure
 

@@ -34,8 +34,8 @@ from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.serve.loop.cache import HostCache
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import source_of
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import float_model, reference
 
 LIMITS = {

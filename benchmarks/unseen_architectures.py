@@ -39,7 +39,7 @@ from transformers import AutoConfig, PreTrainedModel
 from two_implementations import kl
 from unseen_configurations import CONFIGURATIONS
 
-from fp8q.api import (
+from fp8q.api import (  # fmt: skip
     CalibrateOptions,
     EngineOptions,
     InputError,
@@ -48,7 +48,7 @@ from fp8q.api import (
     calibrate,
     engine,
     scales,
-)  # fmt: skip
+)
 from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.expert_modules import experts_of
@@ -60,8 +60,8 @@ from fp8q.export.modules.graph_model import GraphPlan, prepare
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import products_of, source_of
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import products_of, source_of
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 LIMIT = 1e-4

@@ -52,8 +52,11 @@ from fp8q.quantize.weights.gptq import (
     rounded_in_turn,
 )
 from fp8q.quantize.weights.sequential import ProductInput, Sequence, exact_input, product_input
-from fp8q.stages import choosing, corpora, measuring, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
@@ -150,7 +153,7 @@ def changed(model: PreTrainedModel, made: Weights, scales: Scales | None = None)
 
 def sequential(source: Source, scales: Scales, run: Run, options: CalibrateOptions, seen: ProductInput) -> Weights:
     """What `--weight-rounding sequential` makes of the run's modules where products get `seen`."""
-    windows = corpora.load_tokens(run, run.calibration)
+    windows = corpus_stage.load_tokens(run, run.calibration)
     size = options.batch_size
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
@@ -164,11 +167,11 @@ def measured(
 ) -> tuple[Evaluation, CalibrateOptions, dict[str, float]]:
     """Calibrate without and with second moments; the evaluation text, cut, and the seconds of both."""
     chosen, notes = CalibrateOptions(samples=options.samples, seq_len=options.context), Notes(SILENT)
-    collected = corpora.collect(source, load_tokenizer(source), texts.data, texts.eval_data, chosen, notes)
-    corpora.write_corpus(run, source, collected, notes)
+    collected = corpus_stage.collect(source, load_tokenizer(source), texts.data, texts.eval_data, chosen, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
     seconds = dict[str, float]()
     for rounding in MEASURED:
-        measuring.measure(run, source, replace(chosen, weight_rounding=rounding), notes)
+        measure_stage.measure(run, source, replace(chosen, weight_rounding=rounding), notes)
         seconds[rounding] = round(run.record().stages["measure"].seconds, 2)
     tokens = collected.evaluation[: options.windows * options.context]
     return cut(tokens, Path(texts.eval_data).name, options.context, options.context), chosen, seconds
@@ -188,7 +191,7 @@ def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespac
     evaluation, chosen, measure_seconds = measured(run, source, texts, options)
     statistics = load_statistics(run)
     scales, first = (
-        choosing.choose_scales(source, statistics, sources.products_of(source), chosen),
+        quantize_stage.choose_scales(source, statistics, sources.products_of(source), chosen),
         group_of(statistics.record.groups),
     )
     model = load_model(source, torch.float32, "cpu")

@@ -233,7 +233,7 @@ def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> 
     go wrong on the way to an engine and to a server. docs/lint.md explains the rules.
     """
     from .. import api
-    from ..stages.linting import check_findings
+    from ..stages.lint import check_findings
     from . import views
 
     found = api.lint(path, run)
@@ -265,7 +265,7 @@ def engine(
     wide and why.
     """
     from .. import api
-    from ..stages.engines import check_views
+    from ..stages.engine import check_views
     from . import views
 
     found = api.engine(run, target, plan)
@@ -404,7 +404,7 @@ def tune(
     loss; without one, what every loss costs. docs/tune.md says how.
     """
     from .. import api
-    from ..stages.tuning import check_met
+    from ..stages.tune import check_met
     from . import tuning
 
     speak = terminal()

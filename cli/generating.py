@@ -17,7 +17,7 @@ from ..options import GenerateOptions
 
 if TYPE_CHECKING:
     from ..serve.loop.request import Completion
-    from ..stages.generating import Comparison
+    from ..stages.generate import Comparison
     from .console import Terminal
 
 

@@ -34,8 +34,8 @@ from ..validate.report.tables import (
 
 if TYPE_CHECKING:
     from ..api import Inspection
-    from ..stages.engines import EngineView
-    from ..stages.linting import Linted, LintedRun
+    from ..stages.engine import EngineView
+    from ..stages.lint import Linted, LintedRun
     from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
 

@@ -12,8 +12,8 @@ from ..core.files import reading
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import ValidateOptions
-from .corpora import load_tokens, opening_of
-from .texts import Text, Tokens, read
+from .corpus import load_tokens, opening_of
+from .shared.texts import Text, Tokens, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def check_other(
 
 
 def positions(run: Run) -> int | None:
-    """How many positions the run's checkpoint, and its graph, can tell apart, by its config.json.
+    """Return the number of positions that the run's checkpoint, and its graph, can tell apart, by its config.json.
 
     Raises InputError where that is missing or does not parse.
     """

@@ -6,10 +6,10 @@ Run once, when it is first asked for.
 from ..core.errors import InputError
 from ..core.files import sha256_file
 from ..core.run import Run
-from .corpora import load_tokens
-from .measuring import streamed
-from .sources import source_of
-from .steps import Notes, device, stage
+from .corpus import load_tokens
+from .measure import streamed
+from .shared.sources import source_of
+from .shared.steps import Notes, device, stage
 
 
 def measure_queries(run: Run, notes: Notes) -> None:

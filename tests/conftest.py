@@ -371,10 +371,11 @@ def without_graphs() -> WithoutGraphs:
 
     @contextmanager
     def without() -> Iterator[None]:
-        from fp8q.stages import graphs
+
+        from fp8q.stages import export as export_stage
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graphs, "export", lambda *_: None)
+            patch.setattr(export_stage, "export", lambda *_: None)
             yield
 
     return without

@@ -24,9 +24,11 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import choosing, merging, sources
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.steps import Notes
+from fp8q.stages import merge as merge_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 
 Measure = Callable[..., Run]
 
@@ -59,7 +61,9 @@ def part(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPa
 def merged(out: Path, checkpoint: Path, *runs: Run) -> Run:
     """The stages `corpus` and `measure` of the runs added."""
     run = Run(out)
-    merging.write(run, open_source(str(checkpoint)), merging.add([run.root for run in runs], out), Notes(SILENT))
+    merge_stage.write(
+        run, open_source(str(checkpoint)), merge_stage.add([run.root for run in runs], out), Notes(SILENT)
+    )
     return run
 
 
@@ -100,7 +104,7 @@ def test_parts_in_two_terms_have_the_scales_and_codes_of_the_text_measured_at_on
     added = merged(tmp_path / "merged", demo_checkpoint, part(0, 2), part(2, 3), part(3, 5))
     options = ScaleOptions(kv_cache="fp8", two_terms=("*.v_proj", "*.down_proj"))
     for run in (whole, added):
-        choosing.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+        quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
     assert added.scales.read_bytes() == whole.scales.read_bytes()
     (weights,) = whole.model.glob("*.safetensors")
     assert (added.model / weights.name).read_bytes() == weights.read_bytes()
@@ -187,7 +191,8 @@ def test_a_model_that_is_elsewhere_is_said_with_an_option_and_must_be_the_same(
     ):
         api.merge(runs, tmp_path / "out", str(other))
     assert (
-        merging.source_of_all(merging.add(runs, tmp_path / "out"), str(demo_checkpoint), SILENT).path == demo_checkpoint
+        merge_stage.source_of_all(merge_stage.add(runs, tmp_path / "out"), str(demo_checkpoint), SILENT).path
+        == demo_checkpoint
     )
     assert not (tmp_path / "out").exists()
 
@@ -317,8 +322,8 @@ def test_short_windows_do_not_hide_that_one_run_held_out_what_another_calibrated
         api.calibrate(str(demo_checkpoint), str(first), tmp_path / "a", str(other), options),
         api.calibrate(str(demo_checkpoint), str(second), tmp_path / "b", str(first), options),
     ]
-    added = merging.add([run.root for run in runs], tmp_path / "merged")
+    added = merge_stage.add([run.root for run in runs], tmp_path / "merged")
     with pytest.raises(
         InputError, match="of what these runs held out for evaluation was calibrated on by another of them"
     ):
-        merging.check_held_out(added, open_source(str(demo_checkpoint)), Notes(SILENT))
+        merge_stage.check_held_out(added, open_source(str(demo_checkpoint)), Notes(SILENT))

@@ -21,7 +21,7 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.options import WeightScale
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 
 from .timing import Part, Setting
 

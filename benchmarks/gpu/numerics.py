@@ -127,7 +127,7 @@ def perplexity(setting: Setting, part: Part) -> None:
     from fp8q.core.reporter import SILENT
     from fp8q.core.run import Run
     from fp8q.quantize.reference.fp8_model import load_reference
-    from fp8q.stages.corpora import load_tokens
+    from fp8q.stages.corpus import load_tokens
     from fp8q.validate.accuracy.compare import BASELINE, compare
     from fp8q.validate.accuracy.perplexity import Evaluation, cut
     from fp8q.validate.accuracy.runtimes import logits_of, vocabulary

@@ -113,8 +113,7 @@ class Conversions:
         return None
 
     def beside_experts(self, stored: str) -> bool:
-        """Tell whether the tensor that is `stored` under a name is in the same block as experts: a router, shared ones.
-        """
+        """Tell whether the tensor that is `stored` under a name is in a block of experts: a router, a shared one."""
         own = self.own(stored)[0]
         return any(own.startswith(f"{name.rpartition('.')[0]}.") for name in self.experts)
 

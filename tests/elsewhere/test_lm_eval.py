@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from fp8q import api
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.run import Run
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model, reference

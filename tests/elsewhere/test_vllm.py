@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import reference
 

@@ -23,10 +23,12 @@ from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.serve.web.server import Server
-from fp8q.stages import choosing, corpora, measuring
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import opened, products_of, source_of
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import opened, products_of, source_of
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.rows import fact_rows
 
@@ -42,10 +44,10 @@ def without_graphs(model: str, texts: list[Path], folder: Path) -> None:
     options, notes, run = api.CalibrateOptions(samples=8, seq_len=128), Notes(SILENT), Run(folder / "merged")
     source = opened(model, adapters=[folder / "style"])
     data, held_out = map(str, texts)
-    collected = corpora.collect(source, load_tokenizer(source), data, held_out, options, notes)
-    corpora.write_corpus(run, source, collected, notes)
-    measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, products_of(source, options), options, notes)
+    collected = corpus_stage.collect(source, load_tokenizer(source), data, held_out, options, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
+    measure_stage.measure(run, source, options, notes)
+    quantize_stage.quantize(run, source, products_of(source, options), options, notes)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.attention import attention_on_codes
 from fp8q.quantize.scales.decisions import AttentionScales, load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 
 ATTENTION = "model.layers.0.self_attn"
 

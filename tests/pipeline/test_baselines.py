@@ -27,7 +27,7 @@ from fp8q.export.engine.info import engines_of, load_engines
 from fp8q.options import Baseline, Precision
 from fp8q.quantize.reading.run_checkpoint import checkpoint_of
 from fp8q.quantize.scales.decisions import Scales, load_scales
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 from fp8q.validate.bench.document import Bench
 from fp8q.validate.report.report import summary
 from fp8q.validate.report.rows import accuracy_rows, engine_rows, module_rows, size_rows

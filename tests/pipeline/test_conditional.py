@@ -28,7 +28,7 @@ from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 
 from ..conftest import MadeOnce, Result, Texts
 

@@ -27,7 +27,7 @@ from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.triton.engine_model import describe, engine_config
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.document import load_tokens as load_nll
 

@@ -32,9 +32,10 @@ from fp8q.quantize.reading.run_checkpoint import stored_arrays
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import graphs, tuning
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.steps import Notes
+from fp8q.stages import export as export_stage
+from fp8q.stages import tune as tune_stage
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.report import render
 from fp8q.validate.sensitivity.gradients import predict
@@ -287,7 +288,7 @@ def test_tuning_measures_moments_by_the_options_that_the_run_was_measured_by(
     with without_graphs():
         run = api.calibrate(str(path), str(text[0]), tmp_path / "run", str(text[1]), replace(OPTIONS, all_experts=True))
         before = load_statistics(run)
-        tuning.apply(run, found, Notes(SILENT))
+        tune_stage.apply(run, found, Notes(SILENT))
     after = load_statistics(run)
     assert (before.record.all_experts, after.record.all_experts) == (True, True)
     assert before.tensors.keys() == after.tensors.keys()
@@ -312,7 +313,7 @@ def test_scales_are_chosen_again_with_another_least_number_of_tokens(
 def test_a_layer_some_of_whose_experts_stay_in_bf16_is_told_of_wherever_somebody_looks(
     starving: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "export", lambda *given: None)  # nothing here reads one
+    monkeypatch.setattr(export_stage, "export", lambda *given: None)  # nothing here reads one
     run = Run(Path(shutil.copytree(starving.root, tmp_path / "run")))
     told = (
         "3 of 12 products of its experts in BF16 (3.gate_proj, 3.up_proj, 3.down_proj) beside others in FP8, and so in "

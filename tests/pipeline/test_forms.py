@@ -19,8 +19,8 @@ from fp8q.export.graph.weight_scale_form import write_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.linting import promise
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.lint import promise
 
 from .test_architectures import KL_LIMITS
 

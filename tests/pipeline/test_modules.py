@@ -28,8 +28,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import compensated_codes, compensation
 from fp8q.quantize.weights.mse import mse_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.choosing import rescaled
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.quantize import rescaled
 
 
 class OddLinear(nn.Linear):

@@ -14,7 +14,7 @@ from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import open_source
 from fp8q.export.modules import support
 from fp8q.export.modules.support import seen_in_a_pass
-from fp8q.stages.sources import products_of
+from fp8q.stages.shared.sources import products_of
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}
 LATENT = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8q.core.run import Run
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 
 
 @pytest.fixture(scope="module")

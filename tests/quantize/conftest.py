@@ -15,8 +15,11 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.stages import choosing, corpora, measuring, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 
 if TYPE_CHECKING:
     from tests.conftest import Texts
@@ -28,10 +31,10 @@ def calibrated() -> Callable[[Run, Source, Path, CalibrateOptions], None]:
 
     def calibrate(run: Run, source: Source, data: Path, options: CalibrateOptions) -> None:
         notes = Notes(SILENT)
-        collected = corpora.collect(source, load_tokenizer(source), str(data), None, options, notes)
-        corpora.write_corpus(run, source, collected, notes)
-        measuring.measure(run, source, options, notes)
-        choosing.quantize(run, source, sources.products_of(source), options, notes)
+        collected = corpus_stage.collect(source, load_tokenizer(source), str(data), None, options, notes)
+        corpus_stage.write_corpus(run, source, collected, notes)
+        measure_stage.measure(run, source, options, notes)
+        quantize_stage.quantize(run, source, sources.products_of(source), options, notes)
 
     return calibrate
 

@@ -21,8 +21,10 @@ from fp8q.core.files import sha256_file
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ValidateOptions
-from fp8q.stages import corpora, measuring, other_text
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import other_text
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import compare
 from fp8q.validate.accuracy.document import Protocol, load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model
@@ -68,8 +70,8 @@ def run(
 def corpus_of(root: Path, source: Source, data: Path, evaluation: Path, options: CalibrateOptions) -> Run:
     """A run as far as its corpus, and what evaluating needs of its checkpoint."""
     run = Run(root)
-    collected = corpora.collect(source, load_tokenizer(source), str(data), str(evaluation), options, SILENT)
-    corpora.write_corpus(run, source, collected, Notes(SILENT))
+    collected = corpus_stage.collect(source, load_tokenizer(source), str(data), str(evaluation), options, SILENT)
+    corpus_stage.write_corpus(run, source, collected, Notes(SILENT))
     run.model.symlink_to(source.path)
     return run
 
@@ -83,7 +85,7 @@ def perplexity_of(run: Run, source: Source, options: ValidateOptions) -> tuple[f
 
 def test_every_window_begins_with_bos_and_the_text_goes_on_in_the_next(run: Run, texts: Path, source: Source) -> None:
     ids = load_tokenizer(source)((texts / "calibration.txt").read_text(encoding="utf-8"))["input_ids"][1:]
-    windows = corpora.load_tokens(run, run.calibration)
+    windows = corpus_stage.load_tokens(run, run.calibration)
     available = len(ids) // (SIZE - 1)
     places = [(SIZE - 1) * (number * available // 6) for number in range(6)]
     assert windows.tolist() == [[BOS, *ids[place : place + SIZE - 1]] for place in places]
@@ -92,8 +94,8 @@ def test_every_window_begins_with_bos_and_the_text_goes_on_in_the_next(run: Run,
 def test_the_protocol_the_record_and_the_statistics_say_what_windows_begin_with(run: Run) -> None:
     protocol = json.loads(run.accuracy.read_text())["protocol"]
     assert (protocol["bos"], protocol["prefix"], protocol["context"], protocol["stride"]) == ("auto", [BOS], SIZE, 63)
-    assert protocol["tokens"] == 63 * ((len(corpora.load_tokens(run, run.evaluation)) - 1) // 63)
-    assert corpora.opening_of(run) == corpora.Opening(bos="auto", prefix=[BOS])
+    assert protocol["tokens"] == 63 * ((len(corpus_stage.load_tokens(run, run.evaluation)) - 1) // 63)
+    assert corpus_stage.opening_of(run) == corpus_stage.Opening(bos="auto", prefix=[BOS])
     statistics = load_statistics(run)
     assert (statistics.record.corpus.prefix, statistics.record.tokens) == ([BOS], 6 * SIZE)
     # the prefix is served, and counts: one value of each channel a token
@@ -110,7 +112,7 @@ def test_the_protocol_is_told_on_the_page_and_on_the_terminal(run: Run, fp8q: Ca
 
 def test_other_text_is_measured_and_evaluated_in_windows_that_begin_as_the_runs_own(run: Run, texts: Path) -> None:
     path = str(texts / "evaluation.txt")
-    assert measuring.measure_text(run, path, Notes(SILENT)).record.corpus.prefix == [BOS]
+    assert measure_stage.measure_text(run, path, Notes(SILENT)).record.corpus.prefix == [BOS]
     evaluation = other_text.evaluation(run, path, ValidateOptions(context=32), SILENT)
     assert (evaluation.ids[:, 0] == BOS).all()
     assert (evaluation.protocol.bos, evaluation.protocol.context, evaluation.protocol.stride) == ("auto", 32, 31)
@@ -124,7 +126,7 @@ def test_a_tokenizer_that_adds_none_has_the_same_windows_either_way(
     auto = corpus_of(tmp_path / "auto", plain, *paths, OPTIONS)
     never = corpus_of(tmp_path / "never", plain, *paths, replace(OPTIONS, bos="never"))
     assert auto.calibration.read_bytes() == never.calibration.read_bytes()
-    assert corpora.opening_of(auto) == corpora.Opening(bos="auto")
+    assert corpus_stage.opening_of(auto) == corpus_stage.Opening(bos="auto")
     scored = [other_text.evaluation(run, None, ValidateOptions(), SILENT).scored for run in (auto, never)]
     np.testing.assert_array_equal(scored[0], scored[1])
 
@@ -249,7 +251,7 @@ def test_chats_that_begin_without_bos_are_served_without(source: Source, texts: 
 
     for template, prefix in (("{{ messages[0].content }}", []), ("<s>{{ messages[0].content }}", [BOS])):
         tokenizer.chat_template = template
-        collected = corpora.collect(
+        collected = corpus_stage.collect(
             source, tokenizer, str(tmp_path / "chats.jsonl"), str(texts / "evaluation.txt"),
             replace(OPTIONS, chat_template=True, allow_overlap=True), Notebook(SILENT),
         )  # fmt: skip
@@ -273,7 +275,7 @@ def test_overlapping_text_passes_where_that_is_allowed_and_the_protocol_says_so(
     allowed = corpus_of(
         tmp_path / "yes", source, texts / "calibration.txt", mixed, replace(OPTIONS, allow_overlap=True)
     )
-    share = corpora.opening_of(allowed).overlap
+    share = corpus_stage.opening_of(allowed).overlap
     assert share is not None
     assert 0.1 < share < 0.4
     assert other_text.evaluation(allowed, None, ValidateOptions(), SILENT).protocol.overlap == share

@@ -13,15 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...calibrate.model.decoder import (
-    Answer,
-    Layers,
-    NoChainError,
-    answer_of,
-    find_layers,
-    standing_in,
-    trace,
-)
+from ...calibrate.model.decoder import Answer, Layers, NoChainError, answer_of, find_layers, standing_in, trace
 from ...calibrate.model.source import Source, meta_model
 from .gradients import log_probabilities
 from .site import Site

@@ -33,10 +33,10 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.stages.corpora import save_tokens
-from fp8q.stages.measuring import measure as measure_stage
-from fp8q.stages.measuring import streamed
-from fp8q.stages.steps import Notes
+from fp8q.stages.corpus import save_tokens
+from fp8q.stages.measure import measure as measure_stage
+from fp8q.stages.measure import streamed
+from fp8q.stages.shared.steps import Notes
 
 IDENTITY = ModelIdentity(name="model", architecture="any", fingerprint="0")
 #: The last batch is smaller than the others: a shape of its own.
@@ -287,8 +287,8 @@ from fp8q.calibrate.model.source import open_source
 from fp8q.options import CalibrateOptions
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.stages.measuring import measure
-from fp8q.stages.steps import Notes
+from fp8q.stages.measure import measure
+from fp8q.stages.shared.steps import Notes
 measure(Run(Path(sys.argv[1])), open_source(sys.argv[2]), CalibrateOptions(batch_size=2, stream=True), Notes(SILENT))
 """
 

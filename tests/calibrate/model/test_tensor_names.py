@@ -16,7 +16,7 @@ from transformers.models.hrm_text.configuration_hrm_text import HrmTextConfig
 from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.errors import InputError
-from fp8q.stages.sources import products_of
+from fp8q.stages.shared.sources import products_of
 
 
 @pytest.fixture

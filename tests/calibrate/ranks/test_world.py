@@ -33,7 +33,7 @@ from fp8q.core.errors import BackendError, InputError
 from fp8q.core.files import write_document
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.stages.measuring import check_batches
+from fp8q.stages.measure import check_batches
 
 from ...mixtures import random_mixture, starve
 from ..model.damage import rewrite

@@ -15,7 +15,7 @@ from fp8q.calibrate.model.bf16_products import widened_products
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
 from fp8q.quantize.reading.dequantized import given_of
-from fp8q.stages.sources import opened
+from fp8q.stages.shared.sources import opened
 
 from . import fp8_checkpoints
 

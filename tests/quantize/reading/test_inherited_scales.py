@@ -20,10 +20,13 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions
 from fp8q.quantize.scales.decisions import Scales, Skipped, load_scales
-from fp8q.stages import choosing, corpora, measuring, sources
-from fp8q.stages.linting import LintedRun
-from fp8q.stages.sources import opened
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.lint import LintedRun
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.sources import opened
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.report.rows import fact_rows
 
 from ...calibrate.model.damage import rewrite
@@ -44,10 +47,10 @@ def calibrate(tmp_path: Path, data: Path) -> Callable[..., tuple[Run, list[str]]
         run, source, notes = Run(tmp_path / name), opened(str(folder)), Notes(SILENT)
         chosen = CalibrateOptions(samples=4, seq_len=64, batch_size=2, **options)
         products = sources.products_of(source, chosen)
-        collected = corpora.collect(source, load_tokenizer(source), str(data), None, chosen, notes)
-        corpora.write_corpus(run, source, collected, notes)
-        measuring.measure(run, source, chosen, notes)
-        choosing.quantize(run, source, products, chosen, notes)
+        collected = corpus_stage.collect(source, load_tokenizer(source), str(data), None, chosen, notes)
+        corpus_stage.write_corpus(run, source, collected, notes)
+        measure_stage.measure(run, source, chosen, notes)
+        quantize_stage.quantize(run, source, products, chosen, notes)
         return run, run.record().stages["quantize"].notes
 
     return run_of
@@ -313,11 +316,11 @@ def test_scales_are_chosen_again_from_the_given_codes(
 ) -> None:
     run, _ = calibrate(tensor, inherit=True)
     given: Scales = load_scales(run)
-    chosen = choosing.rescaled(run, RescaleOptions())
+    chosen = quantize_stage.rescaled(run, RescaleOptions())
     assert chosen.inherit
-    chosen = choosing.rescaled(run, RescaleOptions(inherit=False))
+    chosen = quantize_stage.rescaled(run, RescaleOptions(inherit=False))
     source = sources.source_of(run)
-    choosing.quantize(run, source, sources.products_of(source, chosen), chosen, Notes(SILENT))
+    quantize_stage.quantize(run, source, sources.products_of(source, chosen), chosen, Notes(SILENT))
     again = load_scales(run)
     assert again.weights == given.weights
     assert {found.method for found in again.activations.values()} == {"amax"}

@@ -19,7 +19,7 @@ from fp8q.core.run import Run
 from fp8q.quantize.reference.kv_cache import FP8Layer, round_to_codes
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 
 LAYERS = range(4)
 

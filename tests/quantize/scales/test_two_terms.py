@@ -16,7 +16,7 @@ from fp8q.quantize.reference.attention import attention_on_codes
 from fp8q.quantize.reference.linear import FP8Linear, current_scale
 from fp8q.quantize.scales.clip import LARGEST_POWER, entropy, saturation, scale_of, sqnr_db, squared_error, underflow
 from fp8q.quantize.scales.decisions import PROBABILITY_SCALES, TensorScale, tensor_scale
-from fp8q.stages.graphs import check_dtype
+from fp8q.stages.export import check_dtype
 
 #: Every finite BF16 number that is not negative, float32.
 NUMBERS = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)

@@ -17,8 +17,9 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, ScaleOptions
 from fp8q.quantize.checkpoint.baselines import write_int8
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import choosing, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 
 TWO = CalibrateOptions(
     samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",), kv_cache="fp8", activation_terms=2
@@ -49,7 +50,7 @@ def copied(run: Run, tmp_path: Path) -> Run:
 
 def chosen(run: Run, source: Source, options: ScaleOptions) -> dict[str, int]:
     """Scales chosen again; the terms of each product's input."""
-    choosing.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+    quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
     return {name: scale.terms for name, scale in load_scales(run).activations.items()}
 
 
@@ -69,7 +70,7 @@ def test_streamed_it_has_the_scales_and_codes_of_the_model_in_memory(
 
 def test_every_product_takes_two_and_the_cache_keeps_its_own(run: Run, copied: Run, source: Source) -> None:
     measured = copied.record().stages["measure"]
-    assert set(chosen(copied, source, choosing.rescaled(run, RescaleOptions(activation_terms=1)))) == {
+    assert set(chosen(copied, source, quantize_stage.rescaled(run, RescaleOptions(activation_terms=1)))) == {
         name for group in GROUPS for name in group
     }
     assert copied.record().stages["measure"] == measured
@@ -96,15 +97,15 @@ def test_a_run_of_before_there_were_terms_has_one(copied: Run) -> None:
 def test_one_member_takes_its_group_which_is_said_and_an_empty_pattern_takes_it_back(
     copied: Run, source: Source
 ) -> None:
-    some = choosing.rescaled(copied, RescaleOptions(activation_terms=1, two_terms=("*.v_proj", "*.o_*")))
+    some = quantize_stage.rescaled(copied, RescaleOptions(activation_terms=1, two_terms=("*.v_proj", "*.o_*")))
     two = {name for group in GROUPS[:2] for name in group}
     assert {name for name, terms in chosen(copied, source, some).items() if terms == 2} == two
     assert copied.record().stages["quantize"].notes[-1] == (
         "--two-terms: model.layers.0.self_attn.q_proj and 1 more read the same tensor as a module that it names, and "
         "take two terms with it"
     )
-    assert choosing.rescaled(copied, RescaleOptions(weight_method="amax")).two_terms == ("*.v_proj", "*.o_*")
-    assert set(chosen(copied, source, choosing.rescaled(copied, RescaleOptions(two_terms=("",)))).values()) == {1}
+    assert quantize_stage.rescaled(copied, RescaleOptions(weight_method="amax")).two_terms == ("*.v_proj", "*.o_*")
+    assert set(chosen(copied, source, quantize_stage.rescaled(copied, RescaleOptions(two_terms=("",)))).values()) == {1}
 
 
 def test_inspecting_shows_them_and_the_card_says_who_runs_one(run: Run) -> None:

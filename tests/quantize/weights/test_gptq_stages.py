@@ -22,8 +22,9 @@ from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import compensated_codes, compensation
-from fp8q.stages import choosing, sources
-from fp8q.stages.steps import Notes
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.steps import Notes
 
 NEAREST = CalibrateOptions(samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",))
 GPTQ = replace(NEAREST, weight_rounding="gptq")
@@ -99,8 +100,8 @@ def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measur
 
 def test_in_two_terms_there_is_nothing_to_make_up_for(rounded: Run, source: Source, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(rounded.root, tmp_path / "run")))
-    options = choosing.rescaled(run, RescaleOptions(activation_terms=2))
-    choosing.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+    options = quantize_stage.rescaled(run, RescaleOptions(activation_terms=2))
+    quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
     assert {scales.rounding for scales in load_scales(run).weights.values()} == {"gptq"}
     assert lost_of(run) < 1e-9
     assert torch.equal(codes_of(run), expected_codes(run, source, 0.0))

@@ -15,7 +15,7 @@ from fp8q.cli.generating import draw, shown
 from fp8q.options import GenerateOptions
 from fp8q.serve.local import generation
 from fp8q.serve.loop.request import Completion
-from fp8q.stages.generating import Comparison, parting
+from fp8q.stages.generate import Comparison, parting
 
 if TYPE_CHECKING:
     from fp8q.core.run import Run

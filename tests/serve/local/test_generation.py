@@ -17,7 +17,7 @@ from fp8q.serve.local.generation import generate
 from fp8q.serve.loop.request import Completion, Request
 from fp8q.serve.loop.sessions import open_session
 from fp8q.serve.loop.text import Vocabulary
-from fp8q.stages.sources import source_of
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import open_reference
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
-from fp8q.stages.validating import check_accumulator, check_increase
+from fp8q.stages.validate import check_accumulator, check_increase
 from fp8q.validate.accuracy.adder_cost import cost, products_a_token, sample
 from fp8q.validate.accuracy.compare import compare
 from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_tokens, save_accuracy

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
-from fp8q.stages.validating import check_increase, check_numbers
+from fp8q.stages.validate import check_increase, check_numbers
 from fp8q.validate.accuracy.compare import compare
 from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
 from fp8q.validate.accuracy.perplexity import cut

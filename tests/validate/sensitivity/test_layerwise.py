@@ -18,9 +18,13 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT, Reporter, Silent
 from fp8q.core.run import Run
-from fp8q.stages import choosing, corpora, locating, measuring, sources
-from fp8q.stages.sources import source_of
-from fp8q.stages.steps import Notes
+from fp8q.stages import corpus as corpus_stage
+from fp8q.stages import measure as measure_stage
+from fp8q.stages import quantize as quantize_stage
+from fp8q.stages import sensitivity as sensitivity_stage
+from fp8q.stages.shared import sources
+from fp8q.stages.shared.sources import source_of
+from fp8q.stages.shared.steps import Notes
 from fp8q.validate.sensitivity import layerwise
 from fp8q.validate.sensitivity.document import Sensitivity
 from fp8q.validate.sensitivity.gradients import found_back
@@ -53,7 +57,7 @@ def run(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPat
 @pytest.fixture(autouse=True)
 def two_windows_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three batches of the demo's windows, the last of them of one."""
-    monkeypatch.setattr(locating, "TOKENS", 512)
+    monkeypatch.setattr(sensitivity_stage, "TOKENS", 512)
 
 
 def predicted(run: Run, report: Reporter = SILENT, **options: Any) -> Sensitivity:
@@ -80,7 +84,7 @@ def same(found: Sensitivity, expected: Sensitivity) -> None:
 @pytest.fixture(scope="module")
 def in_memory(run: Run) -> Sensitivity:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locating, "TOKENS", 512)
+        patch.setattr(sensitivity_stage, "TOKENS", 512)
         return predicted(run, measure=0, stream=False)
 
 
@@ -115,7 +119,7 @@ def test_so_it_is_of_other_architectures(
     demo_texts: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(locating, "TOKENS", 48)
+    monkeypatch.setattr(sensitivity_stage, "TOKENS", 48)
     path = random_checkpoint(tmp_path / "model", config, fields)
     if dtype == torch.float32:  # numbers that BF16 has not
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -131,10 +135,10 @@ def calibrated(run: Run, model: Path, text: Path, seq_len: int) -> Run:
     """All of `fp8q calibrate` but the graphs."""
     source, notes = open_source(str(model)), Notes(SILENT)
     options = CalibrateOptions(samples=WINDOWS, seq_len=seq_len, kv_cache="fp8")
-    collected = corpora.collect(source, load_tokenizer(source), str(text), None, options, notes)
-    corpora.write_corpus(run, source, collected, notes)
-    measuring.measure(run, source, options, notes)
-    choosing.quantize(run, source, sources.products_of(source), options, notes)
+    collected = corpus_stage.collect(source, load_tokenizer(source), str(text), None, options, notes)
+    corpus_stage.write_corpus(run, source, collected, notes)
+    measure_stage.measure(run, source, options, notes)
+    quantize_stage.quantize(run, source, sources.products_of(source), options, notes)
     return run
 
 

@@ -20,9 +20,9 @@ from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import locating
-from fp8q.stages.corpora import load_tokens
-from fp8q.stages.sources import source_of
+from fp8q.stages import sensitivity as sensitivity_stage
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.sensitivity.document import Sensitivity
 from fp8q.validate.sensitivity.gradients import predict, summed
 from fp8q.validate.sensitivity.single_site import Float, Prefix
@@ -195,17 +195,17 @@ def test_the_worst_are_first_and_those_are_measured_that_a_pass_pays_for(run: Ru
 
 
 def test_what_is_measured_on_the_first_batches_grows_as_its_prediction_does() -> None:
-    progress = locating.Progress(Path("progress.json"))
+    progress = sensitivity_stage.Progress(Path("progress.json"))
     progress.predicted = [
         {"weight:a": {AS_IT_IS: 2.0, "b": 9.0}, "weight:b": {AS_IT_IS: 0.0}},
         {"weight:a": {AS_IT_IS: 4.0}, "weight:b": {AS_IT_IS: 0.0}},
         {"weight:a": {AS_IT_IS: 3.0}, "weight:b": {AS_IT_IS: 0.0}},
     ]
-    assert locating._over_all(progress) == {}
+    assert sensitivity_stage._over_all(progress) == {}
     progress.measured = [{"weight:a": 2.5, "weight:b": 1.0}]
-    assert locating._over_all(progress) == {"weight:a": 2.5 * 9 / 2, "weight:b": 3.0}
+    assert sensitivity_stage._over_all(progress) == {"weight:a": 2.5 * 9 / 2, "weight:b": 3.0}
     progress.measured = [{"weight:a": 2.5}, {"weight:a": 4.5}, {"weight:a": 3.0}]
-    assert locating._over_all(progress) == {"weight:a": 10.0}
+    assert sensitivity_stage._over_all(progress) == {"weight:a": 10.0}
 
 
 def test_a_killed_call_goes_on_at_the_batch_it_was_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +264,12 @@ def test_a_scale_a_tenth_as_large_is_the_worst_of_all(run: Run, quantizer: Quant
 
 
 def test_what_is_kept_of_a_killed_call_is_read_as_it_was_written(tmp_path: Path) -> None:
-    progress = locating.Progress.of(tmp_path / "progress.json")
+    progress = sensitivity_stage.Progress.of(tmp_path / "progress.json")
     assert (progress.predicted, progress.chosen, progress.measured) == ([], None, [])
     progress.predicted.append({"weight:a": {AS_IT_IS: 1.0}})
     progress.predicted.append({"weight:a": {AS_IT_IS: 2.0}})
     progress.measured.append({"weight:a": 2.5})
     progress.save()
-    again = locating.Progress.of(tmp_path / "progress.json")
+    again = sensitivity_stage.Progress.of(tmp_path / "progress.json")
     assert again == progress
     assert summed(again.predicted) == {"weight:a": {AS_IT_IS: 3.0}}

@@ -17,7 +17,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.other_text import evaluation
-from fp8q.stages.sources import source_of
+from fp8q.stages.shared.sources import source_of
 
 Logits = Callable[[Run, np.ndarray], np.ndarray]
 ATTENTION = "model.layers.2.self_attn"

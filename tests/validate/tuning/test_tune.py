@@ -16,12 +16,12 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.candidates import Prepared, batches_of, parted, prepare
-from fp8q.stages.corpora import load_tokens
+from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
-from fp8q.stages.sources import source_of
-from fp8q.stages.steps import Notes
-from fp8q.stages.tuning import check_met
+from fp8q.stages.shared.sources import source_of
+from fp8q.stages.shared.steps import Notes
+from fp8q.stages.tune import check_met
+from fp8q.stages.tune_candidates import Prepared, batches_of, parted, prepare
 from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict

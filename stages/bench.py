@@ -1,0 +1,295 @@
+"""The stage `bench`: what answers take on a runtime, of all that a run holds, and of other runs of its model beside it.
+
+It is measured anew whenever it is asked for: a machine is never the same twice.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from ..core.errors import InputError
+from ..core.files import replacing, write_document
+from ..core.record import library_versions
+from ..core.run import Run
+from ..options import Baseline, BenchOptions, Precision
+from ..quantize.scales.serving_cost import largest_batch
+from ..serve.bench.meter import Held, Meter, open_meter
+from ..serve.bench.rounds import Answers, Contender, measure
+from ..serve.bench.timing import million_tokens_cost, timing
+from ..serve.loop.cuda import CudaDevice, CudaError
+from ..serve.loop.sessions import SessionError, import_onnxruntime
+from ..validate.bench.capacity import Footprint, capacities, footprint
+from ..validate.bench.document import Bench, BenchProtocol, BenchRow
+from .export import files_of
+from .generate import TORCH_RUNTIMES, runtime_here, session_of
+from .other_text import positions
+from .shared.adapters import note_base_alone
+from .shared.opening import open_run
+from .shared.sources import source_of
+from .shared.steps import CALIBRATE_MODULES, Notes, device, needs, stage
+
+#: A model that is measured: its name in the tables, its run and precision.
+Named = tuple[str, Run, Precision]
+#: Sizes that are measured where none are named.
+BATCH_SIZES, PROMPT_LENGTHS = (1, 8), (32, 256)
+#: The runtimes that multiply FP8 codes by FP8 codes.
+FP8_RUNTIMES = ("tensorrt", "tensorrt-rtx")
+#: A model of nothing.
+EMPTY = '<ir_version: 10, opset_import: ["" : 21]> empty (float[1] x) => (float[1] y) { y = Identity (x) }'
+#: What --memory counts in.
+GB = 1e9
+METHOD = (
+    "Each round times one answer of each model, in turns, another one first each time; before them each gives one that "
+    "is not timed. Prompts are random tokens, the same for all; every answer has the same number of tokens, the best "
+    "one each step. The runtime's own step is driven directly, without tokenizer, server or other requests, and an "
+    "answer begins with an empty cache. Medians over rounds; quantiles over all steps of all rounds."
+)
+
+
+def bench(run: Run, against: Sequence[Path], options: BenchOptions, plot: Path | None, notes: Notes) -> Bench:
+    """Measure, write `bench.json`, and draw it at `plot`.
+
+    Raises InputError for what cannot be compared or does not fit the models, BackendError for what is missing.
+    """
+    check_plot(plot)
+    note_base_alone(run, "answers are of", notes)
+    runtime = runtime_here(options.runtime)
+    named = named_models(run, against, runtime)
+    inputs = _inputs(run, named)
+    with notes.held():
+        _load_library(runtime)
+        meter = open_meter(on_gpu(runtime))
+        contenders = [_opened(each, runtime, meter) for each in named]
+        each_size = sizes(run, contenders, options, notes)
+        protocol = _protocol(runtime, meter, options, each_size[1][-1])
+        taken = [(each.name, _footprint(its, each, runtime)) for its, each in zip(named, contenders, strict=True)]
+        check_fits(each_size[0][-1], protocol.positions, taken, meter)
+        if protocol.emulated:
+            notes.note(
+                f"{runtime}: FP8 is emulated here, its codes multiplied as wider numbers; so these times say nothing "
+                "of FP8's speed on a GPU, and no improvement is told"
+            )
+    with stage(run, "bench", inputs, asdict(options), notes) as log:
+        found = Bench(
+            protocol=protocol,
+            rows=list(_rows(contenders, each_size, protocol.emulated, options, notes)),
+            capacity=capacities(taken, protocol.positions, protocol.memory_bytes),
+        )
+        write_document(run.bench, found)
+        log.outputs.append(run.bench)
+    if plot is not None:
+        _draw(found, plot)
+    return found
+
+
+def _draw(found: Bench, plot: Path) -> None:
+    from ..validate.bench.plot import bench_plot
+
+    with replacing(plot) as partial:
+        partial.write_text(bench_plot(found).wide, encoding="utf-8")
+
+
+def check_plot(plot: Path | None) -> None:
+    """Raise InputError for what is no name of an SVG file, BackendError where nothing is here to draw it."""
+    if plot is None:
+        return
+    if plot.suffix != ".svg" or plot.is_dir():
+        raise InputError(f"--plot {plot}: is no name of an SVG file; give one that ends in .svg")
+    needs("report", ("matplotlib",))
+
+
+def on_gpu(runtime: str) -> bool:
+    """Tell whether `runtime` runs the model on a GPU here; raises BackendError where it needs what is not installed."""
+    if runtime not in TORCH_RUNTIMES:
+        return runtime in FP8_RUNTIMES
+    needs("calibrate", CALIBRATE_MODULES)
+    return device() != "cpu"
+
+
+def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]:
+    """List the models to measure on `runtime`: of `run` all the precisions that it holds, and of the other runs FP8.
+
+    Raises InputError for a run of another model, and for one that is named twice.
+    """
+    if runtime == "bf16":
+        if against:
+            raise InputError(
+                f"--against {against[0]}: --runtime bf16 runs the source model, which is the same in both; leave one "
+                "of them out"
+            )
+        return [("bf16", run, "bf16")]
+    stages, others = run.record().stages, [open_run(path) for path in against]
+    check_same_model(run, others)
+    held = [each for each in get_args(Baseline) if f"export-{each}" in stages and runtime != "reference"]
+    return [
+        *((precision, run, precision) for precision in held),
+        ("fp8", run, "fp8"),
+        *((f"fp8 {other.root}", other, "fp8") for other in others),
+    ]
+
+
+def check_same_model(run: Run, others: Sequence[Run]) -> None:
+    """Raise InputError, naming them, for `others` that are of another model than `run`, or that are named twice."""
+    seen, mine = {run.root.resolve()}, run.record().model
+    for other in others:
+        if other.root.resolve() in seen:
+            raise InputError(f"--against {other.root}: is measured already; name each run once")
+        seen.add(other.root.resolve())
+    models = [(other.root, other.record().model) for other in others]
+    if differ := [
+        f"{root} ({model['name']}, fingerprint {model['fingerprint'][:12]})"
+        for root, model in models
+        if model["fingerprint"] != mine["fingerprint"]
+    ]:
+        raise InputError(
+            f"--against {', '.join(differ)}: of another model than {run.root} ({mine['name']}, fingerprint "
+            f"{mine['fingerprint'][:12]}); compare runs of one model"
+        )
+
+
+def _inputs(run: Run, named: Sequence[Named]) -> dict[str, str]:
+    """The hashes of what is measured, each file found to be what its stage wrote."""
+    inputs: dict[str, str] = {}
+    for number, (_, its, precision) in enumerate(named):
+        files = files_of(its, precision)
+        inputs |= files if its is run else {f"against {number} {name.replace('.', '-')}": files[name] for name in files}
+    return inputs
+
+
+def _load_library(runtime: str) -> None:
+    """Load what runs the models, and have it do something: the memory that this takes is no model's. Whoever opens a
+    session says what is missing.
+    """
+    with suppress(ImportError, SessionError, CudaError):
+        if runtime in FP8_RUNTIMES:
+            CudaDevice()
+        elif runtime in TORCH_RUNTIMES:
+            import transformers  # noqa: F401
+        elif runtime == "onnxruntime":
+            from onnx import parser
+
+            import_onnxruntime().InferenceSession(
+                parser.parse_model(EMPTY).SerializeToString(), providers=["CPUExecutionProvider"]
+            ).run(None, {"x": np.zeros(1, np.float32)})
+
+
+def _opened(named: Named, runtime: str, meter: Meter) -> Contender:
+    name, run, precision = named
+    held = Held(meter)
+    with held.counting():
+        session = session_of(run, runtime, precision)
+    return Contender(name, session, held)
+
+
+def sizes(
+    run: Run, contenders: Sequence[Contender], options: BenchOptions, notes: Notes
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The batch sizes and prompt lengths to measure; what nobody named is lowered to what the models take.
+
+    Raises InputError for more than that.
+    """
+    sessions = [each.session for each in contenders]
+    rows = min((each.most_rows for each in sessions if each.most_rows), default=None)
+    bounds = [positions(run), *(each.most_positions for each in sessions)]
+    most = min((bound for bound in bounds if bound), default=None)
+    batches, prompts = options.batch_sizes, options.prompt_lengths
+    if rows is not None and batches and batches[-1] > rows:
+        raise InputError(
+            f"--batch-sizes {batches[-1]:,}: is more than {rows:,}, the most that the runtime takes at once"
+        )
+    if most is not None and options.tokens >= most:
+        raise InputError(
+            f"--tokens {options.tokens:,}: leaves no room for a prompt in {most:,}, the model's positions; ask for less"
+        )
+    if most is not None and prompts and prompts[-1] + options.tokens > most:
+        raise InputError(
+            f"--prompt-lengths {prompts[-1]:,}: is, with --tokens {options.tokens:,}, more than {most:,}, the model's "
+            "positions; ask for less of either"
+        )
+    return (
+        batches or lowered("--batch-sizes", BATCH_SIZES, rows, notes),
+        prompts or lowered("--prompt-lengths", PROMPT_LENGTHS, most and most - options.tokens, notes),
+    )
+
+
+def lowered(option: str, wanted: tuple[int, ...], most: int | None, notes: Notes) -> tuple[int, ...]:
+    """Sizes that nobody named, those above `most` lowered to it, with a note."""
+    found = tuple(sorted({size if most is None else min(size, most) for size in wanted}))
+    if found != wanted:
+        notes.note(f"{option}: lowered from {','.join(map(str, wanted))} to {','.join(map(str, found))}")
+    return found
+
+
+def _footprint(named: Named, contender: Contender, runtime: str) -> Footprint:
+    _, run, precision = named
+    weights = source_of(run).weight_files if runtime == "bf16" else ()
+    return footprint(run, precision, contender.session.vocabulary, weights)
+
+
+def check_fits(rows: int, length: int, taken: Sequence[tuple[str, Footprint]], meter: Meter) -> None:
+    """Raise InputError for more sequences than the memory here can ever hold."""
+    for name, each in taken:
+        most = largest_batch(meter.whole_bytes, each.weight_bytes, length * each.cost.cache_bytes)
+        if rows > most:
+            raise InputError(
+                f"--batch-sizes {rows:,}: is more than the {most:,} sequences of {length:,} positions that the memory "
+                f"here holds beside the weights of {name}; ask for fewer"
+            )
+
+
+def _protocol(runtime: str, meter: Meter, options: BenchOptions, longest: int) -> BenchProtocol:
+    return BenchProtocol(
+        runtime=runtime,
+        version=library_versions().get("torch" if runtime in TORCH_RUNTIMES else runtime, "unknown"),
+        device=meter.device,
+        emulated=runtime not in FP8_RUNTIMES,
+        tokens=options.tokens,
+        rounds=options.rounds,
+        positions=longest + options.tokens,
+        memory_bytes=int(options.memory * GB) if options.memory else meter.whole_bytes,
+        method=METHOD,
+    )
+
+
+def _rows(
+    contenders: Sequence[Contender],
+    of_each: tuple[Sequence[int], Sequence[int]],
+    emulated: bool,
+    options: BenchOptions,
+    notes: Notes,
+) -> Iterator[BenchRow]:
+    """Measure each batch size with each prompt length."""
+    batches, prompts = of_each
+    total = len(batches) * len(prompts) * len(contenders) * (options.rounds + 1)
+    with notes.track("Measuring", total, "answers") as advance:
+        for rows in batches:
+            for length in prompts:
+                size = rows, length, options.tokens
+                answers = measure(contenders, size, options.rounds, advance)
+                names = [each.name for each in contenders]
+                yield from size_rows(names, answers, size, options.gpu_hour_price, emulated)
+
+
+def size_rows(
+    names: Sequence[str], answers: Sequence[Answers], size: tuple[int, int, int], price: float | None, emulated: bool
+) -> list[BenchRow]:
+    """The rows of one size: rows, tokens of each prompt, tokens of each answer."""
+    rows, length, tokens = size
+    timings = [timing(each.each, rows) for each in answers]
+    return [
+        BenchRow(
+            variant=name,
+            batch=rows,
+            prompt=length,
+            **asdict(its),
+            memory_bytes=each.memory_bytes,
+            improvement=None if emulated else timings[0].latency_ms / its.latency_ms,
+            joules_per_token=None if each.joules is None else each.joules / (len(each.each) * rows * tokens),
+            cost_per_million_tokens=price and million_tokens_cost(price, its.tokens_per_second),
+        )
+        for name, each, its in zip(names, answers, timings, strict=True)
+    ]

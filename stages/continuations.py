@@ -1,0 +1,68 @@
+"""The stage `continue` of a report: what BF16 and FP8 write after words of the evaluation text."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..core.errors import BackendError, InputError
+from ..core.files import write_document
+from ..core.run import Run
+from ..options import GenerateOptions
+from .corpus import load_tokens
+from .export import fp8_files
+from .generate import compare_all
+from .shared.steps import CALIBRATE_MODULES, Notes, needs, stage
+
+if TYPE_CHECKING:
+    from ..validate.accuracy.continuations import Continuations
+
+#: Tokens of text that are gone on from, and tokens that are written.
+PROMPT_TOKENS, TOKENS = 32, 48
+
+
+def write_continuations(run: Run, count: int, notes: Notes) -> None:
+    """Let both models go on from `count` places of the evaluation text, where that is not done.
+
+    Where the source model, or what runs it, is not here, a note says so, and what an earlier call wrote stays as it is.
+    """
+    if not count or not run.evaluation.is_file():
+        return
+    inputs = fp8_files(run, graph=False) | {
+        run.evaluation.name: run.record().stages["corpus"].outputs[run.evaluation.name]
+    }
+    chosen: dict[str, object] = {"continuations": count, "tokens": TOKENS}
+    if run.is_current("continue", inputs, chosen):
+        return
+    try:
+        needs("calibrate", CALIBRATE_MODULES)
+        with stage(run, "continue", inputs, chosen, notes) as log:
+            write_document(run.continuations, _continued(run, count))
+            log.outputs.append(run.continuations)
+    except (BackendError, InputError) as error:
+        notes.note(f"no continuations: {error}")
+
+
+def _continued(run: Run, count: int) -> "Continuations":
+    from transformers import AutoTokenizer
+
+    from ..validate.accuracy.continuations import Continuation, Continuations
+
+    ids = load_tokens(run, run.evaluation)
+    length = min(PROMPT_TOKENS, len(ids))
+    starts = np.unique(np.linspace(0, len(ids) - length, count + 2).astype(np.int64)[1:-1])
+    tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
+    prompts = [str(tokenizer.decode(ids[start : start + length], skip_special_tokens=True)) for start in starts]
+    found = compare_all(run, prompts, GenerateOptions(max_tokens=TOKENS, runtime="reference"))
+    return Continuations(
+        tokens=TOKENS,
+        continuations=[
+            Continuation(
+                prompt=prompt,
+                bf16=each.bf16.text,
+                fp8=each.fp8.text,
+                common=each.common,
+                parts_at=each.parts_at,
+            )
+            for prompt, each in zip(prompts, found, strict=True)
+        ],
+    )

@@ -1,0 +1,210 @@
+"""The stage `corpus`: from texts to the windows of tokens that are calibrated on, and those that are held out."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import Field
+
+from ..core.errors import InputError
+from ..core.files import Strict, reading, replacing
+from ..core.reporter import Reporter
+from ..core.run import Run
+from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CalibrateOptions
+from .shared.steps import Notes, stage
+from .shared.texts import Text, Tokens, check_apart, hold_out, read, share_out
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..calibrate.measure.statistics import TextSource
+    from ..calibrate.model.source import Source
+    from ..calibrate.text.packing import Packing
+
+#: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and
+#: of Chinese have some five.
+BYTES_PER_TOKEN = 16
+#: The largest token id that a tokenizer can hold: tokenizers counts in 32 bits.
+LARGEST_ID = 2**32 - 1
+
+
+class Opening(Strict):
+    """The beginning of a run's windows, and what its texts share, as `run.json` has it; the defaults are those of runs
+    that are older than `--bos`.
+    """
+
+    bos: Bos = "never"
+    prefix: list[Annotated[int, Field(ge=0, le=LARGEST_ID)]] = Field(default=[])
+    overlap: float | None = None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out;
+    `sources`: what the windows were cut from.
+    """
+
+    windows: Tokens
+    evaluation: Tokens
+    names: tuple[str, str]
+    sources: "list[TextSource]"
+    options: CalibrateOptions
+    opening: Opening
+
+
+def collect(
+    source: "Source",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: str | Sequence[str],
+    eval_data: str | None,
+    options: CalibrateOptions,
+    report: Reporter,
+) -> Collected:
+    """Read and cut the texts. Raises InputError for all that can be wrong with them."""
+    from ..calibrate.text import corpus, mixture
+    from ..calibrate.text.chat import renderer
+    from ..calibrate.text.packing import Packing
+
+    parts = mixture.parse(data)
+    seq_len = corpus.lower_default(
+        "--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report
+    )
+    limit = max(corpus.Reading.limit, BYTES_PER_TOKEN * seq_len * (options.samples or DEFAULT_SAMPLES))
+    reading = corpus.Reading(render=renderer(tokenizer, source.name) if options.chat_template else None, limit=limit)
+    vocabulary = source.text_config.vocab_size
+    texts = [read(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
+    names = " and ".join(text.name for text in texts)
+    if options.chat_template and not any(text.documents.chat for text in texts):
+        raise InputError(
+            f"--chat-template: {names} holds no chats, which are rows with `messages` (or `conversations`) of role "
+            "and content; leave it out"
+        )
+    packing = Packing(seq_len, prefix_for(tokenizer, texts, options, report))
+    packing.check("--seq-len")
+    other = None if eval_data is None else read(eval_data, tokenizer, vocabulary, reading, report)
+    overlap = shared(texts, other, options, report)
+    kept, evaluation = ([text.ids for text in texts], other.ids) if other else hold_out(parts, texts, packing, report)
+    check_lengths(texts, kept, (eval_data or names, evaluation), packing)
+    windows, sources = share_out(parts, texts, kept, packing, options, report)
+    opening = Opening(bos=options.bos, prefix=list(packing.prefix), overlap=overlap)
+    return Collected(windows, evaluation, (names, eval_data or names), sources, options, opening)
+
+
+def prefix_for(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[Text], options: CalibrateOptions, report: Reporter
+) -> tuple[int, ...]:
+    """Return the tokens that each window begins with: those that the tokenizer puts in front of a text, unless
+    `options` say never, or a chat template writes chats that begin without.
+    """
+    from ..calibrate.text.packing import prefix_of
+
+    prefix = prefix_of(tokenizer) if options.bos == "auto" else ()
+    without = [text.name for text in texts if text.documents.chat and tuple(text.ids[: len(prefix)]) != prefix]
+    if without:
+        begins = " ".join(tokenizer.convert_ids_to_tokens(list(prefix)))
+        report.note(
+            f"--bos: no window begins with {begins}, since the chats of {without[0]} do not, as they are served"
+        )
+    return () if without else prefix
+
+
+def shared(texts: list[Text], other: Text | None, options: CalibrateOptions, report: Reporter) -> float | None:
+    """The share of the texts, or of the `other` one to evaluate on, that is in both, where it is too much and allowed;
+    None where they are apart.
+
+    Raises InputError where it is too much and not allowed.
+    """
+    from ..calibrate.text.overlap import check_disjoint
+
+    if other is None:
+        return check_apart(texts, report, options.allow_overlap) or None
+    found = check_disjoint(
+        [document for text in texts for document in text.documents.texts],
+        other.documents.texts,
+        " and ".join(text.name for text in texts),
+        other.name,
+        report,
+        options.allow_overlap,
+    )
+    return found.share if found.too_much else None
+
+
+def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, Tokens], packing: "Packing") -> None:
+    """Raise InputError when the tokens `kept` of a text, or those of the `evaluation` (its name, its tokens), make no
+    window.
+    """
+    for text, ids in zip(texts, kept, strict=True):
+        if not len(packing.starts(ids)):
+            raise InputError(
+                f"{text.name}: has {len(ids):,} tokens, less than one window of {packing.size:,}; give more text or a "
+                "smaller --seq-len"
+            )
+    name, ids = evaluation
+    if not len(packing.starts(ids)):
+        raise InputError(
+            f"{name}: leaves {len(ids):,} tokens for evaluation, less than one window of {packing.size:,}; give more "
+            "text, --eval-data, or a smaller --seq-len"
+        )
+
+
+def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
+    """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
+    inputs = {"tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
+    before: dict[str, object] = {
+        "data": collected.names[0],
+        "eval_data": collected.names[1],
+        "model": str(source.path.resolve()),
+        "chat_template": collected.options.chat_template,
+        "seed": collected.options.seed,
+        "sources": [text.model_dump() for text in collected.sources],
+    }
+    options = before | collected.opening.model_dump(exclude_none=True)
+    plain = collected.opening == Opening(bos=collected.opening.bos)  # as a run that is older than --bos
+    if any(run.is_current("corpus", inputs, known) for known in ([options, before] if plain else [options])):
+        return
+    model = {
+        "name": source.title,
+        "path": str(before["model"]),
+        "revision": source.revision or "",
+        "fingerprint": source.fingerprint,
+    } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
+    with stage(run, "corpus", inputs, options, notes, model) as log:
+        save_tokens(run.calibration, collected.windows)
+        save_tokens(run.evaluation, collected.evaluation)
+        log.outputs += [run.calibration, run.evaluation]
+
+
+def opening_of(run: Run) -> Opening:
+    """Read how the windows of `run` begin. Raises InputError where its record does not say it as it should."""
+    known = run.record().stages["corpus"].options
+    with reading(run.record_file, "the record of a run"):
+        return Opening.model_validate({name: known[name] for name in Opening.model_fields if name in known})
+
+
+def digest(tokens: Tokens) -> str:
+    """SHA-256 of token ids, int64 little-endian."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
+
+
+def save_tokens(path: Path, tokens: Tokens) -> None:
+    """Write token ids as `input_ids` in an npz file."""
+    with replacing(path) as partial, open(partial, "wb") as handle:
+        np.savez(handle, allow_pickle=False, input_ids=tokens)
+
+
+def load_tokens(run: Run, path: Path) -> Tokens:
+    """Read the `input_ids` of a file the stage `corpus` wrote: windows [windows, seq_len], or tokens held out [tokens].
+
+    Raises InputError for a file that is missing, damaged, or holds something else.
+    """
+    run.require(path, "corpus")
+    with reading(path, "token ids"), open(path, "rb") as handle, np.load(handle, allow_pickle=False) as arrays:
+        ids: Tokens = arrays["input_ids"]
+        if ids.dtype != np.int64 or ids.ndim != (2 if path == run.calibration else 1):
+            raise ValueError(f"they are {ids.dtype} in {ids.ndim} dimensions")
+        if ids.size and not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
+            raise ValueError(f"they lie between {ids.min()} and {ids.max()}")
+    return ids

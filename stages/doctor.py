@@ -1,0 +1,168 @@
+"""`fp8q doctor RUN`: the stability checklist, of the run's files and of its model on a few windows.
+
+Nothing is written. What needs the source checkpoint, or torch, is `unknown` where that is not here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..calibrate.measure.statistics import load_record, load_statistics
+from ..core.errors import BackendError, InputError
+from ..core.run import Run
+from ..options import DoctorOptions
+from ..quantize.scales.decisions import Scales, load_scales
+from .corpus import load_tokens
+from .export import exported_options
+from .shared.adapters import note_base_alone
+from .shared.sources import source_of
+from .shared.steps import CALIBRATE_MODULES, Notes, device, needs
+from .shared.texts import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..calibrate.model.decoder import Layers
+    from ..calibrate.model.source import Source
+    from ..validate.advice.checkup import Check, Checkup
+    from ..validate.advice.hidden_states import Pair
+    from ..validate.advice.loops import Loops
+    from ..validate.advice.remedies import Remedies
+    from ..validate.advice.scale_checks import Tensor
+
+#: Tokens that go through both models at a time, whole windows.
+TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The subjects of the checks: the run, its scales, and how each tensor's scale is stored."""
+
+    run: Run
+    scales: Scales
+    tensors: "list[Tensor]"
+    remedies: "Remedies"
+
+
+def examine(run: Run, options: DoctorOptions, notes: Notes) -> "Checkup":
+    """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
+    from ..validate.advice.checkup import Checkup, ranked
+    from ..validate.advice.scale_checks import stored_checks, tensors_of
+
+    run.refuse_stale("measure", "quantize", "export")
+    note_base_alone(run, "what runs is of", notes)
+    scales = load_scales(run)
+    for name in run.record().stages["quantize"].outputs:
+        run.require(run.root / name, "quantize")
+    statistics = load_statistics(run)
+    what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run))
+    checks = stored_checks(what.tensors, scales, what.remedies)
+    windows = _spread(load_tokens(run, run.calibration), options.windows)
+    running, ran = _running(what, windows, notes)
+    return Checkup(
+        windows=len(windows) if ran else 0, tokens=windows.size if ran else 0, checks=ranked(checks + running)
+    )
+
+
+def _remedies(run: Run) -> "Remedies":
+    from ..validate.advice.remedies import Remedies
+
+    record, corpus = run.record(), load_record(run).corpus
+    chosen = record.stages["quantize"].options
+    patterns = {
+        name: tuple(map(str, found)) for name in ("two_terms", "skip") if isinstance(found := chosen[name], list)
+    }
+    return Remedies(str(run.root), record.model["path"], corpus.name, corpus.windows, **patterns)
+
+
+def _spread(windows: Tokens, count: int) -> Tokens:
+    """So many windows, evenly spaced over all."""
+    taken = np.unique(np.linspace(0, len(windows) - 1, min(count, len(windows))).round().astype(np.int64))
+    return windows[taken]
+
+
+def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check], bool]":
+    """The checks that run the model, and whether it was run."""
+    from ..validate.advice.model_checks import unknown
+
+    try:
+        needs("calibrate", CALIBRATE_MODULES)
+        source = source_of(what.run)
+    except BackendError as error:
+        return unknown(str(error), "`pip install 'fp8q[calibrate]'`"), False
+    except InputError as error:
+        return unknown(str(error), what.remedies.restored()), False
+    return _run(what, source, windows, notes), True
+
+
+def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "list[Check]":
+    """Run both models on `windows`, then let both write."""
+    import torch
+
+    from ..calibrate.model.source import load_model
+    from ..validate.accuracy.runtimes import open_reference
+    from ..validate.advice import model_checks as running
+    from ..validate.advice.activation_watch import Watcher
+    from ..validate.advice.hidden_states import Pair
+
+    where, remedies, scales = device(), what.remedies, what.scales
+    model = load_model(source, torch.bfloat16, where).requires_grad_(False)
+    pair = Pair(model, open_reference(what.run, "fast", where), _layers(model, source))
+    watcher = Watcher(model)
+    batches = torch.from_numpy(windows).to(where).split(max(1, TOKENS // windows.shape[1]))
+    with notes.track("Running BF16 and FP8", windows.size, "tokens") as advance:
+        for ids in batches:
+            pair.run(ids, watcher.watching(ids))
+            advance(ids.numel())
+    seen, parted = watcher.seen, pair.parted
+    terms = {module: activation.terms for module, activation in scales.activations.items()}
+    fp16 = exported_options(what.run).dtype == "fp16"
+    return [
+        *running.norm_inputs(seen, fp16, remedies),
+        *running.attention_logits(seen, scales.cache_parts, remedies),
+        *running.cache_tokens(seen, list(scales.kv_cache), _namer(what.run), remedies),
+        *running.product_errors(parted, terms, remedies),
+        *running.hidden_states(parted, pair.layers, what.tensors, remedies),
+        running.loops(_loops(what.run, pair, source, notes), remedies),
+    ]
+
+
+def _layers(model: "PreTrainedModel", source: "Source") -> "Layers | None":
+    """The decoder layers; None where the model is no chain of them."""
+    from ..calibrate.model.decoder import NoChainError, find_layers
+
+    try:
+        return find_layers(model, source)
+    except NoChainError:
+        return None
+
+
+def _namer(run: Run) -> Callable[[int], str]:
+    """Token id -> how to call it."""
+    from tokenizers import Tokenizer
+
+    file = run.model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+    return lambda token: f"token {token}" if tokenizer is None else repr(tokenizer.id_to_token(token))
+
+
+def _loops(run: Run, pair: "Pair", source: "Source", notes: Notes) -> "Loops | None":
+    """Count how often greedy text loops; None where the model has no room for prompts and answers."""
+    import torch
+    from transformers import DynamicCache
+
+    from ..validate.advice.loops import ANSWER, PROMPT, PROMPTS, Loops, greedy
+
+    windows = load_tokens(run, run.calibration)
+    room = source.max_positions
+    if windows.shape[1] < PROMPT or (room is not None and room < PROMPT + ANSWER):
+        return None
+    prompts = torch.from_numpy(_spread(windows, PROMPTS)[:, :PROMPT]).to(pair.model.device)
+    with notes.track("Writing greedy text", 2, "models") as advance:
+        bf16 = greedy(pair.model, DynamicCache, prompts)
+        advance(1)
+        fp8 = greedy(pair.reference.model, pair.reference.new_cache, prompts)
+        advance(1)
+    return Loops.of(fp8, bf16)

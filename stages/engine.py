@@ -1,0 +1,178 @@
+"""`fp8q engine`: what the engines of a run will run, read from them anew, and held against what the run promises.
+
+Needs no GPU but for TensorRT's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..core.errors import BackendError, GateError, InputError
+from ..core.record import FP8_STAGES
+from ..core.run import Run
+
+if TYPE_CHECKING:
+    from ..export.engine.info import EngineInfo
+    from ..export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
+    from ..export.engine.numbers import Difference
+    from ..export.engine.plan import Plan
+    from ..export.engine.proof import Pledge
+    from ..quantize.scales.decisions import Scales
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """The kernels of one engine.
+
+    `unknown`: why that cannot be told, where it cannot; `codes_found`, `factors_found` and `inputs_found`: FP8 products
+    that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and whose input
+    was quantized with the run's scale (None: not looked for); `terms_found`: FP8 products less those that are promised
+    in two terms and are not of both (None: none is promised so); `differences`: what is otherwise, or cannot be told.
+    """
+
+    file: str
+    runtime: str
+    version: str
+    target: str
+    bytes: int
+    evidence: Literal["plan", "inspector", "unknown"]
+    unknown: str | None
+    promised_products: int
+    fp8_products: int
+    codes_found: int | None
+    codes_missing: tuple[str, ...]
+    factors_found: int | None
+    inputs_found: int | None
+    terms_found: int | None
+    differences: "tuple[Difference, ...]"
+    narrow: tuple[str, ...]
+    products: "tuple[ProductRow, ...]"
+    attention: "tuple[AttentionRow, ...]"
+    wide: "tuple[WideRow, ...]"
+
+
+def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
+    """List the kernels of the run's engines for `targets` (none: all); with `plan`, what that file runs, taken for an
+    engine of the one target.
+
+    Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built
+    from other files than the run has now.
+    """
+    from ..export.engine.info import load_engines
+    from ..export.engine.proof import Pledge
+    from ..export.lint.check import promised_attention, promised_terms, sound_graph
+    from ..quantize.scales.decisions import load_scales
+
+    run.refuse_without_graph()
+    run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
+    engines = load_engines(run)
+    built = [info.target for info in engines]
+    if unknown := [target for target in targets if target not in built]:
+        raise InputError(
+            f"--target {unknown[0]}: {run.root} has no engine for it; choose from {', '.join(built)}, or build it "
+            f"with `fp8q build-engine {run.root} --target {unknown[0]}`"
+        )
+    chosen = [info for info in engines if not targets or info.target in targets]
+    if plan is not None and len(chosen) > 1:
+        raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
+    scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
+    cache, terms = tuple(scales.kv_cache), promised_terms(run, scales)
+    pledge = Pledge(scales.promised, graph, cache, promised_attention(run), terms)
+    return [view(info, engine_file(run, info, plan), pledge, scales) for info in chosen]
+
+
+def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
+    """The file of an engine: the one that `fp8q build-engine` wrote, or `plan`."""
+    if plan is None:
+        return run.require(run.engines / f"{info.target}.plan", "build-engine")
+    if not plan.is_file():
+        raise InputError(f"--plan {plan}: there is no such file")
+    return plan
+
+
+def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
+    """Read one engine."""
+    from ..export.engine.kernel_rows import attention_rows, product_rows, wide_rows
+    from ..export.engine.numbers import CODES, FACTORS, INPUT
+    from ..export.engine.proof import prove
+    from ..export.engine.two_terms import TERMS
+
+    data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+    plan, reason = read(info, data)
+    profiles = [profile.name for profile in info.profiles]
+    proof = prove(data.data, plan, pledge, profiles)
+    found = proof.evidence
+    if found.kind == "unknown" and reason is None:
+        reason = next(iter(found.wide.values()), "it shows no promised product")
+    skipped = {module: skipped.reason for module, skipped in scales.skipped.items()}
+    return EngineView(
+        file=str(file),
+        runtime=info.runtime,
+        version=info.version,
+        target=info.target,
+        bytes=len(data),
+        evidence=found.kind,
+        unknown=reason,
+        promised_products=len(pledge.modules),
+        fp8_products=len(found.fp8),
+        codes_found=proof.found(CODES),
+        codes_missing=tuple(dict.fromkeys(each.module for each in proof.differences if each.what == CODES)),
+        factors_found=proof.found(FACTORS),
+        inputs_found=proof.found(INPUT),
+        terms_found=proof.found(TERMS) if pledge.two_terms else None,
+        differences=proof.differences,
+        narrow=tuple(sorted(found.narrow)),
+        products=tuple(product_rows(plan, profiles)) if plan else (),
+        attention=tuple(attention_rows(plan, profiles)) if plan else (),
+        wide=tuple(wide_rows(plan, found, pledge.graph, skipped)),
+    )
+
+
+def read(
+    info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
+) -> "tuple[Plan | None, str | None]":
+    """The plan of an engine, or why it cannot be read."""
+    from ..export.engine.build import inspect
+    from ..export.engine.plan import doubt, read_inspector, read_plan
+
+    if info.runtime == "tensorrt-rtx":
+        plan = read_plan(data.data) if len(data) else None
+        reason = doubt(data.data, plan, info.target) if plan else "its text does not read"
+        return None if reason else plan, reason
+    try:
+        plan = read_inspector(inspect(data.data))
+    except BackendError as error:
+        return None, f"TensorRT's inspector has to be asked, on the GPU that it was built for: {error}"
+    return plan, None if plan else "what the inspector says does not read"
+
+
+def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
+    """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised
+    products in FP8, on this model's codes and scales, with the cache and the attention that the run promises.
+    """
+    from ..export.engine.info import shortfall
+    from ..export.engine.proof import broken
+
+    for view in views:
+        asked = f"--min-fp8-share {min_fp8_share:g}"
+        if view.evidence == "unknown" and min_fp8_share > 0:
+            raise GateError(
+                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet {asked}; "
+                "build it again with `fp8q build-engine`"
+            )
+        wide = [row.product for row in view.wide if row.promised]
+        if short := shortfall(view.promised_products, wide, view.narrow, min_fp8_share):
+            raise GateError(
+                f"{view.target}: {short}; `fp8q export` and `fp8q build-engine` again, or accept it with a smaller "
+                "share"
+            )
+        if (found := broken(view.differences)) and min_fp8_share > 0:
+            first, *others = found
+            more = f" ({len(others)} more, --json has all)" if others else ""
+            raise GateError(
+                f"{view.target}: {view.file} is not the engine of this run: {first}{more}; build it again with `fp8q "
+                "build-engine`"
+            )

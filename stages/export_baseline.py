@@ -1,0 +1,58 @@
+"""The stages `export-bf16` and `export-int8`: the same model in the precisions that FP8 is compared with, beside it in
+the run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..core.files import replacing
+from ..core.run import Run
+from ..options import Baseline
+from ..quantize.reading.run_checkpoint import checkpoint_of
+from .export import clipping_of, say
+from .shared.sources import source_of
+from .shared.steps import Notes, stage
+
+#: The rules of the lint that say nothing of FP8: of the graph's form, and of its external data.
+APPLYING = ("F3", "F4")
+
+
+def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
+    """Write `baselines/<precision>/` of the run: weights, and both graphs, which compute in BF16 and in FP32 outside
+    the products.
+
+    Raises InputError when the source checkpoint is no longer there, or not the same: neither precision can be had from
+    FP8 codes.
+    """
+    from ..calibrate.measure.statistics import load_statistics
+    from ..export.graph.trace import export_baseline, promised_groups
+    from ..export.lint.check import lint
+    from ..quantize.checkpoint.baselines import write_bf16, write_int8
+    from ..quantize.scales.decisions import load_scales
+
+    run.refuse_without_graph()
+    scales, record = load_scales(run), run.record()
+    inputs: dict[str, str] = {"model": record.model["fingerprint"]}
+    options: dict[str, Any] = {}
+    if precision == "int8":
+        for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
+            inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
+        options = asdict(clipping_of(run))
+    name, directory = f"export-{precision}", checkpoint_of(run, precision)
+    if run.is_current(name, inputs, options):
+        return
+    source = source_of(run)
+    with stage(run, name, inputs, options, notes) as log:
+        with replacing(directory) as partial:
+            groups: Mapping[str, list[str]] = {}
+            if precision == "int8":
+                statistics = load_statistics(run)
+                groups = promised_groups(
+                    statistics.record.groups, write_int8(source, partial, statistics, scales, clipping_of(run), notes)
+                )
+            else:
+                write_bf16(source, partial, notes)
+            for path in export_baseline(partial, groups, notes):
+                say(path, [finding for finding in lint(path, {}) if finding.rule.startswith(APPLYING)], notes)
+        log.outputs += sorted(path for path in directory.iterdir() if path.is_file())

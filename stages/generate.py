@@ -1,0 +1,165 @@
+"""`fp8q generate`: text from a run's FP8 model, from the BF16 model it was made of, or from both, side by side."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..core.errors import InputError
+from ..core.record import FP8_STAGES
+from ..core.run import Run
+from ..options import GenerateOptions, Precision
+from ..serve.local.chat_template import ChatTemplate, Message
+from ..serve.local.generation import answer, open_generator, open_run_session
+from ..serve.loop.generate import Generator
+from ..serve.loop.request import Completion, Request, RequestError
+from ..serve.loop.sessions import Session
+from ..serve.triton.repository import weight_files
+from .export import fp8_files
+from .shared.adapters import check_adapter
+from .shared.sources import source_of
+from .shared.steps import CALIBRATE_MODULES, device, needs
+
+#: What needs torch.
+TORCH_RUNTIMES = ("reference", "bf16")
+
+
+def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None = None) -> Generator:
+    """The model in `run`, or the one it was made of, on that `runtime`, for so many requests at a time, with the
+    `adapter` beside it on.
+
+    Raises InputError for a run that has none, or whose files are not what its stages wrote; BackendError for a runtime
+    that is not here.
+    """
+    run.refuse_stale(*FP8_STAGES)
+    if runtime in TORCH_RUNTIMES:
+        _check(run, "config.json", "tokenizer.json", "generation_config.json")
+    check_adapter(run, adapter)
+    session = session_of(run, runtime, adapter=adapter)
+    if runtime not in TORCH_RUNTIMES:
+        weight_files(run)
+    return open_generator(run, session, max_batch)
+
+
+def session_of(run: Run, runtime: str, precision: Precision = "fp8", adapter: str | None = None) -> Session:
+    """The model in `run` of a precision on a runtime (`bf16`: the model it was made of), with that adapter on."""
+    if runtime in TORCH_RUNTIMES:
+        return _torch_session(run, runtime, adapter)
+    return open_run_session(run, runtime_here(runtime), precision, adapter)
+
+
+def runtime_here(runtime: str) -> str:
+    """Choose the runtime of the model where `runtime` is asked for: `auto` is the fastest of what is here."""
+    return "onnxruntime" if runtime == "auto" else runtime
+
+
+def _check(run: Run, *names: str) -> None:
+    """Raise InputError for a file of the model that is not what its stage wrote; one that no stage wrote may be any."""
+    written = run.record().stages["quantize"].outputs if "quantize" in run.record().stages else {}
+    for path in (run.model / name for name in names):
+        if str(path.relative_to(run.root)) in written:
+            run.require(path, "quantize")
+
+
+def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
+    needs("calibrate", CALIBRATE_MODULES)
+    import torch
+
+    from ..calibrate.model.source import load_model
+    from ..validate.accuracy.runtimes import open_reference
+    from ..validate.accuracy.torch_session import TorchSession
+
+    if runtime == "bf16":
+        source = source_of(run)
+        on = next((each for each in source.variants if each.on and each.on.name == adapter), source)
+        return TorchSession(load_model(on, torch.bfloat16, device()))
+    fp8_files(run, graph=False)
+    reference = open_reference(run, "fast", device(), adapter)
+    return TorchSession(reference.model, reference.new_cache)
+
+
+def asked(prompt: str, options: GenerateOptions) -> Request:
+    """Make the request that `options` ask of the loop; raises InputError for what it does not take."""
+    try:
+        return Request(prompt, options.max_tokens, options.stop, options.temperature, options.top_p, seed=options.seed)
+    except RequestError as error:
+        raise InputError(str(error)) from None
+
+
+@dataclass
+class Chat:
+    """A conversation with a model: `messages` are what was said, by `user` and `assistant`."""
+
+    generator: Generator
+    template: ChatTemplate
+    options: GenerateOptions
+    messages: list[Message] = field(default_factory=list)
+
+    def ask(self, text: str, told: Callable[[str], None]) -> Completion:
+        """Say `text`, and have the answer, which is told as it comes.
+
+        Raises InputError where the template refuses the conversation, or it no longer fits the model.
+        """
+        said = [*self.messages, {"role": "user", "content": text}]
+        found = answer(self.generator, asked(self.template.render(said), self.options), told)
+        self.messages = [*said, {"role": "assistant", "content": found.text}]
+        return found
+
+
+def open_template(run: Run) -> ChatTemplate:
+    """The template of chats in `run`; raises InputError where there is none, or it is not what its stage wrote."""
+    _check(run, "chat_template.jinja", "tokenizer_config.json")
+    return ChatTemplate(run.model)
+
+
+def open_chat(run: Run, options: GenerateOptions) -> Chat:
+    """A conversation with the model in `run`; raises InputError where it has no template for one."""
+    template = open_template(run)
+    return Chat(open_model(run, options.runtime, adapter=options.adapter), template, options)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The answers of FP8 and BF16 to one prompt, and the first token (from 0) in which they differ, None where none
+    does; the text that they share, and the text of the tokens with which they part.
+    """
+
+    fp8: Completion
+    bf16: Completion
+    parts_at: int | None
+    common: str
+    fp8_token: str
+    bf16_token: str
+
+
+def compare(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
+    """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`: `compare_all` of one."""
+    return compare_all(run, [prompt], options)[0]
+
+
+def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> list[Comparison]:
+    """Let FP8, on the runtime that `options` name, and BF16 answer `prompts`, one after another.
+
+    Raises InputError where that runtime is BF16 itself, or the source model is gone.
+    """
+    if options.runtime == "bf16":
+        raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
+    requests = [asked(prompt, options) for prompt in prompts]
+    wide = open_model(run, "bf16", adapter=options.adapter)
+    narrow = open_model(run, options.runtime, adapter=options.adapter)
+    answers = [[answer(generator, request, lambda _: None) for generator in (narrow, wide)] for request in requests]
+    return [_comparison(fp8, bf16, wide) for fp8, bf16 in answers]
+
+
+def _comparison(fp8: Completion, bf16: Completion, generator: Generator) -> Comparison:
+    at = parting(fp8.tokens, bf16.tokens)
+    text = generator.vocabulary.token_text
+    there = [text(each.tokens[at]) if at is not None and at < len(each.tokens) else "" for each in (fp8, bf16)]
+    common = 0
+    while common < min(len(fp8.text), len(bf16.text)) and fp8.text[common] == bf16.text[common]:
+        common += 1
+    return Comparison(fp8, bf16, at, fp8.text[:common], *there)
+
+
+def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index at which two sequences differ, None where they are equal."""
+    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, None if len(one) == len(other) else min(len(one), len(other)))

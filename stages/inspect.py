@@ -1,0 +1,65 @@
+"""`fp8q inspect`: every module of a run, and what stands out; beside it, on demand, what another choice or another text
+would have meant.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..calibrate.measure.statistics import load_statistics
+from ..core.run import Run
+from ..options import Clipping
+from ..quantize.scales.decisions import load_scales
+from .export import clipping_of
+from .measure import measure_text
+from .shared.steps import CALIBRATE_MODULES, Notes, needs
+
+if TYPE_CHECKING:
+    from ..validate.advice.certificate import Certificate
+    from ..validate.advice.expert_coverage import ExpertRow
+    from ..validate.advice.findings import AgainstRow, DelayedRow, Finding
+    from ..validate.report.rows import ModuleRow
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The results of `fp8q inspect`: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
+    out, whether the text was enough, what each expert of a mixture saw of it, and what was asked for beside it.
+    """
+
+    modules: "list[ModuleRow]"
+    bf16_cache: "list[ModuleRow]"
+    findings: "list[Finding]"
+    certificate: "Certificate"
+    experts: "list[ExpertRow]"
+    all_experts: bool
+    delayed: "list[DelayedRow] | None" = None
+    against: "list[AgainstRow] | None" = None
+
+
+def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Notes) -> Inspection:
+    """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
+    from ..validate.advice.certificate import certificate
+    from ..validate.advice.expert_coverage import expert_rows
+    from ..validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
+    from ..validate.report.rows import module_rows, wide_cache_rows
+
+    run.refuse_stale("measure", "quantize")
+    modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)
+    prospective = prospective_scales(statistics, scales, clipping_of(run))
+    under_history = delayed_rows(statistics, delayed) if delayed else None
+    for warning in jumps(under_history or []):
+        notes.note(warning)
+    other = None
+    if against:
+        needs("calibrate", CALIBRATE_MODULES)
+        other = against_rows(statistics, scales, measure_text(run, against, notes))
+    return Inspection(
+        modules,
+        wide_cache_rows(statistics, prospective),
+        findings(statistics, scales, prospective),
+        certificate(statistics, scales),
+        expert_rows(statistics, scales),
+        bool(statistics.record.all_experts),
+        under_history,
+        other,
+    )

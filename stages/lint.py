@@ -1,0 +1,192 @@
+"""`fp8q lint`: what is at a path held against the rules: an ONNX file, a Triton repository, a checkpoint, or all that a
+run holds.
+
+No torch, no GPU, no server, no weight read.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from ..calibrate.input.untrusted import exists
+from ..core.errors import GateError, InputError
+from ..core.files import disk_errors, read_document
+from ..core.run import Run
+from .export import graphs_of
+from .shared.opening import open_run
+
+if TYPE_CHECKING:
+    from ..core.findings import Finding
+    from ..export.lint.rules import Promise
+    from ..export.onnx_file.tensors import Array
+
+#: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
+DAMAGE = ("F402", "F403")
+
+
+@dataclass(frozen=True)
+class Linted:
+    """The findings of the lint in an ONNX file, a repository, or the engines of a run; `what` it is, in a line.
+
+    `promised_by`: the scales.json that a graph was held against (None: a graph of which nothing is promised).
+    """
+
+    path: Path
+    what: str
+    findings: "list[Finding]"
+    promised_by: Path | None = None
+
+    @property
+    def parts(self) -> "tuple[Linted, ...]":
+        """Itself: `LintedRun` has several."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class LintedRun:
+    """The findings of the lint in all that a run holds."""
+
+    path: Path
+    parts: tuple[Linted, ...]
+
+    @property
+    def findings(self) -> "list[Finding]":
+        """All of them."""
+        return [finding for part in self.parts for finding in part.findings]
+
+
+def lint(path: Path, run: Run | None) -> Linted | LintedRun:
+    """Lint what is at `path`: an ONNX file, against the promises of `run`, or else of the run whose `model/` it lies
+    in; a Triton repository; an FP8 checkpoint; a run, with its graphs, engines and repository.
+
+    Raises InputError for what is none of these, for a checkpoint of a form that is not read, and for a run whose
+    promises do not read.
+    """
+    from ..serve.lint.folder import is_repository
+
+    if not os.path.isdir(path):  # of a name that is too long, too
+        return lint_graph(path, run)
+    if run is not None:
+        raise InputError(f"--run {run.root}: is for an ONNX file, and {path} is a directory; leave it out")
+    with disk_errors(path):
+        if not Run(path).exists() and exists(path / "config.json"):
+            return lint_checkpoint(path)
+        if not Run(path).exists() and is_repository(path):
+            return lint_repository(path)
+        return lint_run(path)
+
+
+def lint_run(path: Path) -> LintedRun:
+    """Lint all that a run holds; raises InputError for a folder that is none."""
+    from ..serve.lint.check import lint_engines
+
+    if not Run(path).exists():
+        raise InputError(
+            f"{path}: is a directory that holds neither run.json nor config.json nor models of Triton (folders with "
+            "config.pbtxt); name an ONNX file, a Triton repository, a checkpoint or a run"
+        )
+    run = open_run(path)
+    run.refuse_without_graph()
+    parts = [lint_graph(graph, run) for graph in graphs_of(run)]
+    engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
+    parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
+    if run.triton.is_dir():
+        parts.append(lint_repository(run.triton))
+    return LintedRun(path, tuple(parts))
+
+
+def _outputs(run: Run, stage: str) -> list[str]:
+    stages = run.record().stages
+    return [*stages[stage].outputs] if stage in stages else []
+
+
+def lint_repository(path: Path) -> Linted:
+    """Lint a Triton repository."""
+    from ..serve.lint.check import lint_repository
+
+    repository, findings = lint_repository(path)
+    names = ", ".join(model.folder.name for model in repository.models)
+    return Linted(path, f"a Triton repository of {names or 'no model'}", findings)
+
+
+def lint_checkpoint(path: Path) -> Linted:
+    """Lint an FP8 checkpoint, whoever exported it."""
+    from ..quantize.lint.check import lint_checkpoint
+
+    checkpoint, findings = lint_checkpoint(path)
+    form, count = checkpoint.declared.form, len(checkpoint.codes)
+    ways = sorted({codes.granularity or "unknown" for codes in checkpoint.codes.values()})
+    what = (
+        f"an FP8 checkpoint in the form {form}, {count} weights in codes, one scale a {' or '.join(ways) or 'weight'}"
+    )
+    return Linted(path, what, findings)
+
+
+def lint_graph(path: Path, run: Run | None) -> Linted:
+    """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
+    from ..export.lint.check import FORM, lint_graph
+    from ..export.lint.rules_products import is_fp8
+    from ..export.onnx_file.loading import load_graph
+
+    graph = load_graph(path)
+    around = run or run_around(path)
+    findings = lint_graph(graph, promise(around) if around else None)
+    products = [] if any(finding.rule == FORM for finding in findings) else graph.products
+    fp8_products = sum(is_fp8(product) for product in products)
+    against = f"held against {around.scales}" if around else "nothing promised of it"
+    what = f"opset {graph.opset}, {len(products)} products, {fp8_products} on FP8 codes on both sides; {against}"
+    return Linted(path, what, findings, around.scales if around else None)
+
+
+def run_around(path: Path) -> Run | None:
+    """The run in whose `model/` a file lies, told by the scales.json above; None where there is none."""
+    around = Run(path.parent.parent) if path.parent.name else Run(path.absolute().parent.parent)
+    return around if path.absolute().parent.name == around.model.name and around.scales.is_file() else None
+
+
+def promise(run: Run) -> "Promise":
+    """Return the promise of a run for its graphs, the weights' scales from its checkpoint where its files read; where
+    not, the rules of F4xx say why.
+
+    Raises InputError where it cannot be told what is promised.
+    """
+    from ..export.lint.check import promised_attention, promised_terms
+    from ..export.lint.rules import Promise
+    from ..quantize.reading.run_checkpoint import stored_scales
+    from ..quantize.scales.decisions import Scales, load_scales
+
+    scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
+    weight_scales: Mapping[str, Array]
+    try:
+        weight_scales = stored_scales(run.model, scales.promised)
+    except (OSError, SafetensorError):
+        weight_scales = {}
+    return Promise(
+        {module: activation.scale for module, activation in scales.activations.items()},
+        weight_scales,
+        promised_attention(run),
+        promised_terms(run, scales),
+    )
+
+
+def check_findings(linted: Linted | LintedRun) -> None:
+    """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
+    missing or cut short.
+    """
+    from ..core.findings import places
+
+    errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
+    if not errors:
+        return
+    for part, finding in errors:
+        if finding.rule in DAMAGE:
+            raise InputError(f"{part.path}: {finding}")
+    first, finding = errors[0]
+    count = places(finding for _, finding in errors)
+    what = f"{count} errors, first " if len(errors) > 1 else ""
+    of = "" if first.path == linted.path else f"{first.path}: "
+    raise GateError(f"{linted.path}: {what}{of}{finding}")

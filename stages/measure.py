@@ -1,0 +1,305 @@
+"""The stage `measure`: the float model on the calibration windows, in memory or streamed, by one process or several
+ranks, and on other text.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
+from ..core.errors import InputError
+from ..core.files import Strict, disk_errors, sha256_file
+from ..core.run import Run
+from ..core.undo import scratch
+from ..options import CalibrateOptions
+from .corpus import digest, load_tokens, opening_of
+from .other_text import read_other
+from .shared.sources import source_of
+from .shared.steps import Notes, arithmetic, device, stage
+from .shared.texts import Tokens
+
+if TYPE_CHECKING:
+    from ..calibrate.measure.measurement import Measurement
+    from ..calibrate.measure.moments import SecondMoments
+    from ..calibrate.model.source import Source
+    from ..calibrate.ranks.world import World
+    from ..quantize.scales.policy import Products
+
+
+class Task(Strict):
+    """The measurement that rank 0 tells the others to make: their shares of `batches`.
+
+    `key`: what the result depends on.
+    """
+
+    model: ModelIdentity
+    corpus: Corpus
+    batches: list[int]
+    stream: bool
+    all_experts: bool
+    key: dict[str, str]
+
+
+def check_batches(options: CalibrateOptions, windows: int, world: "World") -> None:
+    """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of
+    `delayed`, and for what cannot be measured in parts.
+    """
+    from ..quantize.scales.delayed import no_scale
+
+    batches = -(-windows // options.batch_size)
+    first, end = options.batches or (0, batches)
+    if end > batches:
+        raise InputError(
+            f"--batches {first}:{end}: {windows:,} windows make {batches} batches of {options.batch_size}; end at "
+            f"{batches}, or ask for more --samples"
+        )
+    if end - first < world.size:
+        raise InputError(
+            f"{world.size} ranks and {end - first} {'batches' if end - first > 1 else 'batch'}: "
+            f"{world.size - (end - first)} of the ranks would have nothing to measure; "
+            f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
+            f"{options.batch_size}"
+        )
+    if options.weight_rounding == "gptq" and (world.size > 1 or options.batches):
+        how = f"{world.size} ranks" if world.size > 1 else "--batches"
+        raise InputError(
+            "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
+            f"{how}, or leave it out"
+        )
+    if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
+        how = f"{world.size} ranks" if world.size > 1 else "--batches"
+        raise InputError(
+            f"--weight-rounding sequential: runs all batches through one layer after the other, in one process; use "
+            f"`fp8q calibrate` without {how}, or leave it out"
+        )
+    if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
+        raise no_scale(options.clip, batches)
+
+
+def measured_by(run: Run) -> CalibrateOptions:
+    """Read back the options that `run` was measured by; those that leave the statistics alone have their defaults."""
+    recorded = run.record().stages["measure"].options
+    names = CalibrateOptions.declared().keys() & recorded.keys()
+    read: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
+    }
+    return CalibrateOptions(**read)
+
+
+def check_experts(source: "Source", products: "Products", options: CalibrateOptions) -> None:
+    """Raise InputError for --all-experts of a model that has none."""
+    if options.all_experts and not products.routers:
+        raise InputError(f"--all-experts: {source.name} ({source.architecture}) has no experts; leave it out")
+
+
+def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes, world: "World | None" = None) -> None:
+    """The stage `measure`: the model on the calibration windows, and `statistics.*`.
+
+    Streamed or not, by one rank or many, these are the same.
+
+    Of the ranks in `world` this is the first; the others `take_part`.
+    """
+    from ..calibrate.measure.moments import gathering
+    from ..calibrate.ranks.world import World
+
+    world = world or World()
+    inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
+    wanted = options.weight_rounding == "gptq"
+    chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | (
+        {"batches": list(options.batches)} if options.batches else {}
+    )
+    if options.all_experts:
+        chosen["all_experts"] = True
+    opening = opening_of(run)
+    if opening.prefix:
+        chosen["prefix"] = opening.prefix
+    if source.adapters:
+        chosen["adapters"] = {adapter.name: adapter.fingerprint for adapter in source.adapters}
+        notes.note(
+            f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
+            f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
+        )
+    if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
+        world.gathered({})  # the others have nothing to do
+        return
+    windows = load_tokens(run, run.calibration)
+    stream = streamed(source, options.stream, notes, world.place.local_ranks)
+    read = run.record().stages["corpus"].options
+    task = task_of(
+        source,
+        windows,
+        {"name": read["data"], "sources": read.get("sources"), "prefix": opening.prefix},
+        options,
+        stream,
+        inputs
+        | {"moments": str(wanted), "all_experts": str(options.all_experts)}
+        | {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters},
+    )
+    if world.size > 1:
+        notes.note(world.described())
+    with stage(run, "measure", inputs, chosen, notes) as log:
+        log.machine = world.machine()
+        with (
+            run.work("measure", work_key(task, world), note=notes.note) if stream else nullcontext() as folder,
+            gathering(run, wanted, folder / "moments" if folder else None) as moments,
+        ):
+            announce(task, windows, world)
+            statistics = world.added(run_model(source, share(task, windows, world, moments), notes, folder))
+        log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
+
+
+def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
+    """Measure, as a rank above 0, its share of what rank 0 tells.
+
+    Nothing of the run is written but the folder that a killed one goes on from.
+    """
+    told = world.gathered({})[0]
+    if not told:
+        return
+    task, windows = Task.model_validate(told), world.sent(None)
+    with (
+        disk_errors(run.root),
+        run.work("measure", work_key(task, world), world.rank) if task.stream else nullcontext() as folder,
+    ):
+        world.added(run_model(source, share(task, windows, world), notes, folder))
+
+
+def task_of(
+    source: "Source",
+    windows: Tokens,
+    texts: Mapping[str, object],
+    options: CalibrateOptions,
+    stream: bool,
+    key: dict[str, str],
+) -> Task:
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name`, `sources` and
+    `prefix` of a `Corpus`), by `options`.
+    """
+    identity = ModelIdentity(
+        name=source.title,
+        revision=source.revision,
+        architecture=source.architecture,
+        fingerprint=source.fingerprint,
+        tokenizer=source.tokenizer_fingerprint,
+    )
+    shape = {"windows": len(windows), "seq_len": windows.shape[1], "batch_size": options.batch_size}
+    corpus = Corpus.model_validate({**texts, **shape, "fingerprint": digest(windows)})
+    return Task(
+        model=identity,
+        corpus=corpus,
+        batches=list(range(*(options.batches or (0, corpus.batches)))),
+        stream=stream,
+        all_experts=options.all_experts,
+        key=key,
+    )
+
+
+def announce(task: Task, windows: Tokens, world: "World") -> None:
+    """Tell the other ranks what to measure."""
+    world.gathered(task.model_dump())
+    world.sent(windows)
+
+
+def work_key(task: Task, world: "World") -> dict[str, object]:
+    """Return all that a rank's share, and each of its last bits, depends on."""
+    return {
+        **task.key,
+        "batch_size": task.corpus.batch_size,
+        "batches": world.share(task.batches),
+        "rank": world.rank,
+        **arithmetic(),
+    }
+
+
+def share(task: Task, windows: Tokens, world: "World", moments: "SecondMoments | None" = None) -> "Measurement":
+    """Return the part that this rank measures."""
+    from ..calibrate.measure.measurement import Measurement
+
+    return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments, task.all_experts)
+
+
+def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
+    """The float model on `what`, alone and then with each adapter beside it on, all added: decoder layer by decoder
+    layer, its hidden states in `folder`; in memory without. Second moments are of the base alone, whose weights they
+    round.
+    """
+    found = _run_one(source, what, notes, folder)
+    for variant in source.variants[1:]:
+        assert variant.on, "what is beside the base is an adapter"
+        inside = folder / f"adapter-{variant.on.name}" if folder else None
+        if inside:
+            inside.mkdir(exist_ok=True)
+        found = found.with_variant(variant.on, _run_one(variant, replace(what, moments=None), notes, inside))
+    return found
+
+
+def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
+    import torch
+
+    from ..calibrate.measure.in_memory import measure
+    from ..calibrate.measure.stream import measure_streamed
+    from ..calibrate.model.source import load_model
+
+    if folder is not None:
+        return measure_streamed(source, what, notes, folder, device())
+    return measure(load_model(source, torch.bfloat16, device()), what, notes)
+
+
+def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
+    """Tell whether to stream: what was asked for, or whether the weights are too large for the memory available, which
+    `ranks` on a CPU share, with a note.
+    """
+    from ..calibrate.model.memory import weight_bytes
+
+    if asked is not None:
+        return asked
+    size = weight_bytes(source)
+    if not (too_much := beyond(size, ranks)):
+        return False
+    notes.note(f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, {too_much}: calibrating layer by layer")
+    return True
+
+
+def beyond(size: int, ranks: int = 1) -> str:
+    """That `size` bytes are more than may be taken of the memory available, which `ranks` on a CPU share; empty where
+    they are not.
+    """
+    from ..calibrate.model.memory import SHARE, available_bytes
+
+    available = available_bytes(device())
+    if available is not None and device() == "cpu":
+        available //= ranks
+    if available is None or size <= SHARE * available:
+        return ""
+    return f"and {SHARE:.0%} of the memory available is {SHARE * available / 1e9:,.3g} GB"
+
+
+def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
+    """The run's float model on other text: windows of the calibration's length, that begin as its own, as many at
+    most.
+
+    Raises InputError where the text fills none.
+    """
+    from ..calibrate.measure.measurement import Measurement
+    from ..calibrate.model.tokenizer import load_tokenizer
+    from ..calibrate.text import corpus
+    from ..calibrate.text.packing import Packing
+
+    record, source = load_record(run), source_of(run)
+    size = record.corpus.seq_len
+    ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
+    packing = Packing(size, tuple(record.corpus.prefix))
+    available = len(packing.starts(ids))
+    if not available:
+        raise InputError(
+            f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was "
+            "calibrated; give more text"
+        )
+    windows = corpus.windows(ids, size, min(available, record.corpus.windows), prefix=packing.prefix)
+    new = {"name": text, "fingerprint": digest(windows), "windows": len(windows), "sources": None, "texts": None}
+    measured = record.corpus.model_copy(update=new)
+    what = Measurement(windows, record.model, measured)
+    with scratch() if streamed(source, None, notes) else nullcontext() as folder:
+        return run_model(source, what, notes, folder)

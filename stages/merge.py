@@ -1,0 +1,188 @@
+"""Runs measured apart, added: the stages `corpus` and `measure` of a run that no model was run for.
+
+Two kinds are added alike. Runs of different texts make a corpus of all texts; runs of parts of one text (`--batches`)
+make that text whole again, and then the statistics are those of measuring it at once, byte for byte. The result is the
+same in whatever order and groups runs are added: texts are ordered by fingerprint, so for the method `delayed` their
+batches are not in the order in which they were measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
+from ..core.errors import InputError
+from ..core.files import sha256_file
+from ..core.reporter import Reporter
+from ..core.run import Run
+from ..options import Bos
+from .corpus import Opening, digest, load_tokens, opening_of, save_tokens
+from .shared.adapters import adapters_of
+from .shared.sources import opened_as
+from .shared.steps import Notes, stage
+from .shared.texts import Tokens
+
+if TYPE_CHECKING:
+    from ..calibrate.model.source import Source
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The contents of `runs` together: statistics, windows int64 [windows, seq_len] in batch order, and tokens held out
+    int64 [tokens].
+    """
+
+    runs: tuple[Run, ...]
+    statistics: Statistics
+    windows: Tokens
+    evaluation: Tokens
+
+    @property
+    def lineage(self) -> list[str]:
+        """The paths of the runs."""
+        return [str(run.root.resolve()) for run in self.runs]
+
+    @property
+    def measured(self) -> dict[str, str]:
+        """SHA-256 of what each run measured, under names without a dot: these are no files of the merged run."""
+        return {
+            f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name]
+            for number, run in enumerate(self.runs)
+        }
+
+
+def add(paths: Sequence[Path], out: Path) -> Merged:
+    """Read and add the runs at `paths`, which are to be merged into `out`.
+
+    Raises InputError, naming the run, for fewer than two, for one given twice, for `out` itself, for one that was not
+    measured or is damaged, and for those that cannot be added.
+    """
+    runs = _distinct([Run(Path(path)) for path in paths], Path(out))
+    for run in runs:
+        if names := adapters_of(run):
+            raise InputError(
+                f"{run.root}: was measured with the adapter {names[0]} beside the model, and such runs are not added; "
+                "calibrate with all of the text, and each --adapter, in one run"
+            )
+    measured = {run: load_statistics(run) for run in runs}
+    runs.sort(key=lambda run: (measured[run].record.corpus.fingerprint, min(measured[run].batches_measured, default=0)))
+    total = measured[runs[0]]
+    for run in runs[1:]:
+        try:
+            total = total.merge(measured[run])
+        except InputError as error:
+            raise InputError(
+                f"{' and '.join(str(other.root) for other in runs[: runs.index(run) + 1])}: {error}"
+            ) from None
+    texts: dict[str, Tokens] = {}
+    for run in runs:
+        corpus, windows = measured[run].record.corpus, load_tokens(run, run.calibration)
+        run.refuse_stale("measure")
+        starts = np.cumsum([text.windows for text in corpus.parts])[:-1]
+        texts.update((text.fingerprint, part) for text, part in zip(corpus.parts, np.split(windows, starts)))
+    held_out = {digest(tokens): tokens for tokens in (load_tokens(run, run.evaluation) for run in runs)}
+    windows = np.concatenate([texts[text.fingerprint] for text in total.record.corpus.parts])
+    return Merged(tuple(runs), total, windows, np.concatenate([held_out[name] for name in sorted(held_out)]))
+
+
+def _distinct(runs: list[Run], out: Path) -> list[Run]:
+    if len(runs) < 2:
+        raise InputError(
+            f"{' '.join(str(run.root) for run in runs) or 'no run'}: is nothing to add; give two runs or more"
+        )
+    seen: set[Path] = set()
+    for run in runs:
+        place = run.root.resolve()
+        if place == out.resolve():
+            raise InputError(f"{run.root}: is --out itself; give the merged run a directory of its own")
+        if place in seen:
+            raise InputError(f"{run.root}: is given twice; give each run once")
+        seen.add(place)
+    return runs
+
+
+def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
+    """The source checkpoint that the runs were made of: `model`, or where one of them says it is.
+
+    Raises InputError when it is not there, or is another.
+    """
+    found = [run.record().model for run in merged.runs]
+    there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
+    if model is None and there is None:
+        raise InputError(
+            f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with "
+            "--model"
+        )
+    source = opened_as(model or str(there), found[0], report)
+    if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
+        raise InputError(
+            f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint "
+            f"{source.fingerprint[:12]}, not {wanted[:12]}); "
+            "say with --model where that one is"
+        )
+    return source
+
+
+def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float | None:
+    """The share of what one run held out that another calibrated on, where it is too much and one of the runs was
+    allowed that; None where it is not.
+
+    Raises InputError where it is too much and none was; notes it when it is a hundredth.
+    """
+    from ..calibrate.model.tokenizer import load_tokenizer
+    from ..calibrate.text.overlap import overlap
+
+    tokenizer = load_tokenizer(source)
+    calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
+    found = overlap(calibrated, held_out, merged.windows.shape[1])
+    told = f"{found.shown} of what these runs held out for evaluation was calibrated on by another of them"
+    if found.too_much and all(opening_of(run).overlap is None for run in merged.runs):
+        raise InputError(f"{told}; give them --eval-data apart from all texts")
+    if found.worth_a_note:
+        report.note(told)
+    return found.share if found.too_much else None
+
+
+def missing(merged: Merged) -> list[str]:
+    """The batches of the corpus that no run has measured, as `3 of TEXT`."""
+    corpus = merged.statistics.record.corpus
+    there = merged.statistics.batches_measured
+    return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]
+
+
+def write(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
+    """The stages `corpus` and `measure` of the merged `run`; `overlap`: what `check_held_out` found."""
+    corpus = merged.statistics.record.corpus
+    collected = [part.record().stages["corpus"].options for part in merged.runs]
+    model = {
+        "name": source.title,
+        "path": str(source.path.resolve()),
+        "revision": source.revision or "",
+        "fingerprint": source.fingerprint,
+    } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
+    inputs = {"tokens": digest(merged.windows), "evaluation": digest(merged.evaluation)}
+    options: dict[str, object] = {
+        "data": corpus.name,
+        "eval_data": " + ".join(sorted({str(options["eval_data"]) for options in collected})),
+        "model": model["path"],
+        "chat_template": any(options.get("chat_template") for options in collected),
+        "runs": merged.lineage,
+    }
+    openings = [opening_of(part) for part in merged.runs]
+    bos: Bos = "auto" if any(opening.bos == "auto" for opening in openings) else "never"
+    opening = Opening(bos=bos, prefix=corpus.prefix, overlap=overlap)
+    if opening != Opening():  # of runs that are older than --bos nothing is said
+        options |= opening.model_dump(exclude_none=True)
+    if not run.is_current("corpus", inputs, options):
+        with stage(run, "corpus", inputs, options, notes, model) as log:
+            save_tokens(run.calibration, merged.windows)
+            save_tokens(run.evaluation, merged.evaluation)
+            log.outputs += [run.calibration, run.evaluation]
+    inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.calibration)} | merged.measured
+    options = {"batch_size": corpus.batch_size, "moments": False, "runs": merged.lineage}
+    if not run.is_current("measure", inputs, options):
+        with stage(run, "measure", inputs, options, notes) as log:
+            log.outputs += save_statistics(run, merged.statistics)

@@ -1,0 +1,130 @@
+"""Refuse what later stages would refuse, before the first one writes: a run that ends in a refusal after an hour has
+cost an hour, and left a directory that holds half of what was asked for.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..calibrate.input.untrusted import exists, local_path
+from ..core.errors import InputError
+from ..core.reporter import SILENT
+from ..core.run import Run
+from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from .measure import streamed
+from .other_text import cut_for
+from .shared.adapters import check_attention
+from .shared.steps import Notes, device
+from .validate import check_accumulator, check_comparable, check_runtimes
+
+if TYPE_CHECKING:
+    from ..calibrate.model.source import Source
+    from ..quantize.scales.policy import Products
+    from .corpus import Collected
+
+
+def check_out(run: Run) -> None:
+    """Raise InputError when the directory of `run` can neither be written nor made."""
+    above = local_path(run.root).absolute()
+    while not exists(above):
+        above = above.parent
+    if not above.is_dir():
+        raise InputError(f"{run.root}: cannot be made, since {above} is no directory; name another with --out")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"{run.root}: permission denied; name a directory you may write to")
+
+
+def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportOptions) -> None:
+    """Raise InputError for a model that cannot be streamed, where it must be, and for what cannot be had streamed."""
+    if export.precision != "fp8":
+        raise InputError(
+            f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
+        )
+    check_attention([adapter.name for adapter in source.adapters], export)
+    if options.weight_rounding == "sequential":
+        from ..quantize.weights.sequential import check_sequential
+
+        check_sequential(source, device())
+    elif streamed(source, options.stream, Notes(SILENT)):
+        from ..calibrate.measure.stream import Chain
+
+        Chain(source, device())
+    if export.attention == "fp8" and streamed(source, None, Notes(SILENT)):
+        raise InputError(
+            f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold "
+            "it; leave it out"
+        )
+
+
+def check_later(run: Run, engine: EngineOptions, validate: ValidateOptions) -> None:
+    """Raise what the stages after `calibrate` would of their options alone: a gate that has nothing to compare, graphs
+    that no stage before them writes.
+    """
+    check_comparable(validate.chosen, validate.max_ppl_increase)
+    check_accumulator(validate)
+    done = run.record().stages
+    for precision in (*validate.baselines, *([engine.precision] if engine.precision != "fp8" else [])):
+        if f"export-{precision}" not in done:
+            raise InputError(
+                f"{run.root}: has no graph in {precision}, which is made of a finished run; leave it out of this one, "
+                f"and run `fp8q export {run.root} --precision {precision}` after it"
+            )
+
+
+def check_graph(
+    run: Run, products: "Products", engine: EngineOptions | None, validate: ValidateOptions | None, notes: Notes
+) -> None:
+    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `validate` that would run
+    it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
+    """
+    if products.no_graph is None:
+        if engine:
+            from ..export.engine.build import resolve
+
+            resolve(engine)
+        return
+    if validate:
+        check_runtimes(validate.runtimes, run, products.no_graph)
+    notes.note(f"{products.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
+
+
+def check_fit(source: "Source", collected: "Collected", engine: EngineOptions, validate: ValidateOptions) -> None:
+    """Raise what they would of their options beside the model and the text: lengths beyond the model's positions, sizes
+    that do not fit the length, text that fills no window.
+    """
+    from ..calibrate.text.corpus import lower_default
+    from ..calibrate.text.packing import Packing
+
+    limit = source.served_positions
+    length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
+    replace(engine, max_seq_len=length)  # its sizes are held against the length as they are made
+    packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
+    cut_for(collected.evaluation, collected.names[1], (validate.context, validate.stride), packing, limit, SILENT)
+
+
+@contextmanager
+def nothing_left(run: Run) -> Iterator[None]:
+    """Take away what an InputError in the block leaves of a run that was not there before it."""
+    fresh, made = not run.exists(), not run.root.exists()
+    before = set() if made else set(run.root.iterdir())
+    try:
+        yield
+    except InputError:
+        if fresh and run.root.is_dir():
+            _take_away(run.root, before, made)
+        raise
+
+
+def _take_away(root: Path, kept: set[Path], whole: bool) -> None:
+    if whole:
+        shutil.rmtree(root, ignore_errors=True)  # a rank may still be writing there
+        return
+    for path in set(root.iterdir()) - kept:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,192 @@
+"""The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import InputError
+from ..core.files import replacing, write_document
+from ..core.run import Run
+from ..options import RescaleOptions, ScaleOptions
+from .corpus import load_tokens
+from .export import has_graphs
+from .shared.steps import Notes, arithmetic, device, stage
+
+if TYPE_CHECKING:
+    from ..calibrate.measure.statistics import Statistics
+    from ..calibrate.model.source import Source
+    from ..quantize.scales.decisions import Scales
+    from ..quantize.scales.policy import Products
+    from ..quantize.weights.channels import Rounding
+
+
+#: Fields that are younger than the first runs.
+LATER = frozenset({"inherit"})
+
+
+def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
+    """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
+    from ..calibrate.measure.statistics import load_statistics
+    from ..export.graph.reuse import carry_graphs
+    from ..quantize.checkpoint.writer import quantize_checkpoint
+
+    inputs, chosen = _inputs(run, options), options_key(options)
+    if source.adapters:
+        chosen["adapters"] = {adapter.name: adapter.fingerprint for adapter in source.adapters}
+    if options.weight_rounding == "sequential":
+        chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
+    if run.is_current("quantize", inputs, chosen):
+        return
+    for name in inputs:
+        run.require(run.root / name, "corpus" if name == run.calibration.name else "measure")
+    statistics = load_statistics(run)
+    scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
+    with stage(run, "quantize", inputs, chosen, notes) as log:
+        key = {"inputs": inputs, "options": chosen}
+        with _rounding(run, source, scales, options, key, notes) as rounding, replacing(run.model) as partial:
+            scales = quantize_checkpoint(source, partial, scales, rounding, notes, products.no_graph)
+            if exported:
+                carry_graphs(run, partial)
+        write_document(run.scales, scales)
+        _note_choices(source, statistics, scales, options, notes)
+        log.outputs += [
+            run.scales,
+            *sorted(path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx"),
+        ]
+
+
+def options_key(options: ScaleOptions) -> dict[str, object]:
+    """Return all of `options` that scales follow from, as `run.json` records them: every field of `ScaleOptions` and of
+    its clipping, those of a subclass (how the text is measured) aside.
+
+    A field in `LATER` is left out at its default: runs that are older than the field do not have it.
+    """
+    fields = {name: getattr(options, name) for name in ScaleOptions.declared()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in (asdict(options.clip) | fields).items()
+        if name not in LATER or value != getattr(ScaleOptions, name)
+    }
+
+
+def _note_choices(
+    source: "Source", statistics: "Statistics", scales: "Scales", options: ScaleOptions, notes: Notes
+) -> None:
+    """Note the choices that a user would not expect: modules left in BF16, two terms by kinship, starved experts, and
+    modules that stand apart from others which servers fuse them with.
+    """
+    from ..quantize.reading.inherited_scales import remarks
+    from ..quantize.scales import expert_scales
+    from ..quantize.scales.policy import parted, parted_experts, taken_along
+
+    for module, decision in scales.skipped.items():
+        if decision.samples is not None:
+            notes.note(f"{module}: stays in BF16: {decision.reason}")
+    if others := taken_along(options.two_terms, scales.two_terms):
+        notes.note(
+            f"--two-terms: {others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same "
+            "tensor as a module that it names, and take two terms with it"
+        )
+    groups, least = statistics.record.groups, options.min_expert_tokens
+    compensated = options.weight_rounding != "nearest"
+    if not options.inherit:
+        few = expert_scales.starved(statistics, least)
+        for line in expert_scales.remarks(statistics, few, least, compensated):
+            notes.note(line)
+    layers = statistics.record.experts or {}
+    split = parted(groups.values(), scales, layers), parted_experts(layers, scales)
+    for remark in (*split, *remarks(source, groups, scales, options)):
+        if remark:
+            notes.note(remark)
+
+
+def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
+    """The files that the stage reads, as far as it depends on `options` which."""
+    written = {name: record.outputs for name, record in run.record().stages.items()}
+    moments = options.weight_rounding == "gptq"
+    inputs = {name: digest for name, digest in written["measure"].items() if moments or not name.startswith("moments/")}
+    if options.weight_rounding == "sequential":
+        inputs[run.calibration.name] = written["corpus"][run.calibration.name]
+    return inputs
+
+
+@contextmanager
+def _rounding(
+    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, key: Mapping[str, object], notes: Notes
+) -> "Iterator[Rounding]":
+    """Prepare the rounding of weights; `sequential` is done here, on the run's windows, in a folder that depends on
+    `key`.
+    """
+    from ..calibrate.measure.statistics import load_statistics
+    from ..quantize.reading.inherited_scales import kept_weights
+    from ..quantize.scales.clip import lost_share
+    from ..quantize.scales.decisions import group_of
+    from ..quantize.scales.expert_scales import starved
+    from ..quantize.weights.channels import Rounding
+    from ..quantize.weights.gptq import Compensations
+    from ..quantize.weights.sequential import Sequence
+
+    statistics, method, kept = load_statistics(run), options.weight_method, kept_weights(source, options)
+    record, few = statistics.record, starved(statistics, options.min_expert_tokens)
+    if options.weight_rounding == "sequential":
+        size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
+        batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+        with run.work("quantize", {**key, **arithmetic()}, note=notes.note) as folder:
+            made = Sequence(source, scales, method, batches, folder, device(), unknown=few.keys()).run(notes)
+            yield Rounding(method, made=made, kept=kept)
+    else:
+        gptq = options.weight_rounding == "gptq"
+        lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
+        compensations = Compensations(run.moments, group_of(record.groups), lost, few.keys()) if gptq else None
+        yield Rounding(method, compensations, kept=kept)
+
+
+def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
+    """Return the options to choose the run's scales by: those that `options` are not given stays as it was, or takes
+    the default where a killed run does not tell.
+
+    Raises InputError when the run was not measured, and for rounding that runs the model.
+    """
+    run.require(run.statistics, "measure")
+    run.refuse_stale("measure")
+    chosen = options.over(recorded(run))
+    if chosen.weight_rounding == "sequential":
+        raise InputError(
+            "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q "
+            "calibrate` with the options of the run and those that are to change"
+        )
+    return chosen
+
+
+def recorded(run: Run) -> ScaleOptions:
+    """Read back the options that chose the scales of `run`, but for the method and what belongs to it, which take their
+    defaults.
+    """
+    before = run.record().stages.get("quantize")
+    options = before.options if before else {}
+    names = ScaleOptions.declared().keys() & options.keys()
+    kept: dict[str, Any] = {name: tuple(value) if isinstance(value := options[name], list) else value for name in names}
+    return ScaleOptions(**kept)
+
+
+def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
+    """Decide every tensor of `products`; the weights' part is filled in when they are written."""
+    from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
+    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
+    from ..quantize.scales.expert_scales import starved
+    from ..quantize.scales.policy import match_terms, select, whole_groups
+
+    chosen, skipped = select(products, options.skip, options.only)
+    if options.inherit:
+        activations, unfit = inherited_activations(source, statistics, chosen)
+        cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
+        return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
+    named = match_terms(options.two_terms, products, chosen)
+    two_terms = chosen if options.activation_terms == 2 else whole_groups(named, statistics.record.groups.values())
+    few = starved(statistics, options.min_expert_tokens)
+    activations, unfit = activation_scales(
+        statistics, chosen, options.clip, two_terms=frozenset(two_terms), starved=few
+    )
+    cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
+    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

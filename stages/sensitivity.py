@@ -1,0 +1,293 @@
+"""The stage `sensitivity`: which tensor the loss comes from."""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..core.errors import InputError
+from ..core.files import write_document
+from ..core.run import Run
+from ..options import SensitivityOptions
+from .corpus import load_tokens
+from .measure import beyond
+from .shared.adapters import note_base_alone
+from .shared.resuming import Saved
+from .shared.sources import source_of
+from .shared.steps import Notes, arithmetic, device, stage
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..calibrate.model.source import Source
+    from ..validate.sensitivity.document import Sensitivity
+    from ..validate.sensitivity.single_site import Prefix
+    from ..validate.sensitivity.site import Predicted, Site
+    from ..validate.sensitivity.site_quantizers import Quantizer
+
+#: Tokens that go through the model at a time, whole windows.
+TOKENS = 1024
+#: What a pass forward and back with all errors takes, and second moments of half of it, in passes forward
+#: (`benchmarks/sensitivity.py`).
+GRADIENT_PASSES = 5.0
+#: The model in FP32 and its codes as FP32 numbers, in times what it takes in BF16.
+COPIES = 4
+#: How a result is told that was made layer by layer.
+STREAMED = {"stream": True}
+#: The batches that the worst are measured on where the user does not say how many, and the passes forward over these
+#: that measuring them may take.
+MEASURED_BATCHES = 1
+MEASURING_PASSES = 1.0
+
+
+@dataclass
+class Progress(Saved):
+    """The losses so far, batch by batch."""
+
+    predicted: "list[Predicted]" = field(default_factory=list)
+    chosen: list[str] | None = None
+    measured: list[dict[str, float]] = field(default_factory=list)
+
+
+def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensitivity":
+    """Measure the loss that each tensor of `run` causes alone, where that is not known, and `sensitivity.json`."""
+    from ..validate.sensitivity.document import load_sensitivity
+
+    run.refuse_stale("measure", "quantize")
+    note_base_alone(run, "what each tensor costs is of", notes)
+    written = {name: record.outputs for name, record in run.record().stages.items()}
+    run.require(run.calibration, "corpus")
+    run.require(run.scales, "quantize")
+    inputs = written["quantize"] | {run.calibration.name: written["corpus"][run.calibration.name]}
+    chosen: dict[str, object] = {"windows": options.windows, "measure": options.measure}
+    made_so = [{}] if options.stream is False else [{}, STREAMED]
+    if not any(run.is_current("sensitivity", inputs, chosen | way) for way in made_so):
+        source = source_of(run)
+        if stream := _streamed(source, options, notes):
+            chosen |= STREAMED
+        key = {"inputs": inputs, "options": chosen, **arithmetic()}
+        with (
+            stage(run, "sensitivity", inputs, chosen, notes) as log,
+            run.work("sensitivity", key, note=notes.note) as folder,
+        ):
+            locate = _locate_streamed if stream else _locate
+            write_document(run.sensitivity, locate(run, source, options, folder, notes))
+            log.outputs.append(run.sensitivity)
+    return load_sensitivity(run)
+
+
+def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Path, notes: Notes) -> "Sensitivity":
+    import torch
+
+    from ..calibrate.measure.statistics import load_record
+    from ..calibrate.model.source import load_model
+    from ..quantize.reference.fp8_model import load_reference
+    from ..quantize.scales.decisions import load_scales
+    from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.sensitivity.single_site import Prefix
+    from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
+
+    scales, where = load_scales(run), device()
+    model = load_model(source, torch.float32, where).requires_grad_(False)
+    quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
+    sites, prefix = sites_of(scales, load_record(run).groups), Prefix.of(quantizer, source, where)
+    batches, windows = _batches(run, options, where)
+    progress = Progress.of(folder / "progress.json")
+    _tell(quantizer, batches, sites, prefix, options.measure, notes)
+    _predict(quantizer, sites, batches, progress, folder / "moments", notes)
+    worst = _worst(sites, progress, prefix, options)
+    measured = batches[:MEASURED_BATCHES] if options.measure is None else batches
+    _measure(quantizer, worst, measured, prefix, progress, notes)
+    tokens = sum(ids.numel() - len(ids) for ids in batches)
+    left = left_of_sites(quantizer, sites, Gathered(folder / "moments"), load_tokens(run, run.calibration).size)
+    modules = ranked(scales, sites, tokens, summed(progress.predicted), _over_all(progress), left)
+    return Sensitivity(windows=windows, tokens=tokens, modules=modules)
+
+
+def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bool:
+    """Tell whether to go layer by layer: what was asked for, or whether the model in FP32 and its codes, which are held
+    as numbers too, are too large for the memory available, with a note.
+
+    Raises InputError where the worst are to be measured then.
+    """
+    from ..calibrate.model.memory import weight_bytes
+
+    stream = options.stream
+    if stream is None:
+        size = COPIES * weight_bytes(source)
+        stream = bool(too_much := beyond(size))
+        if stream:
+            notes.note(
+                f"--stream: the model in FP32 and its codes take {size / 1e9:,.3g} GB, {too_much}: predicting layer by "
+                "layer"
+            )
+    if stream and options.measure:
+        raise InputError(
+            f"--measure {options.measure}: runs the whole model, and --stream has one decoder layer of it in memory; "
+            "leave it out, or give --no-stream"
+        )
+    return stream
+
+
+def _locate_streamed(
+    run: Run, source: "Source", options: SensitivityOptions, folder: Path, notes: Notes
+) -> "Sensitivity":
+    import torch
+
+    from ..calibrate.measure.statistics import load_record
+    from ..quantize.reference.fp8_model import open_codes
+    from ..quantize.scales.decisions import load_scales
+    from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.sensitivity.layerwise import PASSES, Layerwise, Task
+    from ..validate.sensitivity.site_quantizers import sites_of
+
+    scales, where = load_scales(run), device()
+    sites = sites_of(scales, load_record(run).groups)
+    ids, windows = _batches(run, options, "cpu")
+    batches = {index: batch.numpy() for index, batch in enumerate(ids)}
+    task = Task(sites, batches, load_tokens(run, run.calibration).size)
+    stored = open_codes(run.model, "exact", torch.float32, where)
+    layerwise = Layerwise(source, stored, scales, task, folder, where)
+    notes.note(
+        f"sensitivity: {len(sites)} tensors on {sum(map(np.size, batches.values())):,} tokens, layer by layer; about "
+        f"{PASSES:.1f} forward passes; none is measured"
+    )
+    found = layerwise.run(notes.report)
+    tokens = sum(batch.numel() - len(batch) for batch in ids)
+    modules = ranked(scales, sites, tokens, summed(found.predicted), {}, found.left)
+    return Sensitivity(windows=windows, tokens=tokens, modules=modules)
+
+
+def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[torch.Tensor], int]":
+    """The windows that are run, evenly spaced over those that were calibrated on, so many tokens at a time; how many
+    they are.
+    """
+    import torch
+
+    every = load_tokens(run, run.calibration)
+    taken = np.unique(np.linspace(0, len(every) - 1, min(options.windows, len(every))).round().astype(np.int64))
+    ids = torch.from_numpy(every[taken]).to(where)
+    return list(ids.split(max(1, TOKENS // ids.shape[1]))), len(taken)
+
+
+def _tell(
+    quantizer: "Quantizer",
+    batches: "list[torch.Tensor]",
+    sites: "list[Site]",
+    prefix: "Prefix | None",
+    measure: int | None,
+    notes: Notes,
+) -> None:
+    """Say beforehand what it is going to take, by one window."""
+    from ..validate.sensitivity.single_site import Float
+
+    begun = time.perf_counter()
+    Float(quantizer, batches[0][:1], None, ())
+    forward = (time.perf_counter() - begun) * sum(map(len, batches))
+    if measure is None:
+        measuring = (1 + MEASURING_PASSES) * min(1.0, MEASURED_BATCHES / len(batches))
+    else:
+        each = sum(prefix.share(site) for site in sites) / len(sites) if prefix else 1.0
+        measuring = 1 + each * min(measure, len(sites)) if measure else 0.0
+    passes = GRADIENT_PASSES + measuring
+    notes.note(
+        f"sensitivity: {len(sites)} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} "
+        f"forward passes, some {passes * forward:,.0f} s here"
+    )
+
+
+def _predict(
+    quantizer: "Quantizer",
+    sites: "list[Site]",
+    batches: "list[torch.Tensor]",
+    progress: Progress,
+    moments: Path,
+    notes: Notes,
+) -> None:
+    """Predict all sites on the batches that are not done, and gather `moments` on the way."""
+    import torch
+
+    from ..validate.sensitivity.gptq_prediction import Gathered
+    from ..validate.sensitivity.gradients import predict
+
+    gathered = Gathered(moments)
+    if gathered.batches != len(progress.predicted):
+        progress.predicted.clear()  # a killed call has added part of a batch
+    remaining = range(len(progress.predicted), len(batches))
+    with notes.track(f"Predicting {len(sites)} tensors", len(remaining), "batches") as advance:
+        for batch in remaining:
+            draw = torch.Generator(batches[batch].device).manual_seed(batch)
+            see = partial(gathered.add, batch)
+            progress.predicted.append(predict(quantizer, sites, batches[batch], draw, see))
+            progress.save()
+            advance(1)
+
+
+def _worst(
+    sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
+) -> "list[Site]":
+    """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.sensitivity.site import AS_IT_IS
+
+    if progress.chosen is None:
+        predicted = summed(progress.predicted)
+        falling = sorted(sites, key=lambda site: -predicted.get(site.key, {}).get(AS_IT_IS, 0.0))
+        if options.measure is not None:
+            chosen = falling[: options.measure]
+        else:
+            chosen, spent = [], 0.0
+            for site in falling:
+                spent += prefix.share(site) if prefix else 1.0
+                if chosen and spent > MEASURING_PASSES:
+                    break
+                chosen.append(site)
+        progress.chosen = [site.key for site in chosen]
+        progress.save()
+    return [site for site in sites if site.key in progress.chosen]
+
+
+def _measure(
+    quantizer: "Quantizer",
+    worst: "list[Site]",
+    batches: "list[torch.Tensor]",
+    prefix: "Prefix | None",
+    progress: Progress,
+    notes: Notes,
+) -> None:
+    """Measure the chosen sites on the batches that are not done."""
+    from ..validate.sensitivity.single_site import Float
+
+    remaining = range(len(progress.measured), len(batches) if worst else 0)
+    with notes.track(f"Measuring the worst {len(worst)}", len(remaining) * len(worst), "passes") as advance:
+        for batch in remaining:
+            exact = Float(quantizer, batches[batch], prefix, worst)
+            found = dict[str, float]()
+            for site in worst:
+                found[site.key] = exact.divergence(site)
+                advance(1)
+            progress.measured.append(found)
+            progress.save()
+
+
+def _over_all(progress: Progress) -> dict[str, float]:
+    """Site -> nats over all batches, of the measured: where they were measured on the first batches alone, as many
+    times as much there as all were predicted to be (a ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
+    """
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.sensitivity.site import AS_IT_IS
+
+    measured, every = progress.measured, summed(progress.predicted)
+    there = summed(progress.predicted[: len(measured)])
+    found = dict[str, float]()
+    for site in measured[0] if measured else ():
+        nats = sum(batch[site] for batch in measured)
+        guess = there.get(site, {}).get(AS_IT_IS, 0.0)
+        found[site] = nats * (every[site][AS_IT_IS] / guess if guess > 0 else len(progress.predicted) / len(measured))
+    return found

@@ -1,0 +1,79 @@
+"""`fp8q serve`: a run's FP8 model behind OpenAI's API, and the BF16 model it was made of beside it where asked for."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.run import Run
+from ..options import ServeOptions, model_name
+from ..serve.local.chat_template import ChatTemplate
+from .generate import open_model, open_template, runtime_here
+from .shared.adapters import check_adapter
+from .shared.steps import needs
+
+if TYPE_CHECKING:
+    from ..serve.web.server import Server
+    from ..serve.web.serving import Model
+
+#: What the extra `serve` brings, by the names they are imported under.
+SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
+KEY = "FP8Q_API_KEY"
+
+
+def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") -> int:
+    """Serve until told to end; returns how many requests were broken off then.
+
+    Raises InputError for a run that has no model, an address that is taken, BackendError for a runtime or library that
+    is not here.
+    """
+    needs("serve", SERVE_MODULES)
+    from ..serve.web.gate import names_of
+    from ..serve.web.server import Server
+    from ..serve.web.serving import Serving
+
+    name = name_of(run, options)
+    for adapter in options.adapter:
+        check_adapter(run, adapter)
+        if adapter in (name, f"{name}-bf16"):
+            raise InputError(f"--adapter {adapter}: the model itself is served as {adapter}; give it another --name")
+    if options.bf16 and options.runtime == "bf16":
+        raise InputError("--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out")
+    serving = Serving(
+        list(_models(run, options)),
+        _template(run),
+        options.api_key or os.environ.get(KEY) or None,
+        names_of(options.host),
+    )
+    try:
+        server = Server(serving, options.host, options.port, options.grace, ready)
+    except InputError:
+        serving.close()
+        raise
+    return server.serve_until_stopped()
+
+
+def _template(run: Run) -> ChatTemplate | InputError:
+    """The template, or why there is none, which those are told who ask for a chat."""
+    try:
+        return open_template(run)
+    except InputError as error:
+        return error
+
+
+def name_of(run: Run, options: ServeOptions) -> str:
+    """Name the model for clients."""
+    return options.name or model_name(run.record().model.get("name", run.root.resolve().name))
+
+
+def _models(run: Run, options: ServeOptions) -> "Iterator[Model]":
+    from ..serve.web.serving import Model
+
+    name, runtime = name_of(run, options), runtime_here(options.runtime)
+    precision = "bf16" if runtime == "bf16" else "fp8"
+    yield Model(name, precision, runtime, open_model(run, options.runtime, options.max_batch))
+    for adapter in options.adapter:
+        opened = open_model(run, options.runtime, options.max_batch, adapter)
+        yield Model(adapter, precision, runtime, opened)
+    if options.bf16:
+        yield Model(f"{name}-bf16", "bf16", "bf16", open_model(run, "bf16", options.max_batch))

@@ -1,0 +1,186 @@
+"""The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.errors import InputError
+from ...core.reporter import SILENT, Reporter
+from ...core.run import Run
+from ...options import AdapterMode, ScaleOptions
+from ...quantize.reading.run_checkpoint import ADAPTERS
+from .adapters import adapters_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...calibrate.model.source import Source
+    from ...calibrate.ranks.world import World
+    from ...quantize.scales.policy import Products
+
+
+def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
+    """The matrix products of the source model, told without its weights, and why no graph can be made of it.
+
+    Raises InputError for a model that cannot be quantized, for an FP8 cache of layers that nobody can tell apart, and
+    for patterns of `options` that match nothing or leave nothing.
+    """
+    from ...calibrate.model.products import (
+        attention_modules,
+        matrix_products,
+        multiplies_as_linear,
+        other_products,
+        output_head,
+        routers,
+    )
+    from ...calibrate.model.source import meta_model
+    from ...export.modules.support import unsupported
+    from ...quantize.reading.dequantized import given_of
+    from ...quantize.reading.inherited_scales import check_inherit
+    from ...quantize.scales.policy import Products, match_terms, select
+
+    model = meta_model(source)
+    check_forward(source)
+    check_stored(source, model)
+    if options.kv_cache != "off" and len(attention_modules(model)) != source.text_config.num_hidden_layers:
+        raise InputError(
+            f"--kv-cache {options.kv_cache}: {source.architecture} writes its cache where it cannot be told which "
+            "layer it is, so that no scale has a place; leave it out"
+        )
+    modules, others = matrix_products(model), other_products(model)
+    unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
+    given = given_of(source)
+    products = Products(
+        (*modules, *others),
+        output_head(model),
+        {name: type(module).__name__ for name, module in unknown.items()},
+        frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
+        unsupported(model),
+        frozenset(routers(model)),
+    )
+    chosen, _ = select(products, options.skip, options.only)
+    match_terms(options.two_terms, products, chosen)
+    check_inherit(source, chosen, attention_modules(model).values(), options)
+    return products
+
+
+def check_stored(source: "Source", model: "PreTrainedModel") -> None:
+    """Raise InputError where transformers makes a weight of other tensors than those that are stored: codes take the
+    place of these.
+    """
+    from ...calibrate.model.products import matrix_products
+
+    stored, tied = source.weights().names(), model.all_tied_weights_keys
+    for name in matrix_products(model):
+        if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
+            raise InputError(
+                f"{source.name}: {source.architecture} stores no {name}.weight, which transformers makes of other "
+                "tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"
+            )
+
+
+def check_forward(source: "Source") -> None:
+    """Raise InputError when the model does not run as config.json has it: two tokens without weights, with the
+    attention and the cache of its own that it is measured with. Of a model that looks at values on the way (OPT's mask)
+    this cannot be told.
+    """
+    import torch
+
+    from ...calibrate.input.silence import quiet
+    from ...calibrate.input.untrusted import foreign
+    from ...calibrate.model.source import meta_model, no_model
+
+    model = meta_model(source)
+    with foreign(lambda error: no_model(source, error)), quiet(), torch.inference_mode():
+        try:
+            model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"), use_cache=True)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta tensor" not in str(error):
+                raise
+
+
+def opened(
+    model: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Reporter = SILENT,
+    fingerprinted: bool = True,
+    adapters: Sequence[Path] = (),
+    mode: AdapterMode = "merge",
+) -> "Source":
+    """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for, and `adapters`."""
+    from ...calibrate.model.source import open_source
+    from ...quantize.reading.dequantized import recognize
+
+    source = open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
+    if not adapters:
+        return source
+    from ...calibrate.model.adapter_base import remarks, with_adapters
+
+    source = with_adapters(source, adapters, mode)
+    for remark in remarks(source):
+        report.note(remark)
+    return source
+
+
+def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> "Source":
+    """The checkpoint `model`, with the adapter that a run's record has as merged into it."""
+    merged = identity.get("adapter")
+    if merged is not None and not Path(merged).is_dir():
+        raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")
+    return opened(model, report=report, adapters=[Path(merged)] if merged is not None else [])
+
+
+def source_of(run: Run) -> "Source":
+    """The source checkpoint the run was made of, opened again.
+
+    Raises InputError when it is no longer where it was, or is no longer the same.
+    """
+    model = run.record().model
+    if not Path(model["path"]).is_dir():
+        raise InputError(
+            f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate "
+            "again"
+        )
+    source = opened_as(model["path"], model)
+    if source.fingerprint != model["fingerprint"]:
+        raise InputError(
+            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore "
+            "it, or calibrate again into another directory"
+        )
+    if not (names := adapters_of(run)):
+        return source
+    from ...calibrate.model.adapter_base import with_adapters
+
+    return with_adapters(source, [run.model / ADAPTERS / name for name in names], "beside")
+
+
+def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
+    """Raise InputError when the directory of `run` holds a run of another model than `source`, by its record
+    `before`.
+    """
+    if before and before["fingerprint"] != source.fingerprint:
+        raise InputError(
+            f"{run.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, "
+            f"not {source.fingerprint[:12]}); name another directory with --out"
+        )
+
+
+def check_same(source: "Source", world: "World") -> None:
+    """Raise InputError, on rank 0, when a machine holds another model. One rank of each has read its weights."""
+    for member, theirs in zip(world.members, world.gathered({"fingerprint": source.identity})):
+        found = theirs["fingerprint"]
+        if world.rank == 0 and found not in ("", source.identity):
+            raise InputError(
+                f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not "
+                f"{source.identity[:12]}); give all machines the same files"
+            )
+
+
+def check_weights(run: Run, source: "Source", report: Reporter) -> None:
+    """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
+    from ...calibrate.checkpoint.weights import check_finite
+
+    measured = run.record().stages.get("measure")
+    if measured is None or measured.inputs["model"] != source.fingerprint:
+        check_finite(source.weights(), report)

@@ -1,0 +1,177 @@
+"""The texts of a run: read, held out, and shared out into the windows that are calibrated on."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.errors import InputError
+from ...core.reporter import Reporter
+from ...options import DEFAULT_SAMPLES, CalibrateOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ...calibrate.measure.statistics import TextSource
+    from ...calibrate.text.corpus import Documents, Reading
+    from ...calibrate.text.mixture import Part
+    from ...calibrate.text.packing import Packing
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text, read and tokenized: `ids` int64 [tokens]."""
+
+    name: str
+    documents: "Documents"
+    ids: Tokens
+
+
+def read(
+    spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
+) -> Text:
+    """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""
+    from ...calibrate.text import corpus
+
+    documents = corpus.load_documents(spec, reading, report)
+    return Text(
+        spec,
+        documents,
+        corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report),
+    )
+
+
+def hold_out(
+    parts: "list[Part]", texts: list[Text], packing: "Packing", report: Reporter
+) -> tuple[list[Tokens], Tokens]:
+    """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many
+    windows of it as make up the same mixture.
+    """
+    from ...calibrate.text import corpus, mixture
+    from ...calibrate.text.overlap import WORTH_A_NOTE, repeated
+
+    split = [corpus.hold_out(text.ids) for text in texts]
+    kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
+    for text, (calibration, tail) in zip(texts, split, strict=True):
+        report.note(
+            f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for "
+            "evaluation"
+        )
+        if (share := repeated(calibration, tail)) >= WORTH_A_NOTE:
+            report.note(f"{text.name}: {share:.1%} of what is held out stands in the rest of the text too")
+    if len(parts) > 1:
+        starts, weights = [packing.starts(tail) for tail in tails], [part.weight for part in parts]
+        counts = mixture.shares(mixture.largest_total(list(map(len, starts)), weights), weights)
+        ends = [(0, *(places + packing.text)) for places in starts]
+        tails = [tail[: end[count]] for tail, end, count in zip(tails, ends, counts, strict=True)]
+        report.note(
+            f"of what is held out, {sum(counts):,} windows are evaluated on: "
+            f"{', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
+        )
+    return kept, np.concatenate(tails)
+
+
+def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
+    """The largest share of one of several texts that is in another: what is held out of it is calibrated on there.
+
+    Raises InputError when that is too much, unless it is `allowed`.
+    """
+    from ...calibrate.text.overlap import Overlap, overlap
+
+    most = Overlap()
+    for number, first in enumerate(texts):
+        for second in texts[:number]:
+            found = overlap(first.documents.texts, second.documents.texts)
+            most = max(most, found, key=lambda one: (one.too_much, one.share))
+            told = f"--data {first.name}: {found.shown} of the text is in both this and {second.name}"
+            if found.too_much and not allowed:
+                raise InputError(
+                    f"{told}, so that none of it can be held out; give it once, or --eval-data, or --allow-overlap"
+                )
+            if found.too_much:
+                report.note(told)
+    return most.share if most.too_much else 0.0
+
+
+def share_out(
+    parts: "list[Part]",
+    texts: list[Text],
+    kept: list[Tokens],
+    packing: "Packing",
+    options: CalibrateOptions,
+    report: Reporter,
+) -> tuple[Tokens, "list[TextSource]"]:
+    """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the
+    record of each part.
+
+    Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
+    """
+    from ...calibrate.text import corpus, mixture
+
+    counts = _shares(parts, texts, [len(packing.starts(ids)) for ids in kept], packing.size, options, report)
+    cut = [
+        corpus.windows(
+            ids, packing.size, count, None if options.seed is None else (options.seed, number), packing.prefix
+        )
+        for number, (ids, count) in enumerate(zip(kept, counts, strict=True))
+    ]
+    return mixture.interleave(cut), list(map(_source, parts, texts, kept, counts))
+
+
+def _shares(
+    parts: "list[Part]",
+    texts: list[Text],
+    available: list[int],
+    seq_len: int,
+    options: CalibrateOptions,
+    report: Reporter,
+) -> list[int]:
+    """Return the number of windows that each part gives, of those `available`."""
+    from ...calibrate.text import corpus, mixture
+
+    weights = [part.weight for part in parts]
+    most = mixture.largest_total(available, weights)
+    scarcest = min(range(len(parts)), key=lambda number: available[number] / weights[number])
+    because = f"the windows of {seq_len:,} tokens in {texts[scarcest].name}"
+    if len(parts) > 1:
+        whole = float(weights[scarcest] / sum(weights))
+        because = (
+            f"of which {texts[scarcest].name} is to give {whole:.1%} and has {available[scarcest]:,} windows of "
+            f"{seq_len:,} tokens"
+        )
+    samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
+    counts = mixture.shares(samples, weights)
+    # rounded shares do not all shrink with the whole
+    if any(count > there for count, there in zip(counts, available, strict=True)):
+        nearest = mixture.largest_total(available, weights, samples)
+        raise InputError(
+            f"--samples {samples:,}: cannot be shared out by these weights, {because}; ask for {nearest:,} or {most:,}"
+        )
+    for text, weight, count in zip(texts, weights, counts, strict=True):
+        if not count:
+            raise InputError(
+                f"--data {text.name}: its weight {float(weight):g} of {float(sum(weights)):g} is no window of "
+                f"{samples:,}; give it more, or more --samples"
+            )
+    if len(parts) > 1:
+        given = (f"{count:,} of {text.name}" for text, count in zip(texts, counts, strict=True))
+        report.note(f"--data: {samples:,} windows, {', '.join(given)}")
+    return counts
+
+
+def _source(part: "Part", text: Text, kept: Tokens, windows: int) -> "TextSource":
+    """The record of a part."""
+    from ...calibrate.measure.statistics import TextSource
+    from ...calibrate.text import corpus
+
+    return TextSource(
+        name=text.name,
+        weight=float(part.weight),
+        windows=windows,
+        tokens=len(kept),
+        fingerprint=corpus.fingerprint(text.documents.texts),
+        chat=text.documents.chat,
+    )

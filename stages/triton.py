@@ -1,0 +1,129 @@
+"""The stage `triton`: the model repository, in the run or elsewhere, and in it the plain model of an engine."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.run import Run
+from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
+from .export import fp8_files
+from .other_text import positions
+from .shared.adapters import note_base_alone
+from .shared.steps import Notes, stage
+
+if TYPE_CHECKING:
+    from ..export.engine.profiles import Profile
+    from ..serve.triton.repository import Engine, OwnEngine
+
+BUILT = "build-engine"
+
+
+def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
+    """Write the repository of a run where it is not current, and return its files.
+
+    Elsewhere than in RUN/triton it is written each time: the run's record is of its own files. Raises InputError for a
+    place where something of somebody else's lies.
+    """
+    from ..serve.triton.ownership import refuse_foreign
+    from ..serve.triton.repository import write_repository
+
+    note_base_alone(run, "the Triton repository serves", notes)
+    inputs = fp8_files(run) | engine_files(run)
+    chosen = asdict(options)
+    out = chosen.pop("out")
+    if out is not None and out.resolve() != run.triton.resolve():
+        refuse_foreign(out)
+        options = replace(options, out=out.resolve())  # not a link to it
+        files = write_repository(run, options, notes, plain_engine(run, options.engine_model, notes), own_engines(run))
+        notes.note(f"wrote the Triton repository {out}")
+        return files
+    if not run.is_current("triton", inputs, chosen):
+        recorded = run.record().stages.get("triton")
+        names = [str(Path(name).relative_to(run.triton.name)) for name in recorded.outputs] if recorded else []
+        refuse_foreign(run.triton, names)
+        with stage(run, "triton", inputs, chosen, notes) as log:
+            engine = plain_engine(run, options.engine_model, notes)
+            log.outputs += write_repository(run, replace(options, out=None), notes, engine, own_engines(run))
+    return [run.root / name for name in run.record().stages["triton"].outputs]
+
+
+def engine_files(run: Run) -> dict[str, str]:
+    """Name -> SHA-256 of what the repository takes of engines; none where there are none for this graph."""
+    built = run.record().stages.get(BUILT)
+    if built is None or run.is_stale(BUILT):
+        return {}
+    return {name: digest for name, digest in built.outputs.items() if name.endswith((".plan", ".json"))}
+
+
+def own_engines(run: Run) -> "list[OwnEngine]":
+    """The engines that the Python model runs itself."""
+    from ..export.engine.info import load_engines
+    from ..serve.triton.repository import OwnEngine
+
+    return [
+        OwnEngine(info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT))
+        for info in (load_engines(run) if engine_files(run) else [])
+    ]
+
+
+def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
+    """The plain engine of the repository: with the run's plan where TensorRT built one of this graph, without where it
+    is `asked` for; None, with a note that says why, where an engine stays out.
+
+    Raises InputError where it is asked for and Triton has no type for a tensor of it.
+    """
+    from ..export.engine.info import load_engines
+    from ..serve.triton.engine_model import describe
+    from ..serve.triton.repository import Engine
+
+    plans = bool(engine_files(run)) and run.record().stages[BUILT].options.get("runtime") == "tensorrt"
+    if not plans and not asked:
+        note_left_out(run, notes)
+        return None
+    built = load_engines(run)[0] if plans else None
+    graph = run.require(run.onnx, "export")
+    model = describe(graph, built.profiles if built else profiles_of(run, notes), built)
+    if model.untyped:
+        name = model.untyped[0]
+        why = f"Triton has no type for {name}, which is {model.tensors[name].type}"
+        if asked:
+            raise InputError(
+                f"--engine-model: {why}; leave it out (the Python model keeps the cache to itself), or calibrate with "
+                "--kv-cache off"
+            )
+        notes.note(f"no plain model of the engine: {why}; the Python model runs it")
+        return None
+    return Engine(model, run.require(run.engines / f"{built.target}.plan", BUILT) if built else None)
+
+
+def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
+    """The profiles that an engine of the run will have: those of the engines that it has, whatever their runtime, or
+    those that `fp8q build-engine` builds by default.
+    """
+    from ..calibrate.text.corpus import lower_default
+    from ..export.engine.info import load_engines
+    from ..export.engine.profiles import profiles
+
+    if BUILT in run.record().stages:
+        return tuple(load_engines(run)[0].profiles)
+    longest = lower_default("--max-seq-len", None, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes)
+    return profiles(EngineOptions.max_batch, longest)
+
+
+def note_left_out(run: Run, notes: Notes) -> None:
+    """Say why the engines that the run has are no plain models, or not in the repository at all."""
+    built = run.record().stages.get(BUILT)
+    if built is None:
+        return
+    targets = ", ".join(Path(name).stem for name in built.outputs if name.endswith(".plan"))
+    if run.is_stale(BUILT):
+        notes.note(
+            f"engines {targets}: stay out of the Triton repository, which would be of another model: they are of other "
+            "files than the run has now; the model runs on ONNX Runtime"
+        )
+        return
+    notes.note(
+        f"engines {targets}: the Python model runs them; no plain model of them, for Triton's tensorrt backend reads "
+        "TensorRT plans and no TensorRT-RTX engines"
+    )

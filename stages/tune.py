@@ -1,0 +1,274 @@
+"""The stage `tune`: the cheapest mix that meets a budget, chosen on calibration windows and measured on the evaluation
+text; and the run made anew by it.
+
+Three parts of the calibration windows, which share none: weights are rounded by one (`gptq`'s second moments), the mix
+is chosen by another, and the prediction is checked by the third, so that neither rounding nor choosing has seen what
+they are judged by.
+"""
+
+from dataclasses import dataclass, replace
+from math import expm1, isfinite, log1p
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import GateError, InputError
+from ..core.files import write_document
+from ..core.run import Run
+from ..options import ScaleOptions, TuneOptions, ValidateOptions
+from .corpus import load_tokens
+from .export import clipping_of, export_or_note, exported_options
+from .measure import measure, measured_by
+from .other_text import evaluation
+from .quantize import quantize, recorded
+from .shared.adapters import note_base_alone
+from .shared.sources import products_of, source_of
+from .shared.steps import Notes, arithmetic, stage
+from .tune_candidates import Prepared, batches_of, parted, prepare
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..calibrate.model.source import Source
+    from ..validate.tuning.choices import Mix
+    from ..validate.tuning.document import Chosen, Tuning
+    from ..validate.tuning.joint import Measured
+    from ..validate.tuning.solve import Correction, Problem
+
+#: The share of the budget that a mix may be predicted to take: texts differ.
+AIM = 0.9
+#: A mix that takes so much of what it may is not improved on.
+CLOSE = 0.95
+#: Mixes that are measured at most on the way to the one that is chosen.
+ROUNDS = 5
+
+
+def tune(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
+    """The cheapest mix for the budget of `options`, where that is not known, and `tune.json`. Raises InputError."""
+    from ..validate.tuning.document import load_tuning
+
+    run.refuse_stale("measure", "quantize")
+    note_base_alone(run, "the budget is held by", notes)
+    written = {name: record.outputs for name, record in run.record().stages.items()}
+    for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure"), (run.scales, "quantize")):
+        run.require(path, made_by)
+    inputs = {
+        name: digest for made_by in ("corpus", "measure", "quantize") for name, digest in written[made_by].items()
+    }
+    chosen: dict[str, object] = {
+        "max_kl": options.max_kl,
+        "max_ppl_increase": options.max_ppl_increase,
+        "prefer": options.prefer,
+        "windows": options.windows,
+    }
+    if not run.is_current("tune", inputs, chosen):
+        source = source_of(run)
+        key = {"inputs": inputs, "windows": options.windows, **arithmetic()}
+        with stage(run, "tune", inputs, chosen, notes) as log, run.work("tune", key, note=notes.note) as folder:
+            write_document(run.tuning, _tune(run, source, options, folder, notes))
+            log.outputs.append(run.tuning)
+    return load_tuning(run)
+
+
+def check_budget(options: TuneOptions, apply: bool) -> None:
+    """Raise InputError where there is nothing to `apply`."""
+    if apply and options.max_kl is None and options.max_ppl_increase is None:
+        raise InputError("--apply: there is no budget to choose for; give --max-ppl-increase or --max-kl")
+
+
+def check_met(found: "Tuning") -> None:
+    """Raise GateError where the budget is not met."""
+    if found.chosen is None or found.met:
+        return
+    if found.max_kl is not None:
+        asked, predicted = f"--max-kl {found.max_kl:g}", f"a KL of {found.chosen.kl_nats:.3g} nats"
+        measured, less = f"{found.chosen.measured_kl_nats:.3g}", f"--max-kl {AIM * found.max_kl:.3g}"
+    else:
+        assert found.max_ppl_increase is not None, "one of the two is the budget"
+        asked = f"--max-ppl-increase {found.max_ppl_increase:.3%}"
+        predicted = f"a rise of perplexity by {found.chosen.predicted_increase.increase:.3%}"
+        measured = f"{found.chosen.measured_increase.increase:.3%}"
+        less = f"--max-ppl-increase {AIM * found.max_ppl_increase:.3%}"
+    if found.met_on_calibration:
+        raise GateError(
+            f"{asked}: {predicted} is predicted of the mix and {measured} measured on the evaluation text, which is "
+            f"more; ask for less, such as {less}, so that there is room for what texts differ by"
+        )
+    raise GateError(f"{asked}: nothing that fp8q can choose meets it; the best there is has {predicted}; allow more")
+
+
+def apply(run: Run, found: "Tuning", notes: Notes) -> None:
+    """Make the checkpoint and graphs of `run` anew by what was chosen, which meets its budget.
+
+    Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does. A
+    run whose scales are not those that would be chosen may have been asked for just this mix: they are chosen again.
+    """
+    if found.chosen is None or not found.met:
+        return
+    source, recipe = source_of(run), found.chosen.recipe
+    options = asked_for(run, found.chosen)
+    if recipe.weight_rounding == "gptq":
+        measure(run, source, replace(measured_by(run), weight_rounding="gptq"), notes)
+    if any(change.choice == "rescaled" for change in found.changes):
+        run.scales.unlink(missing_ok=True)
+    quantize(run, source, products_of(source, options), options, notes)
+    export_or_note(run, exported_options(run), notes)
+    notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
+
+
+def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
+    """Return the options that `fp8q scales` would be asked for: the recipe in the place of what the run has."""
+    recipe, before = chosen.recipe, recorded(run)
+    return replace(
+        before,
+        clip=clipping_of(run),
+        activation_terms=1,
+        two_terms=tuple(recipe.two_terms),
+        skip=(*before.skip, *recipe.skip),
+        kv_cache=recipe.kv_cache,
+        weight_rounding=recipe.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these
+    )
+
+
+@dataclass
+class Search:
+    """The state of the search: the measured mixes, and what follows."""
+
+    prepared: Prepared
+    problem: "Problem"
+    batches: "list[tuple[torch.Tensor, torch.Tensor]]"
+    notes: Notes
+
+    def measured(self, mix: "Mix") -> "Measured":
+        """Measure the loss of `mix` on the windows that are chosen by; measured once."""
+        return self.prepared.measured("choosing", mix, self.batches, self.notes)
+
+    def correction(self, *mixes: "Mix") -> "Correction":
+        """Correct predictions by measuring `mixes`."""
+        from ..validate.tuning.solve import Correction
+
+        return Correction((self.problem.losses.of(mix), self.measured(mix).kl_nats) for mix in mixes)
+
+    def chosen(self, aim: float, anchors: "list[Mix]") -> "Mix":
+        """The cheapest mix that is measured to lose at most `aim` nats; the best there is where none does. `anchors`
+        are measured already, and what is measured on the way is added to them.
+        """
+        from ..validate.tuning.solve import same
+
+        best, tried = self.problem.best(), list["Mix"]()
+        for _ in range(ROUNDS):
+            mix = self.problem.cheapest(self.correction(*anchors).back(aim)) or best
+            if any(same(mix, other) for other in tried):
+                break
+            tried.append(mix)
+            if not any(same(mix, other) for other in anchors):
+                anchors.append(mix)
+            if CLOSE * aim <= self.measured(mix).kl_nats <= aim:
+                break
+        within = [mix for mix in tried if self.measured(mix).kl_nats <= aim]
+        if within:
+            return min(within, key=lambda mix: self.problem.price.of_cost(self.problem.shape.cost(mix)))
+        return min([*tried, best], key=lambda mix: self.measured(mix).kl_nats)
+
+
+def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
+    from ..validate.tuning.choices import Mix, Price
+    from ..validate.tuning.document import Step, Tuning, Windows, changed, point
+    from ..validate.tuning.joint import believed, ratio
+    from ..validate.tuning.solve import Problem
+
+    every = load_tokens(run, run.calibration)
+    parts = parted(len(every), options.windows)
+    rounding, choosing, held_out = (batches_of(every[part]) for part in parts)
+    prepared = prepare(run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes)
+    shape, losses, own = prepared.shape, prepared.losses, prepared.own
+    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
+    search = Search(prepared, problem, choosing, notes)
+    names = [group.name for group in shape.groups]
+    worst = Mix(dict.fromkeys(names, "one_term"), losses.roundings[0], losses.caches[-1])
+    finest = Mix(dict.fromkeys(names, "two_terms"), losses.roundings[-1], losses.caches[0])
+    as_it_is = prepared.as_it_is("choosing", choosing, notes)
+    anchors, factor = [worst, finest], believed(*ratio(search.measured(worst)))
+    chosen = None
+    if (aim := _aim(options, factor)) is not None:
+        chosen = search.chosen(aim, anchors)
+    correction = search.correction(*anchors)
+    frontier, before = list[Step](), own
+    for mix in problem.frontier():
+        expected = correction.of(losses.of(mix))
+        frontier.append(Step(**point(shape, mix, expected, False).model_dump(), changes=changed(before, mix)))
+        before = mix
+    found = Tuning(
+        max_kl=options.max_kl,
+        max_ppl_increase=options.max_ppl_increase,
+        prefer=options.prefer,
+        changes=[],
+        run=point(shape, own, as_it_is.kl_nats, True),
+        frontier=frontier,
+        windows=Windows(rounding=len(parts[0]), choosing=len(parts[1]), held_out=len(parts[2])),
+        rise_over_kl=factor,
+    )
+    return found if chosen is None else _judged(run, search, found, chosen, held_out)
+
+
+def _aim(options: TuneOptions, factor: float) -> float | None:
+    """The KL in nats that is aimed at; None without a budget. `factor`: rise of NLL over KL."""
+    if options.max_kl is not None:
+        return AIM * options.max_kl
+    return None if options.max_ppl_increase is None else AIM * log1p(options.max_ppl_increase) / factor
+
+
+def _judged(
+    run: Run, search: Search, found: "Tuning", mix: "Mix", held_out: "list[tuple[torch.Tensor, torch.Tensor]]"
+) -> "Tuning":
+    """Measure the chosen `mix` and add it to what was `found`: on the windows held out and on the evaluation text."""
+    from ..validate.tuning.choices import members
+    from ..validate.tuning.document import Change, Chosen, Interval, Recipe, changed, point
+
+    prepared, notes, shape = search.prepared, search.notes, search.problem.shape
+    text = evaluation(run, None, ValidateOptions(), notes)
+    predicted = search.measured(mix)
+    elsewhere = prepared.measured("held out", mix, held_out, notes)
+    there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)
+    rise = found.rise_over_kl * predicted.kl_nats
+    within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
+
+    def interval(middle: float, half: float) -> Interval:
+        known = isfinite(half)  # which one window does not tell
+        return Interval(
+            increase=expm1(middle),
+            low=expm1(middle - half) if known else None,
+            high=expm1(middle + half) if known else None,
+        )
+
+    chosen = Chosen(
+        **point(shape, mix, predicted.kl_nats, True).model_dump(),
+        recipe=Recipe(
+            two_terms=members(shape.groups, mix.of("two_terms")),
+            skip=members(shape.groups, mix.of("bf16")),
+            kv_cache=mix.kv_cache,
+            weight_rounding=mix.rounding,
+        ),
+        predicted_increase=interval(rise, within),
+        held_out_kl_nats=elsewhere.kl_nats,
+        measured_kl_nats=there.kl_nats,
+        measured_increase=interval(there.rise_nats, their_within),
+    )
+    limit = found.max_kl if found.max_kl is not None else found.max_ppl_increase
+    assert limit is not None, "there is a budget where something is chosen"
+    of_kl = found.max_kl is not None
+    met_here = (chosen.kl_nats if of_kl else chosen.predicted_increase.increase) <= limit
+    met_there = (chosen.measured_kl_nats if of_kl else chosen.measured_increase.increase) <= limit
+    rescaled = [Change(module=name, choice="rescaled") for name in prepared.rescaled(mix)]
+    return found.model_copy(
+        update={
+            "met": met_here and met_there,
+            "met_on_calibration": met_here,
+            "changes": changed(prepared.own, mix) + rescaled,
+            "predicted_kl_nats": chosen.kl_nats,
+            "measured_kl_nats": chosen.measured_kl_nats,
+            "weight_bytes": chosen.weight_bytes,
+            "cache_bytes": chosen.cache_bytes,
+            "prefill_flops_ratio": chosen.prefill_flops_ratio,
+            "chosen": chosen,
+        }
+    )

@@ -1,0 +1,276 @@
+"""Prepare the candidates of `tune`: scales and codes of every choice, and what each is predicted to lose.
+
+All of it is kept in the stage's folder as it is found, so that a killed call goes on from there: second moments, codes
+a module, predictions a batch, measurements a mix.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.errors import InputError
+from ..core.run import Run
+from ..options import ScaleOptions
+from .export import clipping_of
+from .quantize import choose_scales, recorded
+from .shared.resuming import Saved
+from .shared.sources import products_of
+from .shared.steps import Notes, device
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..calibrate.measure.statistics import Statistics
+    from ..calibrate.model.source import Source
+    from ..quantize.scales.decisions import Scales, TensorScale
+    from ..quantize.weights.rounding_progress import Rounded
+    from ..validate.sensitivity.site import Predicted
+    from ..validate.tuning.candidates import Candidates, Kind
+    from ..validate.tuning.choices import Form, Mix, RoundingName, Shape
+    from ..validate.tuning.joint import Measured, Runner
+    from ..validate.tuning.solve import Losses
+
+    Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+#: Tokens that go through the model at a time, whole windows.
+TOKENS = 1024
+
+
+@dataclass
+class Kept(Saved):
+    """The predictions and measurements so far."""
+
+    predicted: "list[Predicted]" = field(default_factory=list)
+    values: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The candidates, their predicted losses in nats a token, and the mix that the run has."""
+
+    run: Run
+    scales: "Scales"
+    candidates: "Candidates"
+    shape: "Shape"
+    losses: "Losses"
+    own: "Mix"
+    kept: Kept
+
+    def measured(self, where: str, mix: "Mix", batches: "Batches", notes: Notes) -> "Measured":
+        """Measure the loss of `mix` on `batches`, which are known as `where`; measured once."""
+        name = json.dumps([where, asdict(mix)], sort_keys=True)
+        return self._measured(name, lambda: self.candidates.runner(mix), batches, notes)
+
+    def as_it_is(self, where: str, batches: "Batches", notes: Notes) -> "Measured":
+        """Measure the loss of the run's own checkpoint."""
+        return self._measured(json.dumps([where, "as it is"]), self._own_runner, batches, notes)
+
+    def rescaled(self, mix: "Mix") -> list[str]:
+        """The tensors whose form `mix` leaves as it is, and whose scale is not the one that would be chosen."""
+        from ..quantize.scales.decisions import CACHE_PARTS
+
+        found = [
+            name
+            for name, form in mix.forms.items()
+            if form != "bf16"
+            and form == self.own.forms[name]
+            and self.candidates.inputs[form][name].scale != self.scales.activations[name].scale
+        ]
+        parts = CACHE_PARTS[mix.kv_cache]
+        return found + [
+            name
+            for name, scale in self.candidates.cache.items()
+            if name[-1] in parts and name in self.scales.kv_cache and scale != self.scales.kv_cache[name].scale
+        ]
+
+    def _measured(self, name: str, runner: "Callable[[], Runner]", batches: "Batches", notes: Notes) -> "Measured":
+        from ..validate.tuning.joint import Measured, measure
+
+        if name not in self.kept.measured:
+            exact = self.candidates.exact
+            what = "as it is" if name.endswith('"as it is"]') else "a mix"
+            self.kept.measured[name] = asdict(measure(exact, {what: runner()}, batches, notes)[what])
+            self.kept.save()
+        return Measured(**self.kept.measured[name])
+
+    def _own_runner(self) -> "Runner":
+        import torch
+
+        from ..quantize.reference.fp8_model import load_reference
+
+        reference = load_reference(self.run.model, "exact", torch.float32, device())
+        return lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits
+
+
+def prepare(
+    run: Run,
+    source: "Source",
+    rounding: "Sequence[torch.Tensor]",
+    choosing: "Sequence[torch.Tensor]",
+    folder: Path,
+    notes: Notes,
+) -> Prepared:
+    """Choose scales and round weights in every way, those of `gptq` by the windows `rounding`, and predict what each
+    choice loses on the windows `choosing` (each int64 [windows, seq_len]). What is found is kept in `folder`.
+    """
+    from ..quantize.scales.decisions import load_scales
+    from ..validate.sensitivity.gradients import summed
+    from ..validate.tuning.choices import CACHES
+    from ..validate.tuning.rounding import gather, round_weights
+    from ..validate.tuning.solve import Losses
+
+    scales, options = load_scales(run), replace(recorded(run), clip=clipping_of(run))
+    candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
+    if "gptq" in roundings:
+        gather(candidates, rounding, folder / "moments", notes)
+    round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
+    kept = Kept.of(folder / "found.json")
+    _predict(candidates, choosing, kept, notes)
+    tokens = sum(ids.numel() - len(ids) for ids in choosing)
+    parts = {
+        name: {which: nats / tokens for which, nats in variants.items()}
+        for name, variants in summed(kept.predicted).items()
+    }
+    caches = CACHES if candidates.cache else CACHES[:1]
+    own = own_mix(scales, candidates.groups)
+    return Prepared(
+        run, scales, candidates, _shape(candidates, kept.values), Losses(parts, roundings, caches), own, kept
+    )
+
+
+def _candidates(
+    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, folder: Path, notes: Notes
+) -> "tuple[Candidates, dict[Kind, Rounded], tuple[RoundingName, ...]]":
+    """The scales of all choices, where their codes will lie, and the ways of rounding there are."""
+    import torch
+
+    from ..calibrate.measure.statistics import load_statistics
+    from ..calibrate.model.source import load_model
+    from ..quantize.weights.rounding_progress import Rounded
+    from ..validate.tuning.candidates import Candidates
+    from ..validate.tuning.choices import ROUNDINGS, TERMS
+
+    statistics = load_statistics(run)
+    read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
+    products, inputs = products_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
+    for form, terms in TERMS.items():
+        inherit = options.inherit and terms == 1  # what was given is of one term
+        asked = replace(options, activation_terms=terms, two_terms=(), kv_cache="off", inherit=inherit)
+        inputs[form] = choose_scales(source, statistics, products, asked).activations
+    roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
+    codes: dict[Kind, Rounded] = {}
+    for rounding in roundings:
+        for form in inputs:
+            place = folder / (rounding if rounding == "nearest" else f"{rounding}-{form}")
+            place.mkdir(exist_ok=True)
+            codes[rounding, form] = Rounded(place)
+    model = load_model(source, torch.float32, device()).requires_grad_(False)
+    groups = {members[0]: members for members in read if members}
+    return Candidates(model, groups, inputs, codes, _cache_scales(statistics, options, notes)), codes, roundings
+
+
+def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes) -> dict[str, float]:
+    """The scale of every cache tensor; none, with a note, where one of them has none."""
+    from ..quantize.scales.decisions import kv_cache_scales
+
+    try:
+        return {name: found.scale for name, found in kv_cache_scales(statistics, options.clip).items()}
+    except InputError as error:
+        notes.note(f"the cache stays in BF16: {error}")
+        return {}
+
+
+def _can_compensate(run: Run, notes: Notes) -> bool:
+    """Tell whether `--apply` could round by `gptq`."""
+    merged = "runs" in run.record().stages["measure"].options
+    if merged:
+        notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")
+    return not merged
+
+
+def _predict(candidates: "Candidates", choosing: "Sequence[torch.Tensor]", kept: Kept, notes: Notes) -> None:
+    """Predict all choices on the batches that are not done."""
+    import torch
+
+    from ..validate.tuning.gradients import predict
+
+    remaining = range(len(kept.predicted), len(choosing))
+    with notes.track("Predicting what each choice loses", len(remaining), "batches") as advance:
+        for batch in remaining:
+            draw = torch.Generator(choosing[batch].device).manual_seed(batch)
+            found, kept.values = predict(candidates, choosing[batch], draw)
+            kept.predicted.append(found)
+            kept.save()
+            advance(1)
+
+
+def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
+    """Return the sizes that costs are computed from."""
+    import torch
+
+    from ..calibrate.model.products import matrix_products, output_axis
+    from ..validate.tuning.choices import Group, Shape
+
+    def rows_and_columns(module: "torch.nn.Module") -> tuple[int, int]:
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        rows, columns = weight.movedim(output_axis(module), 0).shape
+        return rows, columns
+
+    shapes = {name: rows_and_columns(module) for name, module in matrix_products(candidates.model).items()}
+    groups = tuple(
+        Group(name, {member: shapes[member] for member in members}) for name, members in candidates.groups.items()
+    )
+    taken = {member for group in groups for member in group.weights}
+    return Shape(groups, sum(prod(shape) for name, shape in shapes.items() if name not in taken), values)
+
+
+def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
+    """The mix that a run has."""
+    from ..quantize.scales.decisions import CACHE_PARTS
+    from ..validate.tuning.choices import TERMS, Mix
+
+    forms = {terms: form for form, terms in TERMS.items()}
+    parts = {"".join(sorted(parts)): kv_cache for kv_cache, parts in CACHE_PARTS.items()}
+    return Mix(
+        {name: forms[scales.activations[name].terms] for name in groups},
+        next(iter(scales.weights.values())).rounding,
+        parts[scales.cache_parts],
+    )
+
+
+def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
+    """Split `count` calibration windows into those that round weights, choose the mix, and check the prediction: of the
+    last two so many `windows` each, a quarter of all at most, spread evenly.
+
+    Raises InputError for less than four.
+    """
+    if count < 4:
+        raise InputError(
+            f"fp8q tune: needs 4 calibration windows, some to choose by and others to check by, and the run has "
+            f"{count}; calibrate on more text, or with a smaller --seq-len"
+        )
+    each = min(windows, count // 4)
+    spread = np.linspace(0, count - 1, 2 * each).round().astype(int).tolist()
+    choosing, held_out = spread[::2], spread[1::2]
+    return [index for index in range(count) if index not in {*spread}], choosing, held_out
+
+
+def batches_of(
+    windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
+) -> "list[tuple[torch.Tensor, torch.Tensor]]":
+    """Windows int64 [windows, seq_len] and which of their tokens are `scored` (None: all), some at a time."""
+    import torch
+
+    where = device()
+    ids = torch.from_numpy(np.ascontiguousarray(windows)).to(where)
+    counted = torch.ones_like(ids, dtype=torch.bool) if scored is None else torch.from_numpy(scored).to(where)
+    size = max(1, TOKENS // ids.shape[1])
+    return list(zip(ids.split(size), counted.split(size), strict=True))

@@ -1,0 +1,220 @@
+"""The stage `validate`: the held-out text, or another, through the runtimes; and the gate on what is lost."""
+
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.run import Run
+from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
+from .corpus import load_tokens
+from .export import files_of, fp8_files
+from .other_text import evaluation
+from .shared.adapters import adapters_of
+from .shared.sources import source_of
+from .shared.steps import Notes, arithmetic, device, note_other_arithmetic, stage
+
+if TYPE_CHECKING:
+    from ..validate.accuracy.adapters import Found
+    from ..validate.accuracy.compare import Outcome
+    from ..validate.accuracy.document import Accuracy
+    from ..validate.accuracy.perplexity import Evaluation
+
+
+def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes) -> "Accuracy":
+    """Run the held-out text, or `data`, through `options.runtimes`, where that is not done, and return what was found.
+
+    Raises UnfinishedError, when what the others found is written, for runtimes that failed, and GateError for one that
+    loses more than `options.max_ppl_increase`.
+    """
+    from ..validate.accuracy.document import load_accuracy, save_accuracy
+
+    inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
+    for precision in options.baselines:
+        inputs |= files_of(run, precision)
+    check_comparable(options.chosen, options.max_ppl_increase)
+    check_accumulator(options)
+    tokens = evaluation(run, data, options, notes)
+    inputs["tokens"] = tokens.protocol.sha256
+    chosen: dict[str, object] = {
+        "runtimes": list(options.chosen),
+        "context": tokens.protocol.context,
+        "stride": tokens.protocol.stride,
+    }
+    # none of it in runs that are older than --bos
+    chosen |= {name: value for name in ("prefix", "overlap") if (value := getattr(tokens.protocol, name))}
+    if options.accumulator:
+        chosen |= {"accumulator": options.accumulator, "accumulator_windows": options.accumulator_windows}
+    if not run.is_current("validate", inputs, chosen):
+        note_other_arithmetic(run, notes)
+        key = {"inputs": inputs, "options": chosen, **arithmetic()}
+        with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key, note=notes.note) as folder:
+            found = _evaluate(run, tokens, options, folder, notes)
+            adapters, failed = _with_adapters(run, tokens, options, folder, notes)
+            found.failed.update(failed)
+            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
+            log.outputs += save_accuracy(run, explained, found.nll, found.kl)
+            log.unfinished = tuple(found.failed)
+        if found.failed:
+            raise unfinished(found)
+    accuracy = load_accuracy(run)
+    for what, each in accuracy.each():
+        check_numbers(each, what)
+        check_increase(each, options.max_ppl_increase, what)
+    return accuracy
+
+
+def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
+    """`options` with the runtimes that `run` has: where no graph can be made of the model, the default leaves out what
+    runs one, which a note says. Raises InputError for one of these that is asked for.
+    """
+    if not (reason := run.without_graph()):
+        return options
+    check_runtimes(options.runtimes, run, reason)
+    if options.runtimes is None:
+        kept = tuple(name for name in options.chosen if name in WITHOUT_GRAPH)
+        left = ", ".join(name for name in options.chosen if name not in WITHOUT_GRAPH)
+        notes.note(f"{left}: left out, since {run.root} has no ONNX graph")
+        return replace(options, runtimes=kept)
+    return options
+
+
+def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:
+    """Raise InputError for a runtime that is asked for by name and runs the graph that the run cannot have."""
+    asked = [name for name in runtimes or () if name not in WITHOUT_GRAPH]
+    if asked:
+        raise InputError(
+            f"--runtimes {asked[0]}: runs an ONNX graph, and {run.root} can have none, since {reason}; choose from "
+            f"{', '.join(name for name in RUNTIMES if name in WITHOUT_GRAPH)}"
+        )
+
+
+def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes) -> "Outcome":
+    """Run `tokens` through what was asked for; `folder` keeps what a killed call has found.
+
+    Raises BackendError where no runtime runs.
+    """
+    from ..validate.accuracy.adder_cost import compare_sums, cost, sample
+    from ..validate.accuracy.compare import BASELINE, compare_in_turn
+    from ..validate.accuracy.runtimes import openers, vocabulary
+
+    taken = sample(tokens, options.accumulator_windows)
+    if options.accumulator:
+        notes.note(cost(run, taken, options.accumulator, device()))
+    made = openers(options.chosen, run, lambda: source_of(run), device())
+    found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
+    if options.accumulator:
+        baseline = made.get(BASELINE) if BASELINE not in found.failed else None
+        sums = compare_sums(run, taken, baseline, options.accumulator, device(), folder / "sums", notes)
+        found = found.joined(sums)
+    if not found.nll:
+        raise BackendError("; ".join(found.failed.values()))
+    return found
+
+
+def _with_adapters(
+    run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
+) -> "tuple[Found, dict[str, str]]":
+    """Evaluate each adapter beside the run's model, and why a runtime failed; nothing where there is none."""
+    if not adapters_of(run):
+        return {}, {}
+    from ..validate.accuracy.adapters import compare_adapted
+
+    return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), device(), folder, notes)
+
+
+def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
+    """Explain what was found: by the frequency of tokens in the calibration text, and the place where numbers stop."""
+    from ..validate.accuracy.compare import BASELINE
+    from ..validate.accuracy.nonfinite import blamed
+    from ..validate.report.token_frequency import by_frequency
+
+    accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
+    calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
+    runtimes = {
+        name: runtime.model_copy(
+            update={
+                "by_frequency": None
+                if runtime.sampled
+                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base)
+            }
+        )
+        for name, runtime in accuracy.runtimes.items()
+    }
+    return accuracy.model_copy(update={"runtimes": runtimes})
+
+
+def unfinished(found: "Outcome") -> UnfinishedError:
+    """Why runtimes failed, and what becomes of the others."""
+    again = " and ".join(found.failed)
+    return UnfinishedError(
+        f"{'; '.join(found.failed.values())}; what {', '.join(found.nll)} gave is written, and the same command tries "
+        f"{again} again: free memory or give a smaller --context, or leave {again} out of --runtimes"
+    )
+
+
+def check_accumulator(options: ValidateOptions) -> None:
+    """Raise InputError for sums of a reference that is not asked for."""
+    if options.accumulator and "reference" not in options.chosen:
+        raise InputError(
+            f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "
+            f"{', '.join(options.chosen)}; add reference to --runtimes"
+        )
+
+
+def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
+    """Raise InputError when `runtimes` leave nothing to hold against the `limit`."""
+    if limit is not None and ("bf16" not in runtimes or WITHOUT_FP8.issuperset(runtimes)):
+        raise InputError(
+            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
+            f"{', '.join(runtimes)}; add what is missing to --runtimes"
+        )
+
+
+def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
+    """Raise InputError for a float model whose perplexity is no finite number, which its files are to blame for, and
+    GateError for another runtime of which that is so; `what` stands behind a runtime's name.
+    """
+    for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
+        if isfinite(runtime.perplexity):
+            continue
+        bad, where = (
+            f"{name}{what}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}",
+            runtime.not_finite,
+        )
+        if where:
+            bad += f", first at position {where.position} of window {where.window} (from 0)"
+            bad += f", by the output of {where.module}" if where.module else ""
+        if name in FLOAT or (where and where.bf16):
+            raise InputError(
+                f"{bad}: the model gives no finite numbers before anything is quantized; check its config.json and its "
+                "weights"
+            )
+        known = where is None or where.bf16 is not None
+        theirs = "and BF16's is a number" if known else "and BF16's is not known, since its checkpoint is gone"
+        raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
+
+
+def check_increase(accuracy: "Accuracy", limit: float | None, what: str = "") -> None:
+    """Raise GateError when the perplexity of a runtime that ran all windows is more than `limit` (a fraction) above
+    BF16's, or is no number.
+
+    Raises InputError when there is nothing to hold against the limit.
+    """
+    if limit is None:
+        return
+    check_comparable(tuple(accuracy.runtimes), limit)
+    increases = {
+        name: runtime.perplexity_increase
+        for name, runtime in accuracy.runtimes.items()
+        if name not in WITHOUT_FP8 and not runtime.sampled
+    }
+    for name, increase in increases.items():
+        runtime = accuracy.runtimes[name]
+        if increase is not None and not increase <= limit:
+            raise GateError(
+                f"{name}{what}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
+                f"--max-ppl-increase {limit:.2%}; `fp8q tune RUN --max-ppl-increase {limit:.2%}` finds the cheapest "
+                "mix that meets it"
+            )

@@ -1,0 +1,67 @@
+"""Both models go on from the same words of the demo's evaluation text, once; where that cannot be, a note says why."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fp8q.api import GenerateOptions, compare
+from fp8q.core.reporter import SILENT
+from fp8q.stages import continuations as continuations_stage
+from fp8q.stages.shared.steps import Notes
+from fp8q.validate.accuracy.continuations import Continuations, load_continuations
+from fp8q.validate.report.report import report_continuations
+
+if TYPE_CHECKING:
+    from fp8q.core.run import Run
+
+
+@pytest.fixture(scope="module")
+def run(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    copied = type(demo_run)(tmp_path_factory.mktemp("continuing") / "run")
+    shutil.copytree(demo_run.root, copied.root)
+    return copied
+
+
+def test_they_are_the_answers_of_generate(run: Run) -> None:
+    notes = Notes(SILENT)
+    continuations_stage.write_continuations(run, 2, notes)
+    found = load_continuations(run)
+    assert len(found.continuations) == 2
+    assert notes.lines == []
+    each = found.continuations[0]
+    expected = compare(run.root, each.prompt, GenerateOptions(max_tokens=found.tokens, runtime="reference"))
+    assert (each.bf16, each.fp8, each.parts_at) == (expected.bf16.text, expected.fp8.text, expected.parts_at)
+    assert each.bf16 == each.common + each.rests[0]
+    before = run.continuations.stat().st_mtime_ns
+    continuations_stage.write_continuations(run, 2, notes)
+    assert run.continuations.stat().st_mtime_ns == before
+
+
+def test_without_the_source_or_its_libraries_a_note_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = run.record().model["path"]
+    written = run.record_file.read_text(encoding="utf-8")
+    run.record_file.write_text(written.replace(where, "/gone"), encoding="utf-8")
+    notes = Notes(SILENT)
+    continuations_stage.write_continuations(run, 3, notes)
+    run.record_file.write_text(written, encoding="utf-8")
+    gone = f"/gone: the model that {run.root} was made of is no longer there; put it back, or calibrate again"
+    assert notes.lines == [f"no continuations: {gone}"]
+    monkeypatch.setattr(continuations_stage, "CALIBRATE_MODULES", ("a_library_that_is_not_here",))
+    notes = Notes(SILENT)
+    continuations_stage.write_continuations(run, 3, notes)
+    assert notes.lines == [
+        (
+            "no continuations: a_library_that_is_not_here is not installed and this command needs it; install it with "
+            "`pip install 'fp8q[calibrate]'`"
+        )
+    ]
+    assert len(report_continuations(run).continuations) == 2  # what an earlier call wrote
+
+
+def test_a_notebook_shows_them_side_by_side(run: Run) -> None:
+    html = report_continuations(run)._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "Not written" in Continuations(tokens=0, continuations=[])._repr_html_()
