@@ -1,10 +1,11 @@
 """Classify the modules of a model: those that multiply by a matrix, make the logits, or write the cache.
 
-A linear layer is known by its forward pass, not by its class: a subclass with a forward pass of its own may compute
-anything, and stays in BF16. ModelOpt's registry judges by the same rule, and is the oracle in the tests.
+A linear layer is known by its forward pass, not by its class: a subclass whose own forward pass computes anything else
+stays in BF16. ModelOpt's registry answers alike, by a list of classes, and is the oracle in the tests.
 """
 
 import re
+from copy import copy
 from inspect import unwrap
 from typing import Literal
 
@@ -82,8 +83,32 @@ def routers(model: PreTrainedModel) -> set[str]:
 
 
 def multiplies_as_linear(module: nn.Module) -> bool:
-    """Tell whether the forward pass of `module` is that of a linear layer or of GPT's Conv1D."""
-    return unwrap(type(module).forward) in {kind.forward for kind in LINEAR}
+    """Tell whether the forward pass of `module` is that of a linear layer or of GPT's Conv1D, by name or by value: a
+    subclass with one of its own (Falcon's) is tried on random numbers.
+    """
+    forward = unwrap(type(module).forward)
+    return forward in {kind.forward for kind in LINEAR} or (
+        isinstance(module, nn.Linear) and _gives_the_product(module, module.bias is not None)
+    )
+
+
+def _gives_the_product(module: nn.Linear, biased: bool) -> bool:
+    """Compare a copy of `module`, with a random weight [5, 7] and bias, with the product that a linear layer gives."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device="cpu", dtype=torch.float64)
+
+    x, weight, bias = draw(3, 7), draw(5, 7), draw(5) if biased else None
+    trial = copy(module)
+    trial._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+    try:
+        with torch.inference_mode():
+            given = trial(x)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    wanted = nn.functional.linear(x, weight, bias)
+    return isinstance(given, torch.Tensor) and given.shape == wanted.shape and torch.allclose(given, wanted)
 
 
 def output_head(model: PreTrainedModel) -> str | None:

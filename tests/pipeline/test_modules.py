@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from fp8q import api
@@ -33,10 +34,10 @@ from fp8q.stages.quantize import rescaled
 
 
 class OddLinear(nn.Linear):
-    """A linear layer with a forward of its own, which no registry knows."""
+    """A linear layer with a forward of its own, which computes something else."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(x, self.weight.t())
+        return torch.matmul(x, self.weight.t()) * 0.5
 
 
 class OddMLP(nn.Module):
@@ -104,9 +105,9 @@ class PlainSubclass(nn.Linear):
 def test_a_linear_layer_is_known_by_its_forward_pass_as_modelopts_registry_knows_it() -> None:
     from modelopt.torch.quantization.nn import QuantModuleRegistry
 
-    modules = [nn.Linear(4, 4), Conv1D(4, 4), PlainSubclass(4, 4), OddLinear(4, 4), nn.Identity()]
-    assert [multiplies_as_linear(module) for module in modules] == [True, True, True, False, False]
-    assert [module in QuantModuleRegistry for module in modules] == [True, True, True, False, False]
+    modules = [nn.Linear(4, 4), Conv1D(4, 4), PlainSubclass(4, 4), OddLinear(4, 4), FalconLinear(4, 4), nn.Identity()]
+    assert [multiplies_as_linear(module) for module in modules] == [True, True, True, False, True, False]
+    assert [module in QuantModuleRegistry for module in modules] == [True, True, True, False, True, False]
 
 
 def test_calibrating_does_not_import_modelopt() -> None:
