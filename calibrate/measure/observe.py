@@ -82,7 +82,7 @@ def count(patterns: torch.Tensor) -> torch.Tensor:
     how.
     """
     threads = torch.get_num_threads()
-    if patterns.device.type != "cpu" or patterns.numel() < WORTH_SHARING * threads:
+    if patterns.device.type != "cpu" or threads == 1 or patterns.numel() < WORTH_SHARING * threads:
         return torch.bincount(patterns, minlength=PATTERNS)
     parts = counters(threads).map(lambda part: torch.bincount(part, minlength=PATTERNS), patterns.chunk(threads))
     return reduce(torch.add, parts)
@@ -111,9 +111,11 @@ class Observer:
         patterns = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten(0, -2)
         counts = count(patterns.flatten())
         channels = patterns.amax(0)
-        finite = torch.nonzero(counts[:INFINITY])
-        amax = magnitudes(int(finite[-1])) if len(finite) else np.float32(0)
-        self.amax_batches[batch] = np.fmax(self.amax_batches[batch], amax)
+        largest = int(channels.amax())
+        if largest >= INFINITY:  # then the largest finite one is found among all patterns, which takes longer
+            finite = torch.nonzero(counts[:INFINITY])
+            largest = int(finite[-1]) if len(finite) else 0
+        self.amax_batches[batch] = np.fmax(self.amax_batches[batch], magnitudes(largest))
         self._counts = counts if self._counts is None else self._counts.add_(counts)
         self._channels = channels if self._channels is None else torch.maximum(self._channels, channels)
 

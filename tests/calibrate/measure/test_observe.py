@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.measure.in_memory import measure
 from fp8q.calibrate.measure.measurement import Measurement
-from fp8q.calibrate.measure.observe import Watch, probe_groups
+from fp8q.calibrate.measure.observe import Observer, Watch, probe_groups
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, save_arrays
 from fp8q.calibrate.model.products import matrix_products, output_head
 from fp8q.core.reporter import SILENT
@@ -159,3 +159,14 @@ def test_activation_and_cache_amax_equal_modelopts_to_the_last_bit(
                 )
                 compared += 1
     assert compared == 4 * 7 + 4 * 2
+
+
+def test_the_amax_of_a_batch_is_that_of_its_finite_values() -> None:
+    observer, inf, nan = Observer(4), float("inf"), float("nan")
+    for batch, values in enumerate(([[1.0, inf], [nan, -3.0]], [[inf, -inf], [inf, nan]], [[0.0, -0.0], [0.5, -2.0]])):
+        observer.update(torch.tensor(values), batch)
+    found = observer.statistics()
+    assert found is not None
+    assert found.amax_batches[:3].tolist() == [3.0, 0.0, 2.0]
+    assert np.isnan(found.amax_batches[3])
+    assert (found.histogram.infinities, found.histogram.nans) == (4, 2)
