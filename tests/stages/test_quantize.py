@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from fp8q.options import CalibrateOptions, Clipping, ScaleOptions
-from fp8q.options.calibrate import SCALES
-from fp8q.options.declare import option
+from fp8q.options.declare import SCALES, option
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.quantize import options_key
 
