@@ -316,8 +316,12 @@ class Run:
 
 
 LOCK = ".lock"
-#: Facts of a work folder's key that are a machine's, and how they are told.
-_ARITHMETIC = {"threads": "{} threads", "device": "device {}", "bf16_products": "BF16 products computed in {}"}
+#: Facts of a work folder's key that are the machine's, and how each is told.
+_ARITHMETIC: dict[str, Callable[[object], str]] = {
+    "threads": lambda count: f"{count} threads",
+    "device": lambda name: f"device {str(name).upper()}",
+    "bf16_products": lambda name: f"BF16 products computed in {str(name).upper()}",
+}
 
 
 def _changed(before: str, wanted: str) -> str:
@@ -329,7 +333,7 @@ def _changed(before: str, wanted: str) -> str:
     except (ValueError, TypeError):
         return ""
     return ", ".join(
-        told.format(str(old[name]).upper()) for name, told in _ARITHMETIC.items() if old.get(name) != new.get(name)
+        tell(old[name]) for name, tell in _ARITHMETIC.items() if name in old and old[name] != new.get(name)
     )
 
 

@@ -14,8 +14,8 @@ its tiles itself. Eager attention multiplies by `matmul`, and is widened.
 """
 
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def has_bf16_units() -> bool:
 
     oneDNN also takes BF16 on AVX-512 without BF16 instructions, where it emulates them at half the speed of FP32.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     x86 = platform.machine().lower() in {"x86_64", "amd64"}
     return not x86 or bool(torch.cpu._is_avx512_bf16_supported())
@@ -107,13 +107,9 @@ def _is_wanted(value: object) -> bool:
     )
 
 
-@contextmanager
-def widened_products(wanted: bool | None = None) -> Iterator[None]:
-    """Compute BF16 products of the CPU in FP32 in this block, where the processor has no BF16 units; `wanted`: in any
-    case, or in none.
-    """
-    with nullcontext() if (has_bf16_units() if wanted is None else not wanted) else WidenedProducts():
-        yield
+def widened_products() -> AbstractContextManager[object]:
+    """Compute BF16 products of the CPU in FP32 in this block, where the processor has no BF16 units."""
+    return nullcontext() if has_bf16_units() else WidenedProducts()
 
 
 def widen_products(model: "PreTrainedModel", dtype: torch.dtype, device: str) -> None:

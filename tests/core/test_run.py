@@ -225,6 +225,29 @@ def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
         assert folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        ('{"threads": 1, "device": "cuda"}', ["begins anew: an earlier call, which stopped half-way, had device CUDA"]),
+        ("{}", []),
+        ("[]", []),
+        ("{", []),
+    ],
+)
+def test_a_work_folder_of_another_key_is_emptied(run: Run, left: str, told: list[str]) -> None:
+    """Whatever a key.json holds that was left there; a fact that it lacks is not told."""
+    lines = list[str]()
+    with run.stage("measure", {}, {}):
+        for key in (left, None):
+            with run.work("measure", {"threads": 1, "device": "cpu"}, note=lines.append) as folder:
+                (folder / "hidden-0").touch()
+            if key is not None:
+                (folder / "key.json").write_text(key)
+                (folder / "hidden-1").touch()
+        assert [path.name for path in folder.iterdir() if path.name != "key.json"] == ["hidden-0"]
+    assert lines == told
+
+
 @pytest.mark.parametrize("where", ["in the work folder", "after it"])
 def test_a_full_disk_leaves_no_work_folder(run: Run, where: str) -> None:
     """safetensors has an error class of its own."""

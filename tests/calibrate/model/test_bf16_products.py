@@ -138,10 +138,14 @@ def test_the_mode_ends_with_its_block_and_with_a_failure() -> None:
     with pytest.raises(RuntimeError), WidenedProducts():
         torch.matmul(normal(2, 3), normal(4, 5))
     assert not _len_torch_function_stack()
-    with widened_products(False):
-        assert not _len_torch_function_stack()
-    with widened_products(True):
-        assert _len_torch_function_stack() == 1
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_products_are_widened_where_there_are_no_units(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16_products, "has_bf16_units", lambda: units)
+    with widened_products():
+        assert _len_torch_function_stack() == (0 if units else 1)
+    assert not _len_torch_function_stack()
 
 
 def test_gradients_pass() -> None:
@@ -265,6 +269,9 @@ def test_units_are_the_processors_and_not_an_emulation(monkeypatch: pytest.Monke
     has_bf16_units.cache_clear()
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert has_bf16_units()
+    has_bf16_units.cache_clear()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not has_bf16_units()
     monkeypatch.undo()
     has_bf16_units.cache_clear()
 
