@@ -43,27 +43,28 @@ from .stages import bench as bench_stage
 from .stages import build_engine as build_engine_stage
 from .stages import continuations as continuations_stage
 from .stages import corpus as corpus_stage
-from .stages import doctor as doctor_stage
-from .stages import engine as engine_stage
 from .stages import export as export_stage
 from .stages import export_baseline as export_baseline_stage
 from .stages import generate as generate_stage
-from .stages import inspect as inspect_stage
-from .stages import lint as lint_stage
 from .stages import measure as measure_stage
 from .stages import merge as merge_stage
-from .stages import preflight
 from .stages import quantize as quantize_stage
 from .stages import report as report_stage
 from .stages import sensitivity as sensitivity_stage
-from .stages import serve as serve_stage
 from .stages import triton as triton_stage
 from .stages import tune as tune_stage
 from .stages import validate as validate_stage
-from .stages.inspect import Inspection
+from .stages.commands import doctor as doctor_stage
+from .stages.commands import engine as engine_stage
+from .stages.commands import inspect as inspect_stage
+from .stages.commands import lint as lint_stage
+from .stages.commands import preflight
+from .stages.commands import serve as serve_stage
+from .stages.commands.inspect import Inspection
+from .stages.pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
 from .stages.shared import sources
+from .stages.shared.model_files import export_options
 from .stages.shared.opening import open_run
-from .stages.shared.steps import CALIBRATE_MODULES, Notes, alone, needs
 
 if TYPE_CHECKING:
     from .calibrate.model.source import Source
@@ -248,7 +249,7 @@ def _measured(
         sources.check_weights(found, source, notes)
     with preflight.nothing_left(found):
         corpus_stage.write_corpus(found, source, collected, notes)
-        measure_stage.measure(found, source, options, notes, world)
+        measure_stage.measure(found, source, options, notes, world, moments=options.weight_rounding == "gptq")
     return source, products
 
 
@@ -331,9 +332,10 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     needs("calibrate", CALIBRATE_MODULES)
 
     found, notes = open_run(path), Notes(progress)
-    chosen, source = quantize_stage.rescaled(found, options), sources.source_of(found)
+    chosen, graph = quantize_stage.rescaled(found, options), export_options(found)
+    source = sources.source_of(found)
     quantize_stage.quantize(found, source, sources.products_of(source, chosen), chosen, notes)
-    export_stage.export_or_note(found, export_stage.exported_options(found), notes)
+    export_stage.export_or_note(found, graph, notes)
     return found
 
 
@@ -491,7 +493,7 @@ def report(path: Path, options: ReportOptions = ReportOptions(), progress: Repor
     """
     found, notes = open_run(path), Notes(progress)
     others = [open_run(other) for other in options.compare]
-    continuations_stage.write_continuations(found, options.continuations, notes)
+    continuations_stage.write_continuations(found, options, notes)
     return report_stage.report(found, others, notes)
 
 

@@ -35,7 +35,7 @@ def measure(checkpoint: str, out: str) -> None:
     from fp8q.core.reporter import SILENT
     from fp8q.stages import corpus as corpus_stage
     from fp8q.stages import measure as measure_stage
-    from fp8q.stages.shared.steps import Notes
+    from fp8q.stages.pipeline.steps import Notes
 
     options = CalibrateOptions(samples=2, seq_len=128, stream=True)
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
@@ -56,8 +56,8 @@ def write(checkpoint: str, out: str) -> None:
     from fp8q.options import ExportOptions, ScaleOptions
     from fp8q.stages import export as export_stage
     from fp8q.stages import quantize as quantize_stage
+    from fp8q.stages.pipeline.steps import Notes
     from fp8q.stages.shared import sources
-    from fp8q.stages.shared.steps import Notes
 
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
     products = sources.products_of(source)

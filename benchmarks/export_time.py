@@ -42,8 +42,8 @@ def calibrate(checkpoint: str, out: str) -> None:
     from fp8q.stages import corpus as corpus_stage
     from fp8q.stages import measure as measure_stage
     from fp8q.stages import quantize as quantize_stage
+    from fp8q.stages.pipeline.steps import Notes
     from fp8q.stages.shared import sources
-    from fp8q.stages.shared.steps import Notes
 
     options = CalibrateOptions(samples=2, seq_len=128)
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
@@ -60,7 +60,7 @@ def export(checkpoint: str, out: str) -> None:
     from fp8q.core.reporter import SILENT
     from fp8q.options import ExportOptions
     from fp8q.stages import export as export_stage
-    from fp8q.stages.shared.steps import Notes
+    from fp8q.stages.pipeline.steps import Notes
 
     print("export", flush=True)
     began, worked = time.perf_counter(), time.process_time()

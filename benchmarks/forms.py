@@ -34,7 +34,7 @@ from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.export.engine.program import Program, Statement
 from fp8q.export.onnx_file import names
 from fp8q.options import Terms, WeightScale
-from fp8q.stages.engine import EngineView
+from fp8q.stages.commands.engine import EngineView
 
 TARGETS = ("sm89", "sm120")
 LAYER = "model.layers.1."

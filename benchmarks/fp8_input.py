@@ -31,8 +31,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model

@@ -58,8 +58,8 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     from fp8q.stages import corpus as corpus_stage
     from fp8q.stages import measure as measure_stage
     from fp8q.stages import quantize as quantize_stage
+    from fp8q.stages.pipeline.steps import Notes
     from fp8q.stages.shared import sources
-    from fp8q.stages.shared.steps import Notes
 
     options = CalibrateOptions(
         samples=asked.windows,

@@ -55,8 +55,8 @@ from fp8q.quantize.weights.sequential import ProductInput, Sequence, exact_input
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.compare import Forward, compare
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 

@@ -233,7 +233,7 @@ def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> 
     go wrong on the way to an engine and to a server. docs/lint.md explains the rules.
     """
     from .. import api
-    from ..stages.lint import check_findings
+    from ..stages.commands.lint import check_findings
     from . import views
 
     found = api.lint(path, run)
@@ -265,7 +265,7 @@ def engine(
     wide and why.
     """
     from .. import api
-    from ..stages.engine import check_views
+    from ..stages.commands.engine import check_views
     from . import views
 
     found = api.engine(run, target, plan)

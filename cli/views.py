@@ -34,8 +34,8 @@ from ..validate.report.tables import (
 
 if TYPE_CHECKING:
     from ..api import Inspection
-    from ..stages.engine import EngineView
-    from ..stages.lint import Linted, LintedRun
+    from ..stages.commands.engine import EngineView
+    from ..stages.commands.lint import Linted, LintedRun
     from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from pydantic import JsonValue
 from safetensors import SafetensorError
 
 from .. import __version__
@@ -32,6 +34,21 @@ GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 def graph_names(adapter: str | None) -> tuple[str, str]:
     """Return the names of the two graphs of the model with an adapter beside it; None: without."""
     return (f"model.{adapter}.onnx", f"model.{adapter}.fp32.onnx") if adapter else (GRAPH, GRAPH_FP32)
+
+
+Choices_co = TypeVar("Choices_co", covariant=True)
+Facts_co = TypeVar("Facts_co", covariant=True)
+
+
+class Readable(Protocol[Choices_co, Facts_co]):
+    """A stage whose record is read back typed (`stages.shared.stage.Stage`)."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that `run.json` has the stage under."""
+
+    def read(self, recorded: Mapping[str, JsonValue], file: Path) -> tuple[Choices_co, Facts_co]:
+        """Return the options and facts `recorded` in `file`; raises InputError where they do not read."""
 
 
 class _Path:
@@ -92,6 +109,17 @@ class Run:
         if self.root.exists() and not self.root.is_dir():
             raise InputError(f"{self.root}: is a file, not a run directory; name another with --out")
         return RunRecord()
+
+    def options(self, stage: "Readable[Choices_co, Facts_co]") -> Choices_co:
+        """Read back the options that `stage` was run with.
+
+        Raises InputError where it was not run, or its record does not read.
+        """
+        return stage.read(self.record().stages[stage.name].options, self.record_file)[0]
+
+    def facts(self, stage: "Readable[Choices_co, Facts_co]") -> Facts_co:
+        """Read back what `stage` found beside its options. Raises InputError as `options` does."""
+        return stage.read(self.record().stages[stage.name].options, self.record_file)[1]
 
     def require(self, path: Path, stage: str) -> Path:
         """Return `path` when it is the file that `stage` wrote.

@@ -7,7 +7,20 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from ..core.errors import InputError
-from .declare import MODEL, SCALES, TEXT, Of, Options, between, first_given, interval_of, not_empty, option, percentage
+from .declare import (
+    MODEL,
+    SCALES,
+    TEXT,
+    Of,
+    Options,
+    Unkeyed,
+    between,
+    first_given,
+    interval_of,
+    not_empty,
+    option,
+    percentage,
+)
 
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16
@@ -204,55 +217,24 @@ class RescaleOptions(ScaleOptions):
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(ScaleOptions):
-    """Options of `fp8q calibrate`. None stands for a default that is lowered to what the model and the text hold.
+class CorpusOptions(Options):
+    """Options of cutting texts into windows. None stands for a default that is lowered to what model and text hold.
 
-    `stream` None: when memory does not hold the model; `seed` None: windows evenly over the text; `batches`: measure
-    those from the first up to the second alone, to be merged with others, and choose nothing.
+    `seed` None: windows evenly over the text.
     """
 
     samples: Annotated[
         int | None,
         option(TEXT, "Windows to calibrate on.", "N", f"{DEFAULT_SAMPLES}, or as many as the text has"),
         between(1),
+        Unkeyed("the windows that it gives are an input"),
     ] = None
     seq_len: Annotated[
-        int | None, option(TEXT, "Tokens in a window.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"), between(1)
+        int | None,
+        option(TEXT, "Tokens in a window.", "N", f"{DEFAULT_SEQ_LEN}, or the model's positions"),
+        between(1),
+        Unkeyed("the windows that it gives are an input"),
     ] = None
-    batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8
-    revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
-    trust_remote_code: Annotated[
-        bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
-    ] = False
-    stream: Annotated[
-        bool | None,
-        option(
-            MODEL,
-            "Calibrate one decoder layer at a time.",
-            default="when memory does not hold the model",
-            negative="--no-stream",
-        ),
-    ] = None
-    adapter: Annotated[
-        tuple[Path, ...],
-        option(MODEL, "A PEFT LoRA adapter of the model, to measure and to serve with it. Repeatable.", "DIR"),
-    ] = ()
-    adapter_mode: Annotated[
-        AdapterMode,
-        option(
-            MODEL,
-            "merge: one adapter becomes part of the weights, before they are quantized. beside: the base alone is "
-            "quantized, and each adapter's BF16 sum is added behind its products.",
-        ),
-    ] = "merge"
-    all_experts: Annotated[
-        bool,
-        option(
-            MODEL,
-            "Show every expert of a mixture every token while measuring; what the model computes stays that of the "
-            "experts that tokens are routed to.",
-        ),
-    ] = False
     chat_template: Annotated[
         bool,
         option(TEXT, "Render rows of `messages` (role, content) by the tokenizer's own chat template."),
@@ -265,10 +247,69 @@ class CalibrateOptions(ScaleOptions):
             "puts in front of a text, as served text does. never: windows are cut from the text as it is tokenized.",
         ),
     ] = "auto"
-    allow_overlap: Annotated[bool, option(TEXT, ALLOW_OVERLAP)] = False
+    allow_overlap: Annotated[
+        bool, option(TEXT, ALLOW_OVERLAP), Unkeyed("the overlap that it lets pass is recorded")
+    ] = False
     seed: Annotated[
         int | None, option(TEXT, "Draw the windows with this seed.", "N", "evenly over the text"), between(0, None)
     ] = None
+
+
+@dataclass(frozen=True)
+class SourceOptions(Options):
+    """Options of opening the source model: its fingerprint, which is an input of the stages, follows from them."""
+
+    revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
+    trust_remote_code: Annotated[
+        bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
+    ] = False
+    adapter: Annotated[
+        tuple[Path, ...],
+        option(MODEL, "A PEFT LoRA adapter of the model, to measure and to serve with it. Repeatable.", "DIR"),
+    ] = ()
+    adapter_mode: Annotated[
+        AdapterMode,
+        option(
+            MODEL,
+            "merge: one adapter becomes part of the weights, before they are quantized. beside: the base alone is "
+            "quantized, and each adapter's BF16 sum is added behind its products.",
+        ),
+    ] = "merge"
+
+    def __post_init__(self) -> None:
+        """Refuse also a way to take adapters where there are none."""
+        super().__post_init__()
+        if self.adapter_mode != "merge" and not self.adapter:
+            raise InputError(f"--adapter-mode {self.adapter_mode}: there is no --adapter; give one, or leave it out")
+
+
+@dataclass(frozen=True)
+class MeasureOptions(Options):
+    """Options of measuring the float model on the windows.
+
+    `stream` None: when memory does not hold the model; `batches`: measure those from the first up to the second alone,
+    to be merged with others, and choose nothing.
+    """
+
+    batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8
+    stream: Annotated[
+        bool | None,
+        option(
+            MODEL,
+            "Calibrate one decoder layer at a time.",
+            default="when memory does not hold the model",
+            negative="--no-stream",
+        ),
+        Unkeyed("layer by layer or at once, the statistics are the same, bit for bit"),
+    ] = None
+    all_experts: Annotated[
+        bool,
+        option(
+            MODEL,
+            "Show every expert of a mixture every token while measuring; what the model computes stays that of the "
+            "experts that tokens are routed to.",
+        ),
+    ] = False
     batches: Annotated[
         tuple[int, int] | None,
         option(
@@ -279,8 +320,7 @@ class CalibrateOptions(ScaleOptions):
         ),
     ] = None
 
-    def __post_init__(self) -> None:
-        """Refuse also a way to take adapters where there are none."""
-        super().__post_init__()
-        if self.adapter_mode != "merge" and not self.adapter:
-            raise InputError(f"--adapter-mode {self.adapter_mode}: there is no --adapter; give one, or leave it out")
+
+@dataclass(frozen=True)
+class CalibrateOptions(MeasureOptions, SourceOptions, CorpusOptions, ScaleOptions):
+    """Options of `fp8q calibrate`: of the corpus, the source model, the measurement and the scales."""

@@ -10,7 +10,7 @@ the two; of that library the parser is not imported here.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -165,6 +165,13 @@ class Of:
 
 
 @dataclass(frozen=True)
+class Unkeyed:
+    """Marks an option that no recorded output of a stage depends on: it is no part of the stage's key; `why` not."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Declared:
     """The parts of a field's annotation beside its type: the option's name, rules and choices (none: any value)."""
 
@@ -206,6 +213,21 @@ class Options:
                     get_args(inner) if get_origin(inner) is Literal else (),
                     next((mark.method for mark in marks if isinstance(mark, Of)), None),
                 )
+        return found
+
+    @classmethod
+    @cache
+    def keyed(cls) -> dict[str, "type[Options]"]:
+        """Name the fields that a stage's key is made of, those of nested option classes in their place, and the class
+        of each: all but the `Unkeyed`.
+        """
+        hints, found = get_type_hints(cls, include_extras=True), dict[str, type[Options]]()
+        for field in fields(cls):
+            marks, inner = getattr(hints[field.name], "__metadata__", ()), (get_args(hints[field.name]) or (None,))[0]
+            if isinstance(inner, type) and issubclass(inner, Options):
+                found |= dict.fromkeys(inner.keyed(), inner)
+            elif not any(isinstance(mark, Unkeyed) for mark in marks):
+                found[field.name] = cls
         return found
 
 

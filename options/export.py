@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from ..core.errors import InputError
 from .calibrate import DEFAULT_SEQ_LEN
-from .declare import ENGINE, Options, between, first_given, option, part_of_all
+from .declare import ENGINE, Options, Unkeyed, between, first_given, option, part_of_all
 
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20
@@ -87,6 +87,7 @@ class EngineOptions(Options):
             "all of them",
             part_of_all,
         ),
+        Unkeyed("a gate on what is written"),
     ] = None
     max_prompt: Annotated[
         int | None,

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..core.errors import InputError
-from .declare import GENERATION, LARGEST_SIZE, MEASUREMENT, OPTIONS, SERVING, Options, between, not_empty, option
+from .declare import (
+    GENERATION,
+    LARGEST_SIZE,
+    MEASUREMENT,
+    OPTIONS,
+    SERVING,
+    Options,
+    Unkeyed,
+    between,
+    not_empty,
+    option,
+)
 
 #: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
 LONGEST_MODEL_NAME = 200
@@ -194,6 +205,7 @@ class TritonOptions(Options):
     out: Annotated[
         Path | None,
         option(OPTIONS, "The repository to write; what fp8q wrote there is replaced.", "REPO", "RUN/triton"),
+        Unkeyed("only what is written into the run is recorded"),
     ] = None
     name: Annotated[
         str | None, option(OPTIONS, "What clients call the model.", "NAME", "that of the source"), name_of_a_model

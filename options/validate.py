@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from ..core.errors import InputError
 from .calibrate import ALLOW_OVERLAP
-from .declare import EVALUATION, OPTIONS, Options, between, increase, nats, option
+from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase, nats, option
 from .export import Baseline
 
 RUNTIMES = (
@@ -63,10 +63,13 @@ class ValidateOptions(Options):
     stride: Annotated[
         int | None, option(EVALUATION, "Tokens of the text between windows.", "N", "all that a window has")
     ] = None
-    allow_overlap: Annotated[bool, option(EVALUATION, ALLOW_OVERLAP)] = False
+    allow_overlap: Annotated[
+        bool, option(EVALUATION, ALLOW_OVERLAP), Unkeyed("the overlap that it lets pass is recorded")
+    ] = False
     max_ppl_increase: Annotated[
         float | None,
         option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
+        Unkeyed("a gate on what is written"),
     ] = None
     accumulator: Annotated[
         Accumulator | None,
@@ -121,18 +124,30 @@ class SensitivityOptions(Options):
 
 
 @dataclass(frozen=True)
-class ReportOptions(Options):
-    """Options of `fp8q report`."""
+class PageOptions(Options):
+    """Options of the report's page and notebook."""
 
     compare: Annotated[
         tuple[Path, ...],
         option(OPTIONS, "Put this run beside it. Repeatable.", "OTHER"),
+        Unkeyed("what those runs hold is an input"),
     ] = ()
+
+
+@dataclass(frozen=True)
+class ContinueOptions(Options):
+    """Options of the texts that BF16 and FP8 write after the same words, for the report."""
+
     continuations: Annotated[
         int,
         option(EVALUATION, "Places of the evaluation text that BF16 and FP8 go on from; 0 for none.", "N"),
         between(0),
     ] = 3
+
+
+@dataclass(frozen=True)
+class ReportOptions(ContinueOptions, PageOptions):
+    """Options of `fp8q report`."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The stages, a file each, called after their commands: each reads files of the run and writes files of the run.
+"""The stages of a run, a file each, called after their commands: each reads files of the run and writes files of it.
 
 All that can be wrong with the input is found before the first file is written. A stage that is current (same inputs,
 options and version) is passed over, so the same command goes on where it was killed, and another method chooses again
-without measuring again. `api` joins them; what they share is in `shared`.
+without measuring again. `pipeline.stages` has them all as values: what each reads, writes and depends on; what they
+share is in `shared`.
 
 In the order of work:
 
@@ -23,17 +24,19 @@ In the order of work:
     continuations    text that BF16 and FP8 write after the same words, for the report
     report           the run as a page and a notebook, beside other runs
 
-They only read the run:
+They write nothing:
 
+    generate         text from the FP8 model, from the BF16 model it was made of, or from both
+    other_text       text that the run was not calibrated on, read as its own was
+
+The commands that join stages, or only read what they wrote, in `commands`:
+
+    calibrate        model and text to checkpoint and graphs, by one process or several ranks
+    run              all stages, one after the other
+    preflight        what later stages would refuse, told before the first one writes
     inspect          every module, and what stands out
     doctor           the stability checklist, a verdict each
     engine           what engines run, read from them anew
-    generate         text from the FP8 model, from the BF16 model it was made of, or from both
     serve            the FP8 model behind OpenAI's API, and the BF16 model beside it
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
-
-Before the first stage and between them:
-
-    preflight        what later stages would refuse, told before the first one writes
-    other_text       text that the run was not calibrated on, read as its own was
 """

@@ -24,13 +24,15 @@ from ..serve.loop.cuda import CudaDevice, CudaError
 from ..serve.loop.sessions import SessionError, import_onnxruntime
 from ..validate.bench.capacity import Footprint, capacities, footprint
 from ..validate.bench.document import Bench, BenchProtocol, BenchRow
-from .export import files_of
 from .generate import TORCH_RUNTIMES, runtime_here, session_of
 from .other_text import positions
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import BENCH
+from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.adapters import note_base_alone
+from .shared.model_files import files_of
 from .shared.opening import open_run
 from .shared.sources import source_of
-from .shared.steps import CALIBRATE_MODULES, Notes, device, needs, stage
 
 #: A model that is measured: its name in the tables, its run and precision.
 Named = tuple[str, Run, Precision]
@@ -73,7 +75,7 @@ def bench(run: Run, against: Sequence[Path], options: BenchOptions, plot: Path |
                 f"{runtime}: FP8 is emulated here, its codes multiplied as wider numbers; so these times say nothing "
                 "of FP8's speed on a GPU, and no improvement is told"
             )
-    with stage(run, "bench", inputs, asdict(options), notes) as log:
+    with BENCH.writing(run, Key(inputs, options, NO_FACTS), notes) as log:
         found = Bench(
             protocol=protocol,
             rows=list(_rows(contenders, each_size, protocol.emulated, options, notes)),

@@ -1,15 +1,17 @@
 """The stages `build-engine` and `build-engine-<precision>`: an engine for each target, and what is proven of it."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..quantize.scales.decisions import load_scales
-from .export import files_of
 from .other_text import positions
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import build_engine_stage
+from .pipeline.steps import Notes
 from .shared.adapters import check_adapter, note_base_alone
-from .shared.steps import Notes, stage
+from .shared.model_files import files_of
 
 if TYPE_CHECKING:
     from ..export.engine.info import EngineInfo
@@ -22,25 +24,22 @@ def build(run: Run, options: EngineOptions, notes: Notes) -> "list[EngineInfo]":
     """
     from ..calibrate.text.corpus import lower_default
     from ..export.engine.build import build_engines, resolve
-    from ..export.engine.info import check_share, engine_stage, load_engines
+    from ..export.engine.info import check_share, load_engines
 
     run.refuse_without_graph()
     check_adapter(run, options.adapter)
     if options.adapter is None:
         note_base_alone(run, "these engines run", notes)
     options = resolve(options)
-    precision, name = options.precision, engine_stage(options.precision, options.adapter)
+    precision, stage = options.precision, build_engine_stage(options.precision, options.adapter)
     inputs, promised = files_of(run, precision), load_scales(run).promised if precision == "fp8" else []
     max_seq_len = lower_default(
         "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes
     )
     options = replace(options, max_seq_len=max_seq_len)
-    chosen = asdict(options) | {"targets": list(options.targets)}
-    chosen.pop("min_fp8_share")
-    if options.adapter is None:  # nothing of it in runs that are older
-        chosen.pop("adapter")
-    if not run.is_current(name, inputs, chosen):
-        with stage(run, name, inputs, chosen, notes) as log:
+    key = Key(inputs, options, NO_FACTS)
+    if not stage.is_current(run, key):
+        with stage.writing(run, key, notes) as log:
             log.outputs += build_engines(run, promised, options, notes)
     built = load_engines(run, precision, options.adapter)
     if precision == "fp8":

@@ -7,11 +7,13 @@ import numpy as np
 from ..core.errors import BackendError, InputError
 from ..core.files import write_document
 from ..core.run import Run
-from ..options import GenerateOptions
+from ..options import ContinueOptions, GenerateOptions
 from .corpus import load_tokens
-from .export import fp8_files
 from .generate import compare_all
-from .shared.steps import CALIBRATE_MODULES, Notes, needs, stage
+from .pipeline.stage import Key
+from .pipeline.stages import CONTINUE, ContinueFacts
+from .pipeline.steps import CALIBRATE_MODULES, Notes, needs
+from .shared.model_files import fp8_files
 
 if TYPE_CHECKING:
     from ..validate.accuracy.continuations import Continuations
@@ -20,23 +22,23 @@ if TYPE_CHECKING:
 PROMPT_TOKENS, TOKENS = 32, 48
 
 
-def write_continuations(run: Run, count: int, notes: Notes) -> None:
-    """Let both models go on from `count` places of the evaluation text, where that is not done.
+def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> None:
+    """Let both models go on from some places of the evaluation text, where that is not done.
 
     Where the source model, or what runs it, is not here, a note says so, and what an earlier call wrote stays as it is.
     """
-    if not count or not run.evaluation.is_file():
+    if not options.continuations or not run.evaluation.is_file():
         return
     inputs = fp8_files(run, graph=False) | {
         run.evaluation.name: run.record().stages["corpus"].outputs[run.evaluation.name]
     }
-    chosen: dict[str, object] = {"continuations": count, "tokens": TOKENS}
-    if run.is_current("continue", inputs, chosen):
+    key = Key(inputs, options, ContinueFacts(tokens=TOKENS))
+    if CONTINUE.is_current(run, key):
         return
     try:
         needs("calibrate", CALIBRATE_MODULES)
-        with stage(run, "continue", inputs, chosen, notes) as log:
-            write_document(run.continuations, _continued(run, count))
+        with CONTINUE.writing(run, key, notes) as log:
+            write_document(run.continuations, _continued(run, options.continuations))
             log.outputs.append(run.continuations)
     except (BackendError, InputError) as error:
         notes.note(f"no continuations: {error}")

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field
@@ -13,8 +13,10 @@ from ..core.errors import InputError
 from ..core.files import Strict, reading, replacing
 from ..core.reporter import Reporter
 from ..core.run import Run
-from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CalibrateOptions
-from .shared.steps import Notes, stage
+from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
+from .pipeline.stage import Key
+from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
+from .pipeline.steps import Notes
 from .shared.texts import Text, Tokens, check_apart, hold_out, read, share_out
 
 if TYPE_CHECKING:
@@ -27,18 +29,14 @@ if TYPE_CHECKING:
 #: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and
 #: of Chinese have some five.
 BYTES_PER_TOKEN = 16
-#: The largest token id that a tokenizer can hold: tokenizers counts in 32 bits.
-LARGEST_ID = 2**32 - 1
 
 
 class Opening(Strict):
-    """The beginning of a run's windows, and what its texts share, as `run.json` has it; the defaults are those of runs
-    that are older than `--bos`.
-    """
+    """The beginning of a run's windows, and what its texts share."""
 
-    bos: Bos = "never"
-    prefix: list[Annotated[int, Field(ge=0, le=LARGEST_ID)]] = Field(default=[])
-    overlap: float | None = None
+    bos: Bos
+    prefix: Prefix = Field(default=[])
+    overlap: Overlap = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Collected:
     evaluation: Tokens
     names: tuple[str, str]
     sources: "list[TextSource]"
-    options: CalibrateOptions
+    options: CorpusOptions
     opening: Opening
 
 
@@ -60,7 +58,7 @@ def collect(
     tokenizer: "PreTrainedTokenizerBase",
     data: str | Sequence[str],
     eval_data: str | None,
-    options: CalibrateOptions,
+    options: CorpusOptions,
     report: Reporter,
 ) -> Collected:
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
@@ -94,7 +92,7 @@ def collect(
 
 
 def prefix_for(
-    tokenizer: "PreTrainedTokenizerBase", texts: list[Text], options: CalibrateOptions, report: Reporter
+    tokenizer: "PreTrainedTokenizerBase", texts: list[Text], options: CorpusOptions, report: Reporter
 ) -> tuple[int, ...]:
     """Return the tokens that each window begins with: those that the tokenizer puts in front of a text, unless
     `options` say never, or a chat template writes chats that begin without.
@@ -111,7 +109,7 @@ def prefix_for(
     return () if without else prefix
 
 
-def shared(texts: list[Text], other: Text | None, options: CalibrateOptions, report: Reporter) -> float | None:
+def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report: Reporter) -> float | None:
     """The share of the texts, or of the `other` one to evaluate on, that is in both, where it is too much and allowed;
     None where they are apart.
 
@@ -153,35 +151,42 @@ def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, 
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
     """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
     inputs = {"tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
-    before: dict[str, object] = {
-        "data": collected.names[0],
-        "eval_data": collected.names[1],
-        "model": str(source.path.resolve()),
-        "chat_template": collected.options.chat_template,
-        "seed": collected.options.seed,
-        "sources": [text.model_dump() for text in collected.sources],
-    }
-    options = before | collected.opening.model_dump(exclude_none=True)
-    plain = collected.opening == Opening(bos=collected.opening.bos)  # as a run that is older than --bos
-    if any(run.is_current("corpus", inputs, known) for known in ([options, before] if plain else [options])):
+    data, eval_data = collected.names
+    facts = CorpusFacts(
+        data=data,
+        eval_data=eval_data,
+        model=str(source.path.resolve()),
+        sources=collected.sources,
+        prefix=collected.opening.prefix,
+        overlap=collected.opening.overlap,
+    )
+    save_corpus(run, source, Key(inputs, collected.options, facts), (collected.windows, collected.evaluation), notes)
+
+
+def save_corpus(
+    run: Run, source: "Source", key: Key[CorpusOptions, CorpusFacts], tokens: tuple[Tokens, Tokens], notes: Notes
+) -> None:
+    """Write the `tokens` to calibrate and to evaluate on, where they are not there, and the identity of the `source`
+    model.
+    """
+    if CORPUS.is_current(run, key):
         return
     model = {
         "name": source.title,
-        "path": str(before["model"]),
+        "path": key.facts.model,
         "revision": source.revision or "",
         "fingerprint": source.fingerprint,
     } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
-    with stage(run, "corpus", inputs, options, notes, model) as log:
-        save_tokens(run.calibration, collected.windows)
-        save_tokens(run.evaluation, collected.evaluation)
-        log.outputs += [run.calibration, run.evaluation]
+    with CORPUS.writing(run, key, notes, model) as log:
+        for path, ids in zip((run.calibration, run.evaluation), tokens, strict=True):
+            save_tokens(path, ids)
+            log.outputs.append(path)
 
 
 def opening_of(run: Run) -> Opening:
     """Read how the windows of `run` begin. Raises InputError where its record does not say it as it should."""
-    known = run.record().stages["corpus"].options
-    with reading(run.record_file, "the record of a run"):
-        return Opening.model_validate({name: known[name] for name in Opening.model_fields if name in known})
+    facts = run.facts(CORPUS)
+    return Opening(bos=run.options(CORPUS).bos, prefix=facts.prefix, overlap=facts.overlap)
 
 
 def digest(tokens: Tokens) -> str:

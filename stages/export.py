@@ -1,21 +1,22 @@
-"""The stage `export`: both ONNX graphs beside the checkpoint; and the files that every FP8 runtime reads."""
+"""The stage `export`: both ONNX graphs beside the checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .. import __version__
 from ..core.errors import Fp8qError, InputError
-from ..core.files import replacing, sha256_file, write_document
-from ..core.record import FP8_STAGES, command
-from ..core.run import GRAPH, Run, graph_names, no_graph
-from ..options import Clipping, ExportOptions, Precision, Terms
-from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of
+from ..core.files import replacing, write_document
+from ..core.run import Run, no_graph
+from ..options import ExportOptions, WeightScale
+from ..quantize.reading.run_checkpoint import ATTENTION_SCALES
+from .pipeline.stage import NO_FACTS, Key, NoFacts
+from .pipeline.stages import EXPORT, QUANTIZE
+from .pipeline.steps import Notes
 from .queries import measure_queries
 from .shared.adapters import adapters_of, check_attention
-from .shared.steps import Notes, stage
+from .shared.model_files import graphs_of, has_graphs, hashes_of
 
 if TYPE_CHECKING:
     from ..core.findings import Finding
@@ -54,29 +55,22 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
     scales = load_scales(run)
     check_attention(adapters_of(run), asked)
-    written = _written(run, "quantize")
-    inputs = {name: digest for name, digest in written.items() if name != str(run.scales.relative_to(run.root))} | {
-        "scales.json": written["scales.json"]
-    }
+    inputs = hashes_of(run, QUANTIZE.name)
     check_dtype({module: scales.activations[module].scale for module in scales.two_terms}, asked)
-    traced = {"dtype": asked.dtype} | ({"attention": asked.attention} if asked.attention != "wide" else {})
-    options = traced | ({"weight_scale": asked.weight_scale} if asked.weight_scale != "dq" else {})
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:
-        refuse(run, inputs, options, refused, notes)
+        refuse(run, Key(inputs, asked, NO_FACTS), refused, notes)
         raise NoGraphError(no_graph(run.root, refused))
     if asked.attention == "fp8":
         measure_queries(run, notes)
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
             "measure"
         ].outputs
-    if run.is_current("export", inputs, options):
+    key = Key(inputs, asked, NO_FACTS)
+    if EXPORT.is_current(run, key):
         return
-    record = load_record(run)
-    before = dict(run.record().stages["export"].options) if has_graphs(run) else {}
-    form = before.pop("weight_scale", ExportOptions.weight_scale)
-    carried = before == traced
-    with refusing(run, inputs, options, notes), stage(run, "export", inputs, options, notes) as log:
+    record, form = load_record(run), traced_form(run, asked)
+    with refusing(run, key, notes), EXPORT.writing(run, key, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
         promised = {module: activation.scale for module, activation in scales.activations.items()}
@@ -86,8 +80,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             of_attention, two_terms = promised_attention(run), promised_terms(run, scales)
             return {path: lint(path, promised, weight_scales, of_attention, two_terms) for path in graphs}
 
-        findings = linted(graphs_of(run)) if carried else {}
-        if not carried or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
+        findings = linted(graphs_of(run)) if form else {}
+        if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
             form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
         if form != asked.weight_scale:
             for path in findings:
@@ -98,9 +92,17 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             say(path, found, notes)
 
 
-def graphs_of(run: Run) -> list[Path]:
-    """The FP8 graphs of `run`: both of the model, and both of it with each adapter beside it."""
-    return [run.model / name for adapter in (None, *adapters_of(run)) for name in graph_names(adapter)]
+def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
+    """Return the form of the weights' scales in the graphs that `run` has, where these were traced as `asked`; None
+    where they have to be traced.
+    """
+    if not has_graphs(run):
+        return None
+    try:
+        before = run.options(EXPORT)
+    except InputError:  # whatever is recorded, it is made again
+        return None
+    return before.weight_scale if replace(before, weight_scale=asked.weight_scale) == asked else None
 
 
 def why_no_graph(run: Run) -> str | None:
@@ -118,21 +120,21 @@ def why_no_graph(run: Run) -> str | None:
 
 
 @contextmanager
-def refusing(run: Run, inputs: Mapping[str, str], options: Mapping[str, object], notes: Notes) -> Iterator[None]:
+def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterator[None]:
     """Record that no graph can be made where torch's exporter finds that out in the block."""
     from ..export.graph.trace import UntraceableError
 
     try:
         yield
     except UntraceableError as error:
-        refuse(run, inputs, options, error.reason, notes)
+        refuse(run, key, error.reason, notes)
         raise
 
 
-def refuse(run: Run, inputs: Mapping[str, str], options: Mapping[str, object], reason: str, notes: Notes) -> None:
+def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes) -> None:
     """Record the stage `export` as one that cannot be done, and why: whatever needs the graph says so from there."""
     notes.lines.append(f"no ONNX graph: {reason}")  # the report shows a stage's notes
-    with stage(run, "export", inputs, options, notes) as log:
+    with EXPORT.writing(run, key, notes) as log:
         log.refused = reason
 
 
@@ -166,20 +168,14 @@ def write_attention(run: Run, asked: ExportOptions) -> int:
     if asked.attention == "wide":
         return 0
     queries, _ = load_arrays(run.require(run.queries, "queries"))
-    terms: Terms = 2 if run.record().stages["quantize"].options["activation_terms"] == 2 else 1
-    scales = attention_scales({**load_statistics(run).tensors, **queries}, clipping_of(run), terms)
+    chosen = run.options(QUANTIZE)
+    terms = chosen.activation_terms
+    scales = attention_scales({**load_statistics(run).tensors, **queries}, chosen.clip, terms)
     check_dtype({name: each.scale for name, each in scales.tensors.items() if each.terms == 2}, asked)
     with replacing(stored) as partial:
         save_scales(partial, scales)
     write_document(run.attention, scales)
     return terms
-
-
-def clipping_of(run: Run) -> Clipping:
-    """Read back how the run's scales were chosen."""
-    chosen = run.record().stages["quantize"].options
-    options: dict[str, Any] = {field.name: chosen[field.name] for field in fields(Clipping)}
-    return Clipping(**options)
 
 
 def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
@@ -193,68 +189,3 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
 def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
     """The findings that are errors."""
     return [finding for finding in findings if finding.severity == "error"]
-
-
-def has_graphs(run: Run) -> bool:
-    """Tell whether the graphs in the run are what this version exported.
-
-    A checkpoint that they no longer fit took them away (`export.graph.reuse`).
-    """
-    exported = run.record().stages.get("export")
-    if exported is None or exported.version != __version__ or exported.refused:
-        return False
-    return all(
-        (run.root / name).is_file() and sha256_file(run.root / name) == digest
-        for name, digest in exported.outputs.items()
-    )
-
-
-def exported_options(run: Run) -> ExportOptions:
-    """Read back the options that the run's graph was exported with; the defaults where there is none."""
-    before = run.record().stages.get("export")
-    options: dict[str, Any] = dict(before.options) if before else {}
-    return ExportOptions(**options)
-
-
-def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
-    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there
-    now. Raises InputError.
-
-    `graph` False: for runtimes that read the checkpoint alone, where no graph can be made of the model.
-    """
-    run.refuse_stale(*FP8_STAGES)
-    hashes = _written(run, "quantize", "export")
-    if graph or not run.without_graph():
-        run.require(run.onnx, "export")
-    return hashes
-
-
-def files_of(run: Run, precision: Precision) -> dict[str, str]:
-    """Return the SHA-256 of each file that the runtimes of a precision read."""
-    run.refuse_without_graph()
-    if precision == "fp8":
-        return fp8_files(run)
-    hashes = _written(run, f"export-{precision}")
-    run.require(checkpoint_of(run, precision) / GRAPH, f"export-{precision}")
-    if run.is_stale(f"export-{precision}"):
-        raise InputError(
-            f"{checkpoint_of(run, precision)}: was made of other statistics or scales than the run has now; run `fp8q "
-            f"export {run.root} --precision {precision}` again"
-        )
-    return hashes
-
-
-def _written(run: Run, *stages: str) -> dict[str, str]:
-    """Name -> SHA-256 of what `stages` wrote, each file found to be still that.
-
-    Raises InputError, naming the folder where all of it is gone.
-    """
-    hashes: dict[str, str] = {}
-    for by in stages:
-        outputs = run.record().stages[by].outputs if by in run.record().stages else {}
-        for name, digest in outputs.items():
-            if not (folder := (run.root / name).parent).is_dir():
-                raise InputError(f"{folder}: is missing; `{command(by, run.root)}` writes it, run that first")
-            run.require(run.root / name, by)
-            hashes[name] = digest
-    return hashes

@@ -3,16 +3,16 @@ the run.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
 from ..core.files import replacing
 from ..core.run import Run
 from ..options import Baseline
 from ..quantize.reading.run_checkpoint import checkpoint_of
-from .export import clipping_of, say
+from .export import say
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import EXPORT_BASELINE, QUANTIZE
+from .pipeline.steps import Notes
 from .shared.sources import source_of
-from .shared.steps import Notes, stage
 
 #: The rules of the lint that say nothing of FP8: of the graph's form, and of its external data.
 APPLYING = ("F3", "F4")
@@ -33,23 +33,23 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
 
     run.refuse_without_graph()
     scales, record = load_scales(run), run.record()
+    clip = run.options(QUANTIZE).clip
     inputs: dict[str, str] = {"model": record.model["fingerprint"]}
-    options: dict[str, Any] = {}
     if precision == "int8":
         for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
             inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
-        options = asdict(clipping_of(run))
-    name, directory = f"export-{precision}", checkpoint_of(run, precision)
-    if run.is_current(name, inputs, options):
+    stage, directory = EXPORT_BASELINE[precision], checkpoint_of(run, precision)
+    key = Key(inputs, clip, NO_FACTS)  # of which BF16 takes nothing
+    if stage.is_current(run, key):
         return
     source = source_of(run)
-    with stage(run, name, inputs, options, notes) as log:
+    with stage.writing(run, key, notes) as log:
         with replacing(directory) as partial:
             groups: Mapping[str, list[str]] = {}
             if precision == "int8":
                 statistics = load_statistics(run)
                 groups = promised_groups(
-                    statistics.record.groups, write_int8(source, partial, statistics, scales, clipping_of(run), notes)
+                    statistics.record.groups, write_int8(source, partial, statistics, scales, clip, notes)
                 )
             else:
                 write_bf16(source, partial, notes)

@@ -13,10 +13,10 @@ from ..serve.loop.generate import Generator
 from ..serve.loop.request import Completion, Request, RequestError
 from ..serve.loop.sessions import Session
 from ..serve.triton.repository import weight_files
-from .export import fp8_files
+from .pipeline.steps import CALIBRATE_MODULES, device, needs
 from .shared.adapters import check_adapter
+from .shared.model_files import fp8_files
 from .shared.sources import source_of
-from .shared.steps import CALIBRATE_MODULES, device, needs
 
 #: What needs torch.
 TORCH_RUNTIMES = ("reference", "bf16")

@@ -2,22 +2,24 @@
 ranks, and on other text.
 """
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.run import Run
 from ..core.undo import scratch
-from ..options import CalibrateOptions
-from .corpus import digest, load_tokens, opening_of
+from ..options import CalibrateOptions, MeasureOptions
+from .corpus import digest, load_tokens
 from .other_text import read_other
+from .pipeline.stage import Key
+from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
+from .pipeline.steps import Notes, arithmetic, device
+from .shared.adapters import fingerprints
 from .shared.sources import source_of
-from .shared.steps import Notes, arithmetic, device, stage
 from .shared.texts import Tokens
 
 if TYPE_CHECKING:
@@ -78,75 +80,63 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
         raise no_scale(options.clip, batches)
 
 
-def measured_by(run: Run) -> CalibrateOptions:
-    """Read back the options that `run` was measured by; those that leave the statistics alone have their defaults."""
-    recorded = run.record().stages["measure"].options
-    names = CalibrateOptions.declared().keys() & recorded.keys()
-    read: dict[str, Any] = {
-        name: tuple(value) if isinstance(value := recorded[name], list) else value for name in names
-    }
-    return CalibrateOptions(**read)
-
-
-def check_experts(source: "Source", products: "Products", options: CalibrateOptions) -> None:
+def check_experts(source: "Source", products: "Products", options: MeasureOptions) -> None:
     """Raise InputError for --all-experts of a model that has none."""
     if options.all_experts and not products.routers:
         raise InputError(f"--all-experts: {source.name} ({source.architecture}) has no experts; leave it out")
 
 
-def measure(run: Run, source: "Source", options: CalibrateOptions, notes: Notes, world: "World | None" = None) -> None:
-    """The stage `measure`: the model on the calibration windows, and `statistics.*`.
+def measure(
+    run: Run,
+    source: "Source",
+    options: MeasureOptions,
+    notes: Notes,
+    world: "World | None" = None,
+    moments: bool = False,
+) -> None:
+    """Run the float model on the calibration windows, and write `statistics.*`, which are the same streamed or not, by
+    one rank or many.
 
-    Streamed or not, by one rank or many, these are the same.
-
-    Of the ranks in `world` this is the first; the others `take_part`.
+    Of the ranks in `world` this is the first; the others `take_part`. `moments`: gather second moments for GPTQ.
     """
     from ..calibrate.measure.moments import gathering
     from ..calibrate.ranks.world import World
 
     world = world or World()
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
-    wanted = options.weight_rounding == "gptq"
-    chosen: dict[str, object] = {"batch_size": options.batch_size, "moments": wanted} | (
-        {"batches": list(options.batches)} if options.batches else {}
-    )
-    if options.all_experts:
-        chosen["all_experts"] = True
-    opening = opening_of(run)
-    if opening.prefix:
-        chosen["prefix"] = opening.prefix
+    texts = run.facts(CORPUS)
+    facts = MeasureFacts(moments=moments, prefix=texts.prefix, adapters=fingerprints(source))
     if source.adapters:
-        chosen["adapters"] = {adapter.name: adapter.fingerprint for adapter in source.adapters}
         notes.note(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
-    if any(run.is_current("measure", inputs, chosen | {"moments": there}) for there in {wanted, True}):
+    key, with_moments = (Key(inputs, options, facts.model_copy(update={"moments": each})) for each in (moments, True))
+    if MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the others have nothing to do
         return
     windows = load_tokens(run, run.calibration)
     stream = streamed(source, options.stream, notes, world.place.local_ranks)
-    read = run.record().stages["corpus"].options
     task = task_of(
         source,
         windows,
-        {"name": read["data"], "sources": read.get("sources"), "prefix": opening.prefix},
+        texts,
         options,
         stream,
         inputs
-        | {"moments": str(wanted), "all_experts": str(options.all_experts)}
+        | {"moments": str(moments), "all_experts": str(options.all_experts)}
         | {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters},
     )
     if world.size > 1:
         notes.note(world.described())
-    with stage(run, "measure", inputs, chosen, notes) as log:
+    with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
         with (
             run.work("measure", work_key(task, world), note=notes.note) if stream else nullcontext() as folder,
-            gathering(run, wanted, folder / "moments" if folder else None) as moments,
+            gathering(run, moments, folder / "moments" if folder else None) as gathered,
         ):
             announce(task, windows, world)
-            statistics = world.added(run_model(source, share(task, windows, world, moments), notes, folder))
+            statistics = world.added(run_model(source, share(task, windows, world, gathered), notes, folder))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
@@ -169,14 +159,12 @@ def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
 def task_of(
     source: "Source",
     windows: Tokens,
-    texts: Mapping[str, object],
-    options: CalibrateOptions,
+    texts: CorpusFacts,
+    options: MeasureOptions,
     stream: bool,
     key: dict[str, str],
 ) -> Task:
-    """The measurement of `windows` int64 [windows, seq_len], cut from `texts` (the fields `name`, `sources` and
-    `prefix` of a `Corpus`), by `options`.
-    """
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`."""
     identity = ModelIdentity(
         name=source.title,
         revision=source.revision,
@@ -184,8 +172,15 @@ def task_of(
         fingerprint=source.fingerprint,
         tokenizer=source.tokenizer_fingerprint,
     )
-    shape = {"windows": len(windows), "seq_len": windows.shape[1], "batch_size": options.batch_size}
-    corpus = Corpus.model_validate({**texts, **shape, "fingerprint": digest(windows)})
+    corpus = Corpus(
+        name=texts.data,
+        fingerprint=digest(windows),
+        windows=len(windows),
+        seq_len=windows.shape[1],
+        batch_size=options.batch_size,
+        sources=texts.sources,
+        prefix=texts.prefix,
+    )
     return Task(
         model=identity,
         corpus=corpus,

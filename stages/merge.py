@@ -18,11 +18,13 @@ from ..core.errors import InputError
 from ..core.files import sha256_file
 from ..core.reporter import Reporter
 from ..core.run import Run
-from ..options import Bos
-from .corpus import Opening, digest, load_tokens, opening_of, save_tokens
+from ..options import CorpusOptions, MeasureOptions
+from .corpus import digest, load_tokens, opening_of, save_corpus
+from .pipeline.stage import Key
+from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
+from .pipeline.steps import Notes
 from .shared.adapters import adapters_of
 from .shared.sources import opened_as
-from .shared.steps import Notes, stage
 from .shared.texts import Tokens
 
 if TYPE_CHECKING:
@@ -156,33 +158,26 @@ def missing(merged: Merged) -> list[str]:
 def write(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
     """The stages `corpus` and `measure` of the merged `run`; `overlap`: what `check_held_out` found."""
     corpus = merged.statistics.record.corpus
-    collected = [part.record().stages["corpus"].options for part in merged.runs]
-    model = {
-        "name": source.title,
-        "path": str(source.path.resolve()),
-        "revision": source.revision or "",
-        "fingerprint": source.fingerprint,
-    } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
+    collected = [(part.options(CORPUS), part.facts(CORPUS)) for part in merged.runs]
+    options = CorpusOptions(
+        chat_template=any(options.chat_template for options, _ in collected),
+        bos="auto" if any(options.bos == "auto" for options, _ in collected) else "never",
+    )
+    facts = CorpusFacts(
+        data=corpus.name,
+        eval_data=" + ".join(sorted({facts.eval_data for _, facts in collected})),
+        model=str(source.path.resolve()),
+        prefix=corpus.prefix,
+        overlap=overlap,
+        runs=merged.lineage,
+    )
     inputs = {"tokens": digest(merged.windows), "evaluation": digest(merged.evaluation)}
-    options: dict[str, object] = {
-        "data": corpus.name,
-        "eval_data": " + ".join(sorted({str(options["eval_data"]) for options in collected})),
-        "model": model["path"],
-        "chat_template": any(options.get("chat_template") for options in collected),
-        "runs": merged.lineage,
-    }
-    openings = [opening_of(part) for part in merged.runs]
-    bos: Bos = "auto" if any(opening.bos == "auto" for opening in openings) else "never"
-    opening = Opening(bos=bos, prefix=corpus.prefix, overlap=overlap)
-    if opening != Opening():  # of runs that are older than --bos nothing is said
-        options |= opening.model_dump(exclude_none=True)
-    if not run.is_current("corpus", inputs, options):
-        with stage(run, "corpus", inputs, options, notes, model) as log:
-            save_tokens(run.calibration, merged.windows)
-            save_tokens(run.evaluation, merged.evaluation)
-            log.outputs += [run.calibration, run.evaluation]
-    inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.calibration)} | merged.measured
-    options = {"batch_size": corpus.batch_size, "moments": False, "runs": merged.lineage}
-    if not run.is_current("measure", inputs, options):
-        with stage(run, "measure", inputs, options, notes) as log:
+    save_corpus(run, source, Key(inputs, options, facts), (merged.windows, merged.evaluation), notes)
+    measured = Key(
+        {"model": source.fingerprint, "calibration.npz": sha256_file(run.calibration)} | merged.measured,
+        MeasureOptions(batch_size=corpus.batch_size),
+        MeasureFacts(runs=merged.lineage),
+    )
+    if not MEASURE.is_current(run, measured):
+        with MEASURE.writing(run, measured, notes) as log:
             log.outputs += save_statistics(run, merged.statistics)

@@ -13,6 +13,7 @@ from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import ValidateOptions
 from .corpus import load_tokens, opening_of
+from .pipeline.stages import CORPUS
 from .shared.texts import Text, Tokens, read
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabu
     def render(where: str, value: object) -> str:  # a tokenizer without a template matters only where there are chats
         return renderer(tokenizer, str(run.model))(where, value)
 
-    chats_first = bool(run.record().stages["corpus"].options.get("chat_template"))
+    chats_first = run.options(CORPUS).chat_template
     return read(spec, tokenizer, vocabulary, corpus.Reading(render=render, chats_first=chats_first), report)
 
 
@@ -47,7 +48,7 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
     from ..validate.accuracy.runtimes import vocabulary
 
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
-    name, opening = str(run.record().stages["corpus"].options["eval_data"]), opening_of(run)
+    name, opening = run.facts(CORPUS).eval_data, opening_of(run)
     if data is not None:
         tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
         text = read_other(run, data, tokenizer, vocabulary(run.model), report)

@@ -1,17 +1,19 @@
 """The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import InputError
 from ..core.files import replacing, write_document
 from ..core.run import Run
 from ..options import RescaleOptions, ScaleOptions
 from .corpus import load_tokens
-from .export import has_graphs
-from .shared.steps import Notes, arithmetic, device, stage
+from .pipeline.stage import Key
+from .pipeline.stages import MEASURE, QUANTIZE, QuantizeFacts
+from .pipeline.steps import Notes, device
+from .shared.adapters import fingerprints
+from .shared.model_files import has_graphs
 
 if TYPE_CHECKING:
     from ..calibrate.measure.statistics import Statistics
@@ -21,30 +23,23 @@ if TYPE_CHECKING:
     from ..quantize.weights.channels import Rounding
 
 
-#: Fields that are younger than the first runs.
-LATER = frozenset({"inherit"})
-
-
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.reuse import carry_graphs
     from ..quantize.checkpoint.writer import quantize_checkpoint
 
-    inputs, chosen = _inputs(run, options), options_key(options)
-    if source.adapters:
-        chosen["adapters"] = {adapter.name: adapter.fingerprint for adapter in source.adapters}
-    if options.weight_rounding == "sequential":
-        chosen |= {"batch_size": run.record().stages["measure"].options["batch_size"]}
-    if run.is_current("quantize", inputs, chosen):
+    batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
+    facts = QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size)
+    key = Key(_inputs(run, options), options, facts)
+    if QUANTIZE.is_current(run, key):
         return
-    for name in inputs:
+    for name in key.inputs:
         run.require(run.root / name, "corpus" if name == run.calibration.name else "measure")
     statistics = load_statistics(run)
     scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
-    with stage(run, "quantize", inputs, chosen, notes) as log:
-        key = {"inputs": inputs, "options": chosen}
-        with _rounding(run, source, scales, options, key, notes) as rounding, replacing(run.model) as partial:
+    with QUANTIZE.writing(run, key, notes) as log:
+        with _rounding(run, source, scales, key, notes) as rounding, replacing(run.model) as partial:
             scales = quantize_checkpoint(source, partial, scales, rounding, notes, products.no_graph)
             if exported:
                 carry_graphs(run, partial)
@@ -54,20 +49,6 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
             run.scales,
             *sorted(path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx"),
         ]
-
-
-def options_key(options: ScaleOptions) -> dict[str, object]:
-    """Return all of `options` that scales follow from, as `run.json` records them: every field of `ScaleOptions` and of
-    its clipping, those of a subclass (how the text is measured) aside.
-
-    A field in `LATER` is left out at its default: runs that are older than the field do not have it.
-    """
-    fields = {name: getattr(options, name) for name in ScaleOptions.declared()}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in (asdict(options.clip) | fields).items()
-        if name not in LATER or value != getattr(ScaleOptions, name)
-    }
 
 
 def _note_choices(
@@ -113,7 +94,7 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
 
 @contextmanager
 def _rounding(
-    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, key: Mapping[str, object], notes: Notes
+    run: Run, source: "Source", scales: "Scales", key: Key[ScaleOptions, QuantizeFacts], notes: Notes
 ) -> "Iterator[Rounding]":
     """Prepare the rounding of weights; `sequential` is done here, on the run's windows, in a folder that depends on
     `key`.
@@ -127,12 +108,13 @@ def _rounding(
     from ..quantize.weights.gptq import Compensations
     from ..quantize.weights.sequential import Sequence
 
-    statistics, method, kept = load_statistics(run), options.weight_method, kept_weights(source, options)
+    statistics, options = load_statistics(run), key.options
+    method, kept = options.weight_method, kept_weights(source, options)
     record, few = statistics.record, starved(statistics, options.min_expert_tokens)
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
-        with run.work("quantize", {**key, **arithmetic()}, note=notes.note) as folder:
+        with QUANTIZE.working(run, key, notes) as folder:
             made = Sequence(source, scales, method, batches, folder, device(), unknown=few.keys()).run(notes)
             yield Rounding(method, made=made, kept=kept)
     else:
@@ -150,7 +132,7 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     """
     run.require(run.statistics, "measure")
     run.refuse_stale("measure")
-    chosen = options.over(recorded(run))
+    chosen = options.over(scale_options(run))
     if chosen.weight_rounding == "sequential":
         raise InputError(
             "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q "
@@ -159,15 +141,9 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     return chosen
 
 
-def recorded(run: Run) -> ScaleOptions:
-    """Read back the options that chose the scales of `run`, but for the method and what belongs to it, which take their
-    defaults.
-    """
-    before = run.record().stages.get("quantize")
-    options = before.options if before else {}
-    names = ScaleOptions.declared().keys() & options.keys()
-    kept: dict[str, Any] = {name: tuple(value) if isinstance(value := options[name], list) else value for name in names}
-    return ScaleOptions(**kept)
+def scale_options(run: Run) -> ScaleOptions:
+    """Read back the options that chose the scales of `run`; the defaults where a killed run does not tell."""
+    return run.options(QUANTIZE) if QUANTIZE.name in run.record().stages else ScaleOptions()
 
 
 def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":

@@ -6,10 +6,13 @@ Run once, when it is first asked for.
 from ..core.errors import InputError
 from ..core.files import sha256_file
 from ..core.run import Run
+from ..options.declare import Options
 from .corpus import load_tokens
 from .measure import streamed
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import QUERIES
+from .pipeline.steps import Notes, device
 from .shared.sources import source_of
-from .shared.steps import Notes, device, stage
 
 
 def measure_queries(run: Run, notes: Notes) -> None:
@@ -27,7 +30,8 @@ def measure_queries(run: Run, notes: Notes) -> None:
         "model": run.record().model["fingerprint"],
         "calibration.npz": sha256_file(run.require(run.calibration, "corpus")),
     }
-    if run.is_current("queries", inputs, {}):
+    key = Key(inputs, Options(), NO_FACTS)
+    if QUERIES.is_current(run, key):
         return
     source = source_of(run)
     if streamed(source, None, Notes(notes.report)):
@@ -36,7 +40,7 @@ def measure_queries(run: Run, notes: Notes) -> None:
             "it; leave it out"
         )
     corpus = load_record(run).corpus
-    with stage(run, "queries", inputs, {}, notes) as log:
+    with QUERIES.writing(run, key, notes) as log:
         measured = measure_queries(
             load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes
         )

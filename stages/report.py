@@ -5,7 +5,10 @@ from pathlib import Path
 
 from ..core.errors import InputError
 from ..core.run import Run
-from .shared.steps import Notes, stage
+from ..options import PageOptions
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import REPORT
+from .pipeline.steps import Notes
 
 
 def report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
@@ -24,9 +27,9 @@ def report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
         for number, other in enumerate(others)
         for name, digest in outputs(other).items()
     }
-    chosen: dict[str, object] = {"compare": len(others)}
-    if not run.is_current("report", inputs, chosen):
-        with stage(run, "report", inputs, chosen, notes) as log:
+    key = Key(inputs, PageOptions(), NO_FACTS)
+    if not REPORT.is_current(run, key):
+        with REPORT.writing(run, key, notes) as log:
             log.outputs += write_report(run, notes, others)
     return [run.report_html, run.report_ipynb]
 

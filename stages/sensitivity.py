@@ -1,7 +1,7 @@
 """The stage `sensitivity`: which tensor the loss comes from."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,12 @@ from ..core.run import Run
 from ..options import SensitivityOptions
 from .corpus import load_tokens
 from .measure import beyond
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import SENSITIVITY
+from .pipeline.steps import Notes, device
 from .shared.adapters import note_base_alone
 from .shared.resuming import Saved
 from .shared.sources import source_of
-from .shared.steps import Notes, arithmetic, device, stage
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +37,6 @@ TOKENS = 1024
 GRADIENT_PASSES = 5.0
 #: The model in FP32 and its codes as FP32 numbers, in times what it takes in BF16.
 COPIES = 4
-#: How a result is told that was made layer by layer.
-STREAMED = {"stream": True}
 #: The batches that the worst are measured on where the user does not say how many, and the passes forward over these
 #: that measuring them may take.
 MEASURED_BATCHES = 1
@@ -62,18 +62,12 @@ def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensiti
     run.require(run.calibration, "corpus")
     run.require(run.scales, "quantize")
     inputs = written["quantize"] | {run.calibration.name: written["corpus"][run.calibration.name]}
-    chosen: dict[str, object] = {"windows": options.windows, "measure": options.measure}
-    made_so = [{}] if options.stream is False else [{}, STREAMED]
-    if not any(run.is_current("sensitivity", inputs, chosen | way) for way in made_so):
+    whole, streamed = (Key(inputs, replace(options, stream=stream), NO_FACTS) for stream in (False, True))
+    if not SENSITIVITY.is_current(run, whole, *([] if options.stream is False else [streamed])):
         source = source_of(run)
-        if stream := _streamed(source, options, notes):
-            chosen |= STREAMED
-        key = {"inputs": inputs, "options": chosen, **arithmetic()}
-        with (
-            stage(run, "sensitivity", inputs, chosen, notes) as log,
-            run.work("sensitivity", key, note=notes.note) as folder,
-        ):
-            locate = _locate_streamed if stream else _locate
+        key = streamed if _streamed(source, options, notes) else whole
+        with SENSITIVITY.writing(run, key, notes) as log, SENSITIVITY.working(run, key, notes) as folder:
+            locate = _locate_streamed if key is streamed else _locate
             write_document(run.sensitivity, locate(run, source, options, folder, notes))
             log.outputs.append(run.sensitivity)
     return load_sensitivity(run)

@@ -1,22 +1,24 @@
 """The stage `triton`: the model repository, in the run or elsewhere, and in it the plain model of an engine."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
-from .export import fp8_files
 from .other_text import positions
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import BUILD_ENGINE, TRITON
+from .pipeline.steps import Notes
 from .shared.adapters import note_base_alone
-from .shared.steps import Notes, stage
+from .shared.model_files import fp8_files
 
 if TYPE_CHECKING:
     from ..export.engine.profiles import Profile
     from ..serve.triton.repository import Engine, OwnEngine
 
-BUILT = "build-engine"
+BUILT = BUILD_ENGINE.name
 
 
 def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
@@ -30,19 +32,18 @@ def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
 
     note_base_alone(run, "the Triton repository serves", notes)
     inputs = fp8_files(run) | engine_files(run)
-    chosen = asdict(options)
-    out = chosen.pop("out")
+    key, out = Key(inputs, options, NO_FACTS), options.out
     if out is not None and out.resolve() != run.triton.resolve():
         refuse_foreign(out)
         options = replace(options, out=out.resolve())  # not a link to it
         files = write_repository(run, options, notes, plain_engine(run, options.engine_model, notes), own_engines(run))
         notes.note(f"wrote the Triton repository {out}")
         return files
-    if not run.is_current("triton", inputs, chosen):
+    if not TRITON.is_current(run, key):
         recorded = run.record().stages.get("triton")
         names = [str(Path(name).relative_to(run.triton.name)) for name in recorded.outputs] if recorded else []
         refuse_foreign(run.triton, names)
-        with stage(run, "triton", inputs, chosen, notes) as log:
+        with TRITON.writing(run, key, notes) as log:
             engine = plain_engine(run, options.engine_model, notes)
             log.outputs += write_repository(run, replace(options, out=None), notes, engine, own_engines(run))
     return [run.root / name for name in run.record().stages["triton"].outputs]
@@ -77,7 +78,7 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
     from ..serve.triton.engine_model import describe
     from ..serve.triton.repository import Engine
 
-    plans = bool(engine_files(run)) and run.record().stages[BUILT].options.get("runtime") == "tensorrt"
+    plans = bool(engine_files(run)) and run.options(BUILD_ENGINE).runtime == "tensorrt"
     if not plans and not asked:
         note_left_out(run, notes)
         return None

@@ -16,13 +16,16 @@ from ..core.files import write_document
 from ..core.run import Run
 from ..options import ScaleOptions, TuneOptions, ValidateOptions
 from .corpus import load_tokens
-from .export import clipping_of, export_or_note, exported_options
-from .measure import measure, measured_by
+from .export import export_or_note
+from .measure import measure
 from .other_text import evaluation
-from .quantize import quantize, recorded
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import MEASURE, QUANTIZE, TUNE
+from .pipeline.steps import Notes, arithmetic
+from .quantize import quantize
 from .shared.adapters import note_base_alone
+from .shared.model_files import export_options
 from .shared.sources import products_of, source_of
-from .shared.steps import Notes, arithmetic, stage
 from .tune_candidates import Prepared, batches_of, parted, prepare
 
 if TYPE_CHECKING:
@@ -54,16 +57,11 @@ def tune(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     inputs = {
         name: digest for made_by in ("corpus", "measure", "quantize") for name, digest in written[made_by].items()
     }
-    chosen: dict[str, object] = {
-        "max_kl": options.max_kl,
-        "max_ppl_increase": options.max_ppl_increase,
-        "prefer": options.prefer,
-        "windows": options.windows,
-    }
-    if not run.is_current("tune", inputs, chosen):
+    key = Key(inputs, options, NO_FACTS)
+    if not TUNE.is_current(run, key):
         source = source_of(run)
-        key = {"inputs": inputs, "windows": options.windows, **arithmetic()}
-        with stage(run, "tune", inputs, chosen, notes) as log, run.work("tune", key, note=notes.note) as folder:
+        depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # on no budget
+        with TUNE.writing(run, key, notes) as log, run.work(TUNE.name, depends, note=notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
     return load_tuning(run)
@@ -105,22 +103,21 @@ def apply(run: Run, found: "Tuning", notes: Notes) -> None:
     if found.chosen is None or not found.met:
         return
     source, recipe = source_of(run), found.chosen.recipe
-    options = asked_for(run, found.chosen)
+    options, graph = asked_for(run, found.chosen), export_options(run)
     if recipe.weight_rounding == "gptq":
-        measure(run, source, replace(measured_by(run), weight_rounding="gptq"), notes)
+        measure(run, source, run.options(MEASURE), notes, moments=True)
     if any(change.choice == "rescaled" for change in found.changes):
         run.scales.unlink(missing_ok=True)
     quantize(run, source, products_of(source, options), options, notes)
-    export_or_note(run, exported_options(run), notes)
+    export_or_note(run, graph, notes)
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 
 
 def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
     """Return the options that `fp8q scales` would be asked for: the recipe in the place of what the run has."""
-    recipe, before = chosen.recipe, recorded(run)
+    recipe, before = chosen.recipe, run.options(QUANTIZE)
     return replace(
         before,
-        clip=clipping_of(run),
         activation_terms=1,
         two_terms=tuple(recipe.two_terms),
         skip=(*before.skip, *recipe.skip),

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import ScaleOptions
-from .export import clipping_of
-from .quantize import choose_scales, recorded
+from .pipeline.stages import MEASURE, QUANTIZE
+from .pipeline.steps import Notes, device
+from .quantize import choose_scales
 from .shared.resuming import Saved
 from .shared.sources import products_of
-from .shared.steps import Notes, device
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ def prepare(
     from ..validate.tuning.rounding import gather, round_weights
     from ..validate.tuning.solve import Losses
 
-    scales, options = load_scales(run), replace(recorded(run), clip=clipping_of(run))
+    scales, options = load_scales(run), run.options(QUANTIZE)
     candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
@@ -189,7 +189,7 @@ def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes)
 
 def _can_compensate(run: Run, notes: Notes) -> bool:
     """Tell whether `--apply` could round by `gptq`."""
-    merged = "runs" in run.record().stages["measure"].options
+    merged = run.facts(MEASURE).runs is not None
     if merged:
         notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")
     return not merged

@@ -9,11 +9,13 @@ from ..core.errors import BackendError, GateError, InputError, UnfinishedError
 from ..core.run import Run
 from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
 from .corpus import load_tokens
-from .export import files_of, fp8_files
 from .other_text import evaluation
+from .pipeline.stage import Key
+from .pipeline.stages import VALIDATE, ValidateFacts
+from .pipeline.steps import Notes, device, note_other_arithmetic
 from .shared.adapters import adapters_of
+from .shared.model_files import files_of, fp8_files
 from .shared.sources import source_of
-from .shared.steps import Notes, arithmetic, device, note_other_arithmetic, stage
 
 if TYPE_CHECKING:
     from ..validate.accuracy.adapters import Found
@@ -36,20 +38,10 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
     check_comparable(options.chosen, options.max_ppl_increase)
     check_accumulator(options)
     tokens = evaluation(run, data, options, notes)
-    inputs["tokens"] = tokens.protocol.sha256
-    chosen: dict[str, object] = {
-        "runtimes": list(options.chosen),
-        "context": tokens.protocol.context,
-        "stride": tokens.protocol.stride,
-    }
-    # none of it in runs that are older than --bos
-    chosen |= {name: value for name in ("prefix", "overlap") if (value := getattr(tokens.protocol, name))}
-    if options.accumulator:
-        chosen |= {"accumulator": options.accumulator, "accumulator_windows": options.accumulator_windows}
-    if not run.is_current("validate", inputs, chosen):
+    key = _key(inputs, options, tokens)
+    if not VALIDATE.is_current(run, key):
         note_other_arithmetic(run, notes)
-        key = {"inputs": inputs, "options": chosen, **arithmetic()}
-        with stage(run, "validate", inputs, chosen, notes) as log, run.work("validate", key, note=notes.note) as folder:
+        with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
             adapters, failed = _with_adapters(run, tokens, options, folder, notes)
             found.failed.update(failed)
@@ -63,6 +55,20 @@ def validate(run: Run, data: str | None, options: ValidateOptions, notes: Notes)
         check_numbers(each, what)
         check_increase(each, options.max_ppl_increase, what)
     return accuracy
+
+
+def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:
+    """Return the key of evaluating `tokens`: with defaults replaced by what they stand for here."""
+    protocol = tokens.protocol
+    resolved = replace(
+        options,
+        runtimes=options.chosen,
+        context=protocol.context,
+        stride=protocol.stride,
+        accumulator_windows=options.accumulator_windows if options.accumulator else ValidateOptions.accumulator_windows,
+    )
+    facts = ValidateFacts(prefix=protocol.prefix, overlap=protocol.overlap)
+    return Key(inputs | {"tokens": protocol.sha256}, resolved, facts)
 
 
 def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:

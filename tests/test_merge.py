@@ -27,8 +27,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import merge as merge_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.corpus import load_tokens
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.stages.shared.steps import Notes
 
 Measure = Callable[..., Run]
 

@@ -1,18 +1,26 @@
 """The adapters beside a run's model: which there are, and which commands know nothing of them."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ...core.run import Run
 from ...options import ExportOptions
-from .steps import Notes
+from ..pipeline.stages import MEASURE
+from ..pipeline.steps import Notes
+
+if TYPE_CHECKING:
+    from ...calibrate.model.source import Source
 
 
 def adapters_of(run: Run) -> list[str]:
     """The names of the adapters that are served beside the run's model."""
-    measured = run.record().stages.get("measure")
-    found = measured.options.get("adapters") if measured else None
-    return [*found] if isinstance(found, dict) else []
+    return [*(run.facts(MEASURE).adapters or {})] if MEASURE.name in run.record().stages else []
+
+
+def fingerprints(source: "Source") -> dict[str, str] | None:
+    """Return name -> fingerprint of the adapters beside the `source` model, for a stage's key; None without."""
+    return {adapter.name: adapter.fingerprint for adapter in source.adapters} or None
 
 
 def check_adapter(run: Run, name: str | None) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ...core.errors import InputError
 from ...core.run import Run
+from ..pipeline.stages import MEASURE
 
 
 def open_run(path: Path) -> Run:
@@ -20,8 +21,7 @@ def open_run(path: Path) -> Run:
             f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out "
             f"{path}`"
         )
-    measured = found.record().stages.get("measure")
-    if measured and isinstance(batches := measured.options.get("batches"), list):
+    if MEASURE.name in found.record().stages and (batches := found.options(MEASURE).batches):
         raise InputError(
             f"{found.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
             "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from ...options import DEFAULT_SAMPLES, CalibrateOptions
+from ...options import DEFAULT_SAMPLES, CorpusOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def share_out(
     texts: list[Text],
     kept: list[Tokens],
     packing: "Packing",
-    options: CalibrateOptions,
+    options: CorpusOptions,
     report: Reporter,
 ) -> tuple[Tokens, "list[TextSource]"]:
     """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the
@@ -126,7 +126,7 @@ def _shares(
     texts: list[Text],
     available: list[int],
     seq_len: int,
-    options: CalibrateOptions,
+    options: CorpusOptions,
     report: Reporter,
 ) -> list[int]:
     """Return the number of windows that each part gives, of those `available`."""

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from fp8q.core.errors import InputError
 from fp8q.core.files import REFUSALS, keeping_locks, replacing, sha256_file
 from fp8q.core.run import Run
-from fp8q.stages.shared.steps import alone
+from fp8q.stages.pipeline.steps import alone
 
 
 def write(

@@ -27,8 +27,8 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.corpus import load_tokens
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared.sources import opened, products_of, source_of
-from fp8q.stages.shared.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.rows import fact_rows
 

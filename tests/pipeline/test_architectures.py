@@ -29,8 +29,8 @@ from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages.commands.engine import check_views
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.engine import check_views
 from fp8q.validate.accuracy.document import load_accuracy
 
 PROMPTS = (5, 9, 2)

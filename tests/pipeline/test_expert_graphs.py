@@ -24,7 +24,7 @@ from fp8q.export.onnx_file.bodies import branches, nodes_of
 from fp8q.options import CalibrateOptions, GenerateOptions, Terms
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.engine import check_views
+from fp8q.stages.commands.engine import check_views
 
 from ..conftest import KeepingGraphs, MadeOnce, Texts
 from ..mixtures import random_mixture

@@ -35,7 +35,7 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import export as export_stage
 from fp8q.stages import tune as tune_stage
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.report import render
 from fp8q.validate.sensitivity.gradients import predict

@@ -1,6 +1,5 @@
 """Both forms of the graph (docs/decisions/0011) are the same model: to the lint, to ONNX Runtime, and in engines."""
 
-import json
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +18,9 @@ from fp8q.export.graph.weight_scale_form import write_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages.commands.lint import promise
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.lint import promise
+from fp8q.stages.pipeline.stages import EXPORT
 
 from .test_architectures import KL_LIMITS
 
@@ -108,17 +108,16 @@ def test_the_form_is_recorded_kept_by_scales_and_taken_back(
 
     monkeypatch.setattr("fp8q.export.graph.trace.export_model", traced)
     copied = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
-    options = json.loads(copied.record_file.read_text())["stages"]["export"]["options"]
-    assert options == {"dtype": "bf16", "weight_scale": "mul"}
-    assert "weight_scale" not in demo_run.record().stages["export"].options
+    assert copied.options(EXPORT) == api.ExportOptions(weight_scale="mul")
+    assert demo_run.options(EXPORT) == api.ExportOptions()
     graph = copied.onnx.read_bytes()
     api.scales(copied.root, api.RescaleOptions(clip=api.Clipping("mse")))
     assert copied.onnx.read_bytes() == graph
-    assert copied.record().stages["export"].options == options
+    assert copied.options(EXPORT) == api.ExportOptions(weight_scale="mul")
     api.export(copied.root)
     for mine, theirs in ((copied.onnx, demo_run.onnx), (copied.onnx_fp32, demo_run.onnx_fp32)):
         assert mine.read_bytes() == theirs.read_bytes()
-    assert copied.record().stages["export"].options == {"dtype": "bf16"}
+    assert copied.options(EXPORT) == api.ExportOptions()
 
 
 def test_the_form_is_refused_beside_a_precision_that_has_no_codes_in_fp8() -> None:

@@ -22,7 +22,7 @@ from fp8q.export.lint.check import lint_graph, promised_attention
 from fp8q.export.onnx_file.indexed import Indexed
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.lint import promise
+from fp8q.stages.commands.lint import promise
 
 from .test_engine_proof import behind, named, shown
 

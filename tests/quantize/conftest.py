@@ -18,8 +18,8 @@ from fp8q.options import CalibrateOptions
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.stages.shared.steps import Notes
 
 if TYPE_CHECKING:
     from tests.conftest import Texts

@@ -14,8 +14,8 @@ from fp8q.serve.bench.meter import Held, HostMeter
 from fp8q.serve.bench.rounds import Answers, Contender
 from fp8q.serve.bench.timing import Answer
 from fp8q.stages import bench as bench_stage
-from fp8q.stages.shared import steps
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline import steps
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.bench.capacity import Footprint
 
 

@@ -9,5 +9,6 @@ import fp8q.stages
 def test_every_file_of_the_folder_has_its_line() -> None:
     page = fp8q.stages.__doc__ or ""
     named = re.findall(r"^    (\w+) +\S", page, re.MULTILINE)
-    there = {path.stem for path in Path(fp8q.stages.__path__[0]).glob("*.py")} - {"__init__"}
+    folder = Path(fp8q.stages.__path__[0])
+    there = {path.stem for path in (*folder.glob("*.py"), *folder.glob("commands/*.py"))} - {"__init__"}
     assert sorted(named) == sorted(there)

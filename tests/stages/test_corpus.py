@@ -24,7 +24,7 @@ from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 
 if TYPE_CHECKING:
     from tests.conftest import Texts

@@ -24,7 +24,7 @@ from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.accuracy.compare import compare
 from fp8q.validate.accuracy.document import Protocol, load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model

@@ -11,7 +11,7 @@ import pytest
 from fp8q import api
 from fp8q.core.errors import Fp8qError, InputError
 from fp8q.core.run import Run
-from fp8q.stages.preflight import nothing_left
+from fp8q.stages.commands.preflight import nothing_left
 
 if TYPE_CHECKING:
     from tests.conftest import Texts

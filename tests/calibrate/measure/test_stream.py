@@ -36,7 +36,7 @@ from fp8q.options import CalibrateOptions
 from fp8q.stages.corpus import save_tokens
 from fp8q.stages.measure import measure as measure_stage
 from fp8q.stages.measure import streamed
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 
 IDENTITY = ModelIdentity(name="model", architecture="any", fingerprint="0")
 #: The last batch is smaller than the others: a shape of its own.
@@ -214,7 +214,8 @@ def test_the_stage_writes_the_same_bytes_and_leaves_nothing_behind(
         == {".lock", "run.json", "calibration.npz", "statistics.safetensors", "statistics.json"}
     )
     records = [made.record().stages["measure"] for made in (run, unstreamed)]
-    assert records[0].options == records[1].options == {"batch_size": 2, "moments": False}
+    assert records[0].options == records[1].options
+    assert (records[0].options["batch_size"], records[0].options["moments"]) == (2, False)
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -288,7 +289,7 @@ from fp8q.options import CalibrateOptions
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages.measure import measure
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 measure(Run(Path(sys.argv[1])), open_source(sys.argv[2]), CalibrateOptions(batch_size=2, stream=True), Notes(SILENT))
 """
 

@@ -34,7 +34,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.linear import FP8Linear
-from fp8q.stages.shared.steps import Notes, note_other_arithmetic
+from fp8q.stages.pipeline.steps import Notes, note_other_arithmetic
 
 BF16 = torch.bfloat16
 #: What makes any x86-64 machine one without BF16 units, for oneDNN and for torch's own kernels.

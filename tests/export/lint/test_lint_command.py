@@ -18,7 +18,7 @@ from onnxruntime import quantization
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.stages.lint import Linted
+from fp8q.stages.commands.lint import Linted
 
 from ...graphs import products_of_the_demo
 

@@ -23,10 +23,10 @@ from fp8q.quantize.scales.decisions import Scales, Skipped, load_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.lint import LintedRun
+from fp8q.stages.commands.lint import LintedRun
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import opened
-from fp8q.stages.shared.steps import Notes
 from fp8q.validate.report.rows import fact_rows
 
 from ...calibrate.model.damage import rewrite

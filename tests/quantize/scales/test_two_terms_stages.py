@@ -18,8 +18,8 @@ from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, ScaleOption
 from fp8q.quantize.checkpoint.baselines import write_int8
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.stages.shared.steps import Notes
 
 TWO = CalibrateOptions(
     samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",), kv_cache="fp8", activation_terms=2

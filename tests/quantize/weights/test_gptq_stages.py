@@ -23,8 +23,8 @@ from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import compensated_codes, compensation
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.stages.shared.steps import Notes
 
 NEAREST = CalibrateOptions(samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",))
 GPTQ = replace(NEAREST, weight_rounding="gptq")

@@ -22,12 +22,12 @@ from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions, ScaleO
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.quantize.weights.sequential import Sequence
+from fp8q.stages.commands.preflight import check_calibrate
 from fp8q.stages.corpus import save_tokens
 from fp8q.stages.measure import check_batches, measure
-from fp8q.stages.preflight import check_calibrate
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.quantize import quantize, rescaled
 from fp8q.stages.shared.sources import products_of
-from fp8q.stages.shared.steps import Notes
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +159,10 @@ from fp8q.options import ScaleOptions
 from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.stages.preflight import check_calibrate
+from fp8q.stages.commands.preflight import check_calibrate
 from fp8q.stages.quantize import quantize
 from fp8q.stages.shared.sources import products_of
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 import torch
 torch.set_num_threads(int(sys.argv[3]))
 add = Rounded.add

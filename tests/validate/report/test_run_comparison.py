@@ -14,7 +14,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages import report as report_stage
-from fp8q.stages.shared.steps import Notes
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy, load_tokens, save_accuracy
 from fp8q.validate.report.report import render
 from fp8q.validate.report.run_comparison import names, run_rows, run_table, than

@@ -22,9 +22,9 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages import sensitivity as sensitivity_stage
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import source_of
-from fp8q.stages.shared.steps import Notes
 from fp8q.validate.sensitivity import layerwise
 from fp8q.validate.sensitivity.document import Sensitivity
 from fp8q.validate.sensitivity.gradients import found_back

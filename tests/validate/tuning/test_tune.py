@@ -18,8 +18,8 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
+from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared.sources import source_of
-from fp8q.stages.shared.steps import Notes
 from fp8q.stages.tune import check_met
 from fp8q.stages.tune_candidates import Prepared, batches_of, parted, prepare
 from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix

@@ -2,7 +2,7 @@
 
 import errno
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from ... import __version__
 from ...calibrate.ranks.torchrun import place
 from ...core.errors import BackendError, InputError
 from ...core.files import keeping_locks
-from ...core.record import StageLog, library_versions
+from ...core.record import library_versions
 from ...core.reporter import Reporter
 from ...core.run import Run
 
@@ -93,21 +93,6 @@ def note_other_arithmetic(run: Run, notes: Notes) -> None:
             f"the run was measured where {there} units compute BF16 products, and {here} units do here: sums round in "
             "another order, and last bits differ; scales and checkpoint are the run's, and nothing is measured again"
         )
-
-
-@contextmanager
-def stage(
-    run: Run,
-    name: str,
-    inputs: Mapping[str, str],
-    options: Mapping[str, object],
-    notes: Notes,
-    model: Mapping[str, str] | None = None,
-) -> Iterator[StageLog]:
-    """`Run.stage`, with the notes made since the last one."""
-    with run.stage(name, inputs, options, model) as log:
-        yield log
-        log.notes, notes.lines = notes.lines, []
 
 
 def alone(argument: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:

@@ -10,21 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibrate.input.untrusted import exists, local_path
-from ..core.errors import InputError
-from ..core.reporter import SILENT
-from ..core.run import Run
-from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
-from .measure import streamed
-from .other_text import cut_for
-from .shared.adapters import check_attention
-from .shared.steps import Notes, device
-from .validate import check_accumulator, check_comparable, check_runtimes
+from ...calibrate.input.untrusted import exists, local_path
+from ...core.errors import InputError
+from ...core.reporter import SILENT
+from ...core.run import Run
+from ...options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from ..measure import streamed
+from ..other_text import cut_for
+from ..pipeline.steps import Notes, device
+from ..shared.adapters import check_attention
+from ..validate import check_accumulator, check_comparable, check_runtimes
 
 if TYPE_CHECKING:
-    from ..calibrate.model.source import Source
-    from ..quantize.scales.policy import Products
-    from .corpus import Collected
+    from ...calibrate.model.source import Source
+    from ...quantize.scales.policy import Products
+    from ..corpus import Collected
 
 
 def check_out(run: Run) -> None:
@@ -46,11 +46,11 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         )
     check_attention([adapter.name for adapter in source.adapters], export)
     if options.weight_rounding == "sequential":
-        from ..quantize.weights.sequential import check_sequential
+        from ...quantize.weights.sequential import check_sequential
 
         check_sequential(source, device())
     elif streamed(source, options.stream, Notes(SILENT)):
-        from ..calibrate.measure.stream import Chain
+        from ...calibrate.measure.stream import Chain
 
         Chain(source, device())
     if export.attention == "fp8" and streamed(source, None, Notes(SILENT)):
@@ -83,7 +83,7 @@ def check_graph(
     """
     if products.no_graph is None:
         if engine:
-            from ..export.engine.build import resolve
+            from ...export.engine.build import resolve
 
             resolve(engine)
         return
@@ -96,8 +96,8 @@ def check_fit(source: "Source", collected: "Collected", engine: EngineOptions, v
     """Raise what they would of their options beside the model and the text: lengths beyond the model's positions, sizes
     that do not fit the length, text that fills no window.
     """
-    from ..calibrate.text.corpus import lower_default
-    from ..calibrate.text.packing import Packing
+    from ...calibrate.text.corpus import lower_default
+    from ...calibrate.text.packing import Packing
 
     limit = source.served_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)

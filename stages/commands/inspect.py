@@ -5,19 +5,19 @@ would have meant.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..calibrate.measure.statistics import load_statistics
-from ..core.run import Run
-from ..options import Clipping
-from ..quantize.scales.decisions import load_scales
-from .export import clipping_of
-from .measure import measure_text
-from .shared.steps import CALIBRATE_MODULES, Notes, needs
+from ...calibrate.measure.statistics import load_statistics
+from ...core.run import Run
+from ...options import Clipping
+from ...quantize.scales.decisions import load_scales
+from ..measure import measure_text
+from ..pipeline.stages import QUANTIZE
+from ..pipeline.steps import CALIBRATE_MODULES, Notes, needs
 
 if TYPE_CHECKING:
-    from ..validate.advice.certificate import Certificate
-    from ..validate.advice.expert_coverage import ExpertRow
-    from ..validate.advice.findings import AgainstRow, DelayedRow, Finding
-    from ..validate.report.rows import ModuleRow
+    from ...validate.advice.certificate import Certificate
+    from ...validate.advice.expert_coverage import ExpertRow
+    from ...validate.advice.findings import AgainstRow, DelayedRow, Finding
+    from ...validate.report.rows import ModuleRow
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Inspection:
 
 def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Notes) -> Inspection:
     """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
-    from ..validate.advice.certificate import certificate
-    from ..validate.advice.expert_coverage import expert_rows
-    from ..validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
-    from ..validate.report.rows import module_rows, wide_cache_rows
+    from ...validate.advice.certificate import certificate
+    from ...validate.advice.expert_coverage import expert_rows
+    from ...validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
+    from ...validate.report.rows import module_rows, wide_cache_rows
 
     run.refuse_stale("measure", "quantize")
     modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)
-    prospective = prospective_scales(statistics, scales, clipping_of(run))
+    prospective = prospective_scales(statistics, scales, run.options(QUANTIZE).clip)
     under_history = delayed_rows(statistics, delayed) if delayed else None
     for warning in jumps(under_history or []):
         notes.note(warning)

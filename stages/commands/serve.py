@@ -4,17 +4,17 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ..core.errors import InputError
-from ..core.run import Run
-from ..options import ServeOptions, model_name
-from ..serve.local.chat_template import ChatTemplate
-from .generate import open_model, open_template, runtime_here
-from .shared.adapters import check_adapter
-from .shared.steps import needs
+from ...core.errors import InputError
+from ...core.run import Run
+from ...options import ServeOptions, model_name
+from ...serve.local.chat_template import ChatTemplate
+from ..generate import open_model, open_template, runtime_here
+from ..pipeline.steps import needs
+from ..shared.adapters import check_adapter
 
 if TYPE_CHECKING:
-    from ..serve.web.server import Server
-    from ..serve.web.serving import Model
+    from ...serve.web.server import Server
+    from ...serve.web.serving import Model
 
 #: What the extra `serve` brings, by the names they are imported under.
 SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
@@ -28,9 +28,9 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
     is not here.
     """
     needs("serve", SERVE_MODULES)
-    from ..serve.web.gate import names_of
-    from ..serve.web.server import Server
-    from ..serve.web.serving import Serving
+    from ...serve.web.gate import names_of
+    from ...serve.web.server import Server
+    from ...serve.web.serving import Serving
 
     name = name_of(run, options)
     for adapter in options.adapter:
@@ -67,7 +67,7 @@ def name_of(run: Run, options: ServeOptions) -> str:
 
 
 def _models(run: Run, options: ServeOptions) -> "Iterator[Model]":
-    from ..serve.web.serving import Model
+    from ...serve.web.serving import Model
 
     name, runtime = name_of(run, options), runtime_here(options.runtime)
     precision = "bf16" if runtime == "bf16" else "fp8"

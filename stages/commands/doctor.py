@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibrate.measure.statistics import load_record, load_statistics
-from ..core.errors import BackendError, InputError
-from ..core.run import Run
-from ..options import DoctorOptions
-from ..quantize.scales.decisions import Scales, load_scales
-from .corpus import load_tokens
-from .export import exported_options
-from .shared.adapters import note_base_alone
-from .shared.sources import source_of
-from .shared.steps import CALIBRATE_MODULES, Notes, device, needs
-from .shared.texts import Tokens
+from ...calibrate.measure.statistics import load_record, load_statistics
+from ...core.errors import BackendError, InputError
+from ...core.run import Run
+from ...options import DoctorOptions
+from ...quantize.scales.decisions import Scales, load_scales
+from ..corpus import load_tokens
+from ..pipeline.stages import QUANTIZE
+from ..pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
+from ..shared.adapters import note_base_alone
+from ..shared.model_files import export_options
+from ..shared.sources import source_of
+from ..shared.texts import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..calibrate.model.decoder import Layers
-    from ..calibrate.model.source import Source
-    from ..validate.advice.checkup import Check, Checkup
-    from ..validate.advice.hidden_states import Pair
-    from ..validate.advice.loops import Loops
-    from ..validate.advice.remedies import Remedies
-    from ..validate.advice.scale_checks import Tensor
+    from ...calibrate.model.decoder import Layers
+    from ...calibrate.model.source import Source
+    from ...validate.advice.checkup import Check, Checkup
+    from ...validate.advice.hidden_states import Pair
+    from ...validate.advice.loops import Loops
+    from ...validate.advice.remedies import Remedies
+    from ...validate.advice.scale_checks import Tensor
 
 #: Tokens that go through both models at a time, whole windows.
 TOKENS = 1024
@@ -48,8 +49,8 @@ class Examined:
 
 def examine(run: Run, options: DoctorOptions, notes: Notes) -> "Checkup":
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
-    from ..validate.advice.checkup import Checkup, ranked
-    from ..validate.advice.scale_checks import stored_checks, tensors_of
+    from ...validate.advice.checkup import Checkup, ranked
+    from ...validate.advice.scale_checks import stored_checks, tensors_of
 
     run.refuse_stale("measure", "quantize", "export")
     note_base_alone(run, "what runs is of", notes)
@@ -67,14 +68,13 @@ def examine(run: Run, options: DoctorOptions, notes: Notes) -> "Checkup":
 
 
 def _remedies(run: Run) -> "Remedies":
-    from ..validate.advice.remedies import Remedies
+    from ...validate.advice.remedies import Remedies
 
     record, corpus = run.record(), load_record(run).corpus
-    chosen = record.stages["quantize"].options
-    patterns = {
-        name: tuple(map(str, found)) for name in ("two_terms", "skip") if isinstance(found := chosen[name], list)
-    }
-    return Remedies(str(run.root), record.model["path"], corpus.name, corpus.windows, **patterns)
+    chosen = run.options(QUANTIZE)
+    return Remedies(
+        str(run.root), record.model["path"], corpus.name, corpus.windows, two_terms=chosen.two_terms, skip=chosen.skip
+    )
 
 
 def _spread(windows: Tokens, count: int) -> Tokens:
@@ -85,7 +85,7 @@ def _spread(windows: Tokens, count: int) -> Tokens:
 
 def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check], bool]":
     """The checks that run the model, and whether it was run."""
-    from ..validate.advice.model_checks import unknown
+    from ...validate.advice.model_checks import unknown
 
     try:
         needs("calibrate", CALIBRATE_MODULES)
@@ -101,11 +101,11 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     """Run both models on `windows`, then let both write."""
     import torch
 
-    from ..calibrate.model.source import load_model
-    from ..validate.accuracy.runtimes import open_reference
-    from ..validate.advice import model_checks as running
-    from ..validate.advice.activation_watch import Watcher
-    from ..validate.advice.hidden_states import Pair
+    from ...calibrate.model.source import load_model
+    from ...validate.accuracy.runtimes import open_reference
+    from ...validate.advice import model_checks as running
+    from ...validate.advice.activation_watch import Watcher
+    from ...validate.advice.hidden_states import Pair
 
     where, remedies, scales = device(), what.remedies, what.scales
     model = load_model(source, torch.bfloat16, where).requires_grad_(False)
@@ -118,7 +118,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
             advance(ids.numel())
     seen, parted = watcher.seen, pair.parted
     terms = {module: activation.terms for module, activation in scales.activations.items()}
-    fp16 = exported_options(what.run).dtype == "fp16"
+    fp16 = export_options(what.run).dtype == "fp16"
     return [
         *running.norm_inputs(seen, fp16, remedies),
         *running.attention_logits(seen, scales.cache_parts, remedies),
@@ -131,7 +131,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
 
 def _layers(model: "PreTrainedModel", source: "Source") -> "Layers | None":
     """The decoder layers; None where the model is no chain of them."""
-    from ..calibrate.model.decoder import NoChainError, find_layers
+    from ...calibrate.model.decoder import NoChainError, find_layers
 
     try:
         return find_layers(model, source)
@@ -153,7 +153,7 @@ def _loops(run: Run, pair: "Pair", source: "Source", notes: Notes) -> "Loops | N
     import torch
     from transformers import DynamicCache
 
-    from ..validate.advice.loops import ANSWER, PROMPT, PROMPTS, Loops, greedy
+    from ...validate.advice.loops import ANSWER, PROMPT, PROMPTS, Loops, greedy
 
     windows = load_tokens(run, run.calibration)
     room = source.max_positions

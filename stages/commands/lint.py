@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from ..calibrate.input.untrusted import exists
-from ..core.errors import GateError, InputError
-from ..core.files import disk_errors, read_document
-from ..core.run import Run
-from .export import graphs_of
-from .shared.opening import open_run
+from ...calibrate.input.untrusted import exists
+from ...core.errors import GateError, InputError
+from ...core.files import disk_errors, read_document
+from ...core.run import Run
+from ..shared.model_files import graphs_of
+from ..shared.opening import open_run
 
 if TYPE_CHECKING:
-    from ..core.findings import Finding
-    from ..export.lint.rules import Promise
-    from ..export.onnx_file.tensors import Array
+    from ...core.findings import Finding
+    from ...export.lint.rules import Promise
+    from ...export.onnx_file.tensors import Array
 
 #: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
 DAMAGE = ("F402", "F403")
@@ -66,7 +66,7 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     Raises InputError for what is none of these, for a checkpoint of a form that is not read, and for a run whose
     promises do not read.
     """
-    from ..serve.lint.folder import is_repository
+    from ...serve.lint.folder import is_repository
 
     if not os.path.isdir(path):  # of a name that is too long, too
         return lint_graph(path, run)
@@ -82,7 +82,7 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
 
 def lint_run(path: Path) -> LintedRun:
     """Lint all that a run holds; raises InputError for a folder that is none."""
-    from ..serve.lint.check import lint_engines
+    from ...serve.lint.check import lint_engines
 
     if not Run(path).exists():
         raise InputError(
@@ -106,7 +106,7 @@ def _outputs(run: Run, stage: str) -> list[str]:
 
 def lint_repository(path: Path) -> Linted:
     """Lint a Triton repository."""
-    from ..serve.lint.check import lint_repository
+    from ...serve.lint.check import lint_repository
 
     repository, findings = lint_repository(path)
     names = ", ".join(model.folder.name for model in repository.models)
@@ -115,7 +115,7 @@ def lint_repository(path: Path) -> Linted:
 
 def lint_checkpoint(path: Path) -> Linted:
     """Lint an FP8 checkpoint, whoever exported it."""
-    from ..quantize.lint.check import lint_checkpoint
+    from ...quantize.lint.check import lint_checkpoint
 
     checkpoint, findings = lint_checkpoint(path)
     form, count = checkpoint.declared.form, len(checkpoint.codes)
@@ -128,9 +128,9 @@ def lint_checkpoint(path: Path) -> Linted:
 
 def lint_graph(path: Path, run: Run | None) -> Linted:
     """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
-    from ..export.lint.check import FORM, lint_graph
-    from ..export.lint.rules_products import is_fp8
-    from ..export.onnx_file.loading import load_graph
+    from ...export.lint.check import FORM, lint_graph
+    from ...export.lint.rules_products import is_fp8
+    from ...export.onnx_file.loading import load_graph
 
     graph = load_graph(path)
     around = run or run_around(path)
@@ -154,10 +154,10 @@ def promise(run: Run) -> "Promise":
 
     Raises InputError where it cannot be told what is promised.
     """
-    from ..export.lint.check import promised_attention, promised_terms
-    from ..export.lint.rules import Promise
-    from ..quantize.reading.run_checkpoint import stored_scales
-    from ..quantize.scales.decisions import Scales, load_scales
+    from ...export.lint.check import promised_attention, promised_terms
+    from ...export.lint.rules import Promise
+    from ...quantize.reading.run_checkpoint import stored_scales
+    from ...quantize.scales.decisions import Scales, load_scales
 
     scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
     weight_scales: Mapping[str, Array]
@@ -177,7 +177,7 @@ def check_findings(linted: Linted | LintedRun) -> None:
     """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
     missing or cut short.
     """
-    from ..core.findings import places
+    from ...core.findings import places
 
     errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..core.errors import BackendError, GateError, InputError
-from ..core.record import FP8_STAGES
-from ..core.run import Run
+from ...core.errors import BackendError, GateError, InputError
+from ...core.record import FP8_STAGES
+from ...core.run import Run
 
 if TYPE_CHECKING:
-    from ..export.engine.info import EngineInfo
-    from ..export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
-    from ..export.engine.numbers import Difference
-    from ..export.engine.plan import Plan
-    from ..export.engine.proof import Pledge
-    from ..quantize.scales.decisions import Scales
+    from ...export.engine.info import EngineInfo
+    from ...export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
+    from ...export.engine.numbers import Difference
+    from ...export.engine.plan import Plan
+    from ...export.engine.proof import Pledge
+    from ...quantize.scales.decisions import Scales
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built
     from other files than the run has now.
     """
-    from ..export.engine.info import load_engines
-    from ..export.engine.proof import Pledge
-    from ..export.lint.check import promised_attention, promised_terms, sound_graph
-    from ..quantize.scales.decisions import load_scales
+    from ...export.engine.info import load_engines
+    from ...export.engine.proof import Pledge
+    from ...export.lint.check import promised_attention, promised_terms, sound_graph
+    from ...quantize.scales.decisions import load_scales
 
     run.refuse_without_graph()
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
@@ -95,10 +95,10 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
 
 def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
     """Read one engine."""
-    from ..export.engine.kernel_rows import attention_rows, product_rows, wide_rows
-    from ..export.engine.numbers import CODES, FACTORS, INPUT
-    from ..export.engine.proof import prove
-    from ..export.engine.two_terms import TERMS
+    from ...export.engine.kernel_rows import attention_rows, product_rows, wide_rows
+    from ...export.engine.numbers import CODES, FACTORS, INPUT
+    from ...export.engine.proof import prove
+    from ...export.engine.two_terms import TERMS
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
     plan, reason = read(info, data)
@@ -135,8 +135,8 @@ def read(
     info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
 ) -> "tuple[Plan | None, str | None]":
     """The plan of an engine, or why it cannot be read."""
-    from ..export.engine.build import inspect
-    from ..export.engine.plan import doubt, read_inspector, read_plan
+    from ...export.engine.build import inspect
+    from ...export.engine.plan import doubt, read_inspector, read_plan
 
     if info.runtime == "tensorrt-rtx":
         plan = read_plan(data.data) if len(data) else None
@@ -153,8 +153,8 @@ def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
     """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised
     products in FP8, on this model's codes and scales, with the cache and the attention that the run promises.
     """
-    from ..export.engine.info import shortfall
-    from ..export.engine.proof import broken
+    from ...export.engine.info import shortfall
+    from ...export.engine.proof import broken
 
     for view in views:
         asked = f"--min-fp8-share {min_fp8_share:g}"

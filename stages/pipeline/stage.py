@@ -1,0 +1,190 @@
+"""A stage as a value: the files and facts that it reads, the options that change its outputs, and its record read back.
+
+A stage's key is derived: its inputs, all fields of its options class but those that are marked `Unkeyed`, and its
+facts. So a new option is part of the key as soon as it is a field, and what was recorded is read back into the same
+classes, strictly. `run.json` holds options and facts as one flat object, as it always did; a field that an older
+version did not write has its default, or what `older` says the stage did then.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from ...core.errors import InputError
+from ...core.files import Strict
+from ...core.record import StageLog, command
+from ...core.run import Run
+from ...options.declare import Options
+from .steps import Notes, arithmetic
+
+Choices = TypeVar("Choices", bound=Options)
+Facts = TypeVar("Facts", bound=Strict)
+Choices_co = TypeVar("Choices_co", bound=Options, covariant=True)
+Facts_co = TypeVar("Facts_co", bound=Strict, covariant=True)
+
+
+class NoFacts(Strict):
+    """The facts of a stage that has none beside its inputs and options."""
+
+
+NO_FACTS = NoFacts()
+
+
+@dataclass(frozen=True)
+class Key(Generic[Choices_co, Facts_co]):
+    """All that the outputs of a stage depend on, besides the version of fp8q.
+
+    `inputs`: name -> SHA-256, or another identity, of what is read; `facts`: what else was found.
+    """
+
+    inputs: Mapping[str, str]
+    options: Choices_co
+    facts: Facts_co
+
+
+@dataclass(frozen=True)
+class Stage(Generic[Choices, Facts]):
+    """One step of a run.
+
+    `inputs`: patterns of the files in the run that it reads, and names (without a dot) of other inputs; `outputs`:
+    patterns of the files that it writes; `code`: the function that runs it, as `module.function` of `stages`; `older`:
+    what records mean that are older than a field, where that is not the field's default.
+    """
+
+    name: str
+    options: type[Choices]
+    facts: type[Facts]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    code: str
+    older: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that runs this stage."""
+        module, name = self.code.split(".")
+        found: Callable[..., Any] = getattr(import_module(f"..{module}", __package__), name)
+        return found
+
+    @cached_property
+    def recorded_fields(self) -> frozenset[str]:
+        """Name the fields that `run.json` holds of this stage."""
+        return frozenset(self.options.keyed()) | self.facts.model_fields.keys()
+
+    @cached_property
+    def _unkeyed(self) -> frozenset[str]:
+        return frozenset(self.options.declared()) - self.options.keyed().keys()
+
+    @cached_property
+    def _reader(self) -> TypeAdapter[Choices]:
+        return TypeAdapter(self.options)
+
+    def dump(self, options: Options, facts: Facts) -> dict[str, JsonValue]:
+        """Return the flat object that `run.json` holds of `options`, which may be of a subclass, and `facts`."""
+        chosen: dict[str, JsonValue] = to_jsonable_python(_values(self.options, options))
+        return chosen | facts.model_dump(mode="json", exclude_none=True)
+
+    def read(self, recorded: Mapping[str, JsonValue], file: Path) -> tuple[Choices, Facts]:
+        """Read back what `file` holds of this stage.
+
+        Raises InputError, naming the command that makes it again, for a field that this version does not know, or a
+        value that is none of the field's.
+        """
+        again = f"`{command(self.name, file.parent)}` makes it again"
+        if unknown := sorted(recorded.keys() - self.recorded_fields - self._unkeyed):
+            raise InputError(
+                f"{file}: the stage {self.name} has `{unknown[0]}`, which this version of fp8q does not know; {again}"
+            )
+        known = {**self.older, **{name: value for name, value in recorded.items() if name not in self._unkeyed}}
+        facts = {name: known[name] for name in self.facts.model_fields if name in known}
+        try:
+            return (
+                self._reader.validate_json(json.dumps(_nested(self.options, known)), strict=True),
+                self.facts.model_validate_json(json.dumps(facts), strict=True),
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"] if part != "clip")
+            if first["type"] == "missing":
+                raise InputError(f"{file}: does not say `{name}` of the stage {self.name}; {again}") from None
+            value = json.dumps(first["input"])
+            raise InputError(
+                f"{file}: the stage {self.name} has `{name}` {value[:80]}, and {first['msg'][0].lower()}"
+                f"{first['msg'][1:]}; {again}"
+            ) from None
+        except InputError as error:
+            raise InputError(f"{file}: the stage {self.name} has {error}; {again}") from None
+
+    def is_current(self, run: Run, *keys: Key[Choices, Facts]) -> bool:
+        """Tell whether `run` has all that this stage writes, made by this version under one of `keys`.
+
+        Raises InputError for an output that is there and is not what the stage wrote.
+        """
+        recorded = run.record().stages.get(self.name)
+        if recorded is None:
+            return False
+        try:
+            done = self.read(recorded.options, run.record_file)
+        except InputError:
+            return False  # it is made again
+        return any(
+            done == self.read(self.dump(key.options, key.facts), run.record_file)
+            and run.is_current(self.name, key.inputs, recorded.options)
+            for key in keys
+        )
+
+    @contextmanager
+    def writing(
+        self, run: Run, key: Key[Choices, Facts], notes: Notes, model: Mapping[str, str] | None = None
+    ) -> Iterator[StageLog]:
+        """Run this stage in the block and record it, with the notes made since the last one (see `Run.stage`)."""
+        _check_declared(self.name, "input", key.inputs, self.inputs)
+        with run.stage(self.name, key.inputs, self.dump(key.options, key.facts), model) as log:
+            yield log
+            _check_declared(
+                self.name, "output", [str(path.relative_to(run.root)) for path in log.outputs], self.outputs
+            )
+            log.notes, notes.lines = notes.lines, []
+
+    def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
+        """A folder that a killed call of this stage goes on from, under the same `key` and arithmetic (`Run.work`)."""
+        depends = {"inputs": dict(key.inputs), "options": self.dump(key.options, key.facts)}
+        return run.work(self.name, depends | arithmetic(), note=notes.note)
+
+
+def _check_declared(stage: str, what: str, names: Mapping[str, str] | list[str], patterns: tuple[str, ...]) -> None:
+    """Hold what a stage reads or writes against its declaration."""
+    for name in names:
+        assert any(fnmatchcase(name, pattern) for pattern in patterns), f"{stage}: {name} is no {what} of the stage"
+
+
+def _values(kind: type[Options], options: Options) -> dict[str, object]:
+    """Return the keyed fields of `kind` in `options`, those of nested option classes among them."""
+    found: dict[str, object] = {}
+    for each in fields(kind):
+        value = getattr(options, each.name)
+        if isinstance(value, Options):
+            found |= _values(type(value), value)
+        elif each.name in kind.keyed():
+            found[each.name] = value
+    return found
+
+
+def _nested(kind: type[Options], recorded: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """Return what was `recorded` of the fields of `kind`, those of nested option classes in objects of their own."""
+    found: dict[str, Any] = {}
+    for each in fields(kind):
+        if isinstance(each.default, Options):
+            found[each.name] = _nested(type(each.default), recorded)
+        elif each.name in recorded:
+            found[each.name] = recorded[each.name]
+    return found

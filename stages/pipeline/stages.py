@@ -1,0 +1,249 @@
+"""Every stage of a run as a value, in the order of work.
+
+One page that says what each stage reads, writes and depends on. Its options are fields of its class in `options`; its
+facts, the classes here, are what it found besides: they are recorded and part of its key, as options are.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ...calibrate.measure.statistics import TextSource
+from ...core.files import Strict
+from ...export.engine.info import engine_stage
+from ...options import (
+    Baseline,
+    BenchOptions,
+    Clipping,
+    ContinueOptions,
+    CorpusOptions,
+    EngineOptions,
+    ExportOptions,
+    MeasureOptions,
+    PageOptions,
+    Precision,
+    ScaleOptions,
+    SensitivityOptions,
+    TritonOptions,
+    TuneOptions,
+    ValidateOptions,
+)
+from ...options.declare import Options
+from .stage import NoFacts, Stage
+
+#: The largest token id that a tokenizer can hold: tokenizers counts in 32 bits.
+LARGEST_ID = 2**32 - 1
+Prefix = Annotated[
+    list[Annotated[int, Field(ge=0, le=LARGEST_ID)]], Field(description="tokens that each window begins with")
+]
+Fingerprints = Annotated[dict[str, str], Field(description="name -> fingerprint of what lies beside the model")]
+Overlap = Annotated[
+    float | None, Field(description="share of a text that is in the other, where it is too much and was allowed")
+]
+
+
+class CorpusFacts(Strict):
+    """The texts that windows were cut from. `runs`: paths of the runs whose windows were added."""
+
+    data: str
+    eval_data: str
+    model: str
+    sources: list[TextSource] | None = None
+    prefix: Prefix = Field(default=[])
+    overlap: Overlap = None
+    runs: list[str] | None = None
+
+
+class MeasureFacts(Strict):
+    """Facts of a measurement. `moments`: second moments were gathered for GPTQ; `runs`: paths of the runs added."""
+
+    moments: bool = False
+    prefix: Prefix = Field(default=[])
+    adapters: Fingerprints | None = None
+    runs: list[str] | None = None
+
+
+class QuantizeFacts(Strict):
+    """Facts of a checkpoint. `batch_size`: windows that went through a layer together, where they did."""
+
+    adapters: Fingerprints | None = None
+    batch_size: int | None = None
+
+
+class ValidateFacts(Strict):
+    """Facts of the windows that were evaluated on."""
+
+    prefix: Prefix = Field(default=[])
+    overlap: Overlap = None
+
+
+class ContinueFacts(Strict):
+    """Facts of the continuations. `tokens`: of each."""
+
+    tokens: int
+
+
+#: The files that every FP8 runtime reads.
+FP8_FILES = ("scales.json", "model/*", "attention.json")
+STATISTICS = ("statistics.safetensors", "statistics.json", "moments/*")
+
+#: Texts to the windows that are calibrated on, and those held out.
+CORPUS = Stage(
+    "corpus",
+    CorpusOptions,
+    CorpusFacts,
+    inputs=("tokens", "evaluation"),
+    outputs=("calibration.npz", "evaluation.npz"),
+    code="corpus.write_corpus",
+    older={"bos": "never"},
+)
+#: The float model on the windows.
+MEASURE = Stage(
+    "measure",
+    MeasureOptions,
+    MeasureFacts,
+    inputs=("model", "calibration.npz", "statistics [0-9]*"),
+    outputs=STATISTICS,
+    code="measure.measure",
+)
+#: Scales from statistics, and the checkpoint that they make.
+QUANTIZE = Stage(
+    "quantize",
+    ScaleOptions,
+    QuantizeFacts,
+    inputs=(*STATISTICS, "calibration.npz"),
+    outputs=("scales.json", "model/*"),
+    code="quantize.quantize",
+)
+#: The queries of attention, for its scales in FP8.
+QUERIES = Stage(
+    "queries",
+    Options,
+    NoFacts,
+    inputs=("model", "calibration.npz"),
+    outputs=("queries.safetensors",),
+    code="queries.measure_queries",
+)
+#: Both ONNX graphs of the checkpoint.
+EXPORT = Stage(
+    "export",
+    ExportOptions,
+    NoFacts,
+    inputs=(*FP8_FILES, "queries.safetensors", *STATISTICS),
+    outputs=("model/*", "attention.json"),
+    code="export.export",
+)
+#: The same model in the precisions that FP8 is compared with.
+EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]]" = {
+    "bf16": Stage(
+        "export-bf16",
+        Options,
+        NoFacts,
+        inputs=("model",),
+        outputs=("baselines/bf16/*",),
+        code="export_baseline.export_baseline",
+    ),
+    "int8": Stage(
+        "export-int8",
+        Clipping,
+        NoFacts,
+        inputs=("model", *STATISTICS, "scales.json"),
+        outputs=("baselines/int8/*",),
+        code="export_baseline.export_baseline",
+    ),
+}
+#: The held-out text through the runtimes.
+VALIDATE = Stage(
+    "validate",
+    ValidateOptions,
+    ValidateFacts,
+    inputs=(*FP8_FILES, "baselines/*", "tokens"),
+    outputs=("accuracy.json", "tokens.npz"),
+    code="validate.validate",
+)
+#: The loss that each tensor causes alone.
+SENSITIVITY = Stage(
+    "sensitivity",
+    SensitivityOptions,
+    NoFacts,
+    inputs=(*FP8_FILES, "calibration.npz"),
+    outputs=("sensitivity.json",),
+    code="sensitivity.sensitivity",
+    older={"stream": False},
+)
+#: The cheapest mix that meets a budget of loss.
+TUNE = Stage(
+    "tune",
+    TuneOptions,
+    NoFacts,
+    inputs=(*CORPUS.outputs, *STATISTICS, *FP8_FILES),
+    outputs=("tune.json",),
+    code="tune.tune",
+)
+#: The Triton model repository.
+TRITON = Stage(
+    "triton",
+    TritonOptions,
+    NoFacts,
+    inputs=(*FP8_FILES, "engines/*"),
+    outputs=("triton/*",),
+    code="triton.deploy",
+)
+#: The time that answers take.
+BENCH = Stage(
+    "bench",
+    BenchOptions,
+    NoFacts,
+    inputs=(*FP8_FILES, "baselines/*", "against *"),
+    outputs=("bench.json",),
+    code="bench.bench",
+)
+#: Text that BF16 and FP8 write after the same words.
+CONTINUE = Stage(
+    "continue",
+    ContinueOptions,
+    ContinueFacts,
+    inputs=(*FP8_FILES, "evaluation.npz"),
+    outputs=("continuations.json",),
+    code="continuations.write_continuations",
+)
+#: The page and the notebook: of all that the others wrote.
+REPORT = Stage(
+    "report",
+    PageOptions,
+    NoFacts,
+    inputs=("*",),
+    outputs=("report.html", "report.ipynb"),
+    code="report.report",
+)
+
+
+def build_engine_stage(precision: Precision, adapter: str | None = None) -> Stage[EngineOptions, NoFacts]:
+    """Return the stage that builds engines: those of a precision, or of the FP8 model with an adapter beside it."""
+    return Stage(
+        engine_stage(precision, adapter),
+        EngineOptions,
+        NoFacts,
+        inputs=FP8_FILES if precision == "fp8" else (f"baselines/{precision}/*",),
+        outputs=("engines/*",),
+        code="build_engine.build",
+    )
+
+
+BUILD_ENGINE = build_engine_stage("fp8")
+STAGES = (
+    CORPUS,
+    MEASURE,
+    QUANTIZE,
+    QUERIES,
+    EXPORT,
+    *EXPORT_BASELINE.values(),
+    BUILD_ENGINE,
+    VALIDATE,
+    SENSITIVITY,
+    TUNE,
+    TRITON,
+    BENCH,
+    CONTINUE,
+    REPORT,
+)

@@ -1,0 +1,81 @@
+"""The files of a run that runtimes read: checkpoint and graphs, found to be what their stages wrote."""
+
+from pathlib import Path
+
+from ... import __version__
+from ...core.errors import InputError
+from ...core.files import sha256_file
+from ...core.record import FP8_STAGES, command
+from ...core.run import GRAPH, Run, graph_names
+from ...options import ExportOptions, Precision
+from ...quantize.reading.run_checkpoint import checkpoint_of
+from ..pipeline.stages import EXPORT
+from .adapters import adapters_of
+
+
+def graphs_of(run: Run) -> list[Path]:
+    """The FP8 graphs of `run`: both of the model, and both of it with each adapter beside it."""
+    return [run.model / name for adapter in (None, *adapters_of(run)) for name in graph_names(adapter)]
+
+
+def has_graphs(run: Run) -> bool:
+    """Tell whether the graphs in the run are what this version exported.
+
+    A checkpoint that they no longer fit took them away (`export.graph.reuse`).
+    """
+    exported = run.record().stages.get("export")
+    if exported is None or exported.version != __version__ or exported.refused:
+        return False
+    return all(
+        (run.root / name).is_file() and sha256_file(run.root / name) == digest
+        for name, digest in exported.outputs.items()
+    )
+
+
+def export_options(run: Run) -> ExportOptions:
+    """Read back the options that the run's graph was exported with; the defaults where there is none."""
+    return run.options(EXPORT) if EXPORT.name in run.record().stages else ExportOptions()
+
+
+def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
+    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there
+    now. Raises InputError.
+
+    `graph` False: for runtimes that read the checkpoint alone, where no graph can be made of the model.
+    """
+    run.refuse_stale(*FP8_STAGES)
+    hashes = hashes_of(run, "quantize", "export")
+    if graph or not run.without_graph():
+        run.require(run.onnx, "export")
+    return hashes
+
+
+def files_of(run: Run, precision: Precision) -> dict[str, str]:
+    """Return the SHA-256 of each file that the runtimes of a precision read."""
+    run.refuse_without_graph()
+    if precision == "fp8":
+        return fp8_files(run)
+    hashes = hashes_of(run, f"export-{precision}")
+    run.require(checkpoint_of(run, precision) / GRAPH, f"export-{precision}")
+    if run.is_stale(f"export-{precision}"):
+        raise InputError(
+            f"{checkpoint_of(run, precision)}: was made of other statistics or scales than the run has now; run `fp8q "
+            f"export {run.root} --precision {precision}` again"
+        )
+    return hashes
+
+
+def hashes_of(run: Run, *stages: str) -> dict[str, str]:
+    """Name -> SHA-256 of what `stages` wrote, each file found to be still that.
+
+    Raises InputError, naming the folder where all of it is gone.
+    """
+    hashes: dict[str, str] = {}
+    for by in stages:
+        outputs = run.record().stages[by].outputs if by in run.record().stages else {}
+        for name, digest in outputs.items():
+            if not (folder := (run.root / name).parent).is_dir():
+                raise InputError(f"{folder}: is missing; `{command(by, run.root)}` writes it, run that first")
+            run.require(run.root / name, by)
+            hashes[name] = digest
+    return hashes
