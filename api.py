@@ -7,13 +7,11 @@ by default), and does nothing that a finished stage of the same inputs, options 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
-from .calibrate.ranks.torchrun import place
 from .core.errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
 from .core.reporter import SILENT, Reporter
 from .core.run import Run
@@ -27,6 +25,7 @@ from .options import (
     GenerateOptions,
     ReportOptions,
     RescaleOptions,
+    RunOptions,
     ScaleOptions,
     SensitivityOptions,
     ServeOptions,
@@ -41,37 +40,28 @@ from .serve.local.generation import answer
 from .serve.loop.request import Completion
 from .stages import bench as bench_stage
 from .stages import build_engine as build_engine_stage
-from .stages import continuations as continuations_stage
-from .stages import corpus as corpus_stage
-from .stages import export as export_stage
-from .stages import export_baseline as export_baseline_stage
 from .stages import generate as generate_stage
-from .stages import measure as measure_stage
-from .stages import merge as merge_stage
-from .stages import quantize as quantize_stage
 from .stages import report as report_stage
 from .stages import sensitivity as sensitivity_stage
 from .stages import triton as triton_stage
 from .stages import tune as tune_stage
 from .stages import validate as validate_stage
-from .stages.commands import doctor as doctor_stage
-from .stages.commands import engine as engine_stage
-from .stages.commands import inspect as inspect_stage
-from .stages.commands import lint as lint_stage
-from .stages.commands import preflight
-from .stages.commands import serve as serve_stage
+from .stages.commands import calibrate as calibrate_command
+from .stages.commands import doctor as doctor_command
+from .stages.commands import engine as engine_command
+from .stages.commands import inspect as inspect_command
+from .stages.commands import lint as lint_command
+from .stages.commands import merge as merge_command
+from .stages.commands import rescale as rescale_command
+from .stages.commands import run as run_command
+from .stages.commands import serve as serve_command
+from .stages.commands.calibrate import Calibration
 from .stages.commands.inspect import Inspection
-from .stages.pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
-from .stages.shared import sources
-from .stages.shared.model_files import export_options
 from .stages.shared.opening import open_run
 
 if TYPE_CHECKING:
-    from .calibrate.model.source import Source
-    from .calibrate.ranks.world import World
     from .core.columns import Table
     from .export.engine.info import EngineInfo
-    from .quantize.scales.policy import Products
     from .serve.web.server import Server
     from .validate.accuracy.continuations import Continuations
     from .validate.accuracy.document import Accuracy
@@ -147,7 +137,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-@alone("out")
 def calibrate(
     model: str,
     data: str | Sequence[str],
@@ -165,95 +154,10 @@ def calibrate(
     share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
     In each of several processes that torchrun started, all measure and the first alone does the rest.
     """
-    return _calibrate(model, data, out, eval_data, RunOptions(options, export_options), None, progress)
+    what = Calibration(model, data, eval_data, RunOptions(options, export_options))
+    return calibrate_command.calibrate(out, what, progress)
 
 
-def _calibrate(
-    model: str,
-    data: str | Sequence[str],
-    out: Path,
-    eval_data: str | None,
-    all_options: "RunOptions",
-    later: "RunOptions | None",
-    progress: Reporter,
-) -> Run:
-    """`calibrate`, which also finds what is wrong with the options of `later` stages, where these are to follow."""
-    needs("calibrate", CALIBRATE_MODULES)
-    from .calibrate.ranks.world import joined
-
-    found, notes, options = Run(Path(out)), Notes(progress), all_options.calibrate
-    with joined() as world:
-        if world.rank:
-            source = sources.opened(
-                model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0,
-                adapters=options.adapter, mode=options.adapter_mode,
-            )  # fmt: skip
-            sources.check_same(source, world)
-            measure_stage.take_part(found, source, world, notes)
-        else:
-            source, products = _measured(found, model, (data, eval_data), all_options, later, notes, world)
-    if world.rank:
-        found.leave_work("measure", world.rank)
-    elif options.batches:
-        first, end = options.batches
-        progress.note(
-            f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the "
-            "other batches and goes on"
-        )
-    else:
-        quantize_stage.quantize(found, source, products, options, notes)
-        export_stage.export_or_note(found, all_options.export, notes)
-    return found
-
-
-def _measured(
-    found: Run,
-    model: str,
-    texts: tuple[str | Sequence[str], str | None],
-    all_options: "RunOptions",
-    later: "RunOptions | None",
-    notes: Notes,
-    world: "World",
-) -> "tuple[Source, Products]":
-    """The stages of `calibrate` that several ranks share, as the first of them: find all that is wrong, write the
-    corpus, measure.
-    """
-    from .calibrate.model.tokenizer import load_tokenizer
-
-    options = all_options.calibrate
-    preflight.check_out(found)
-    before = found.record().model
-    with notes.held():
-        if later:
-            preflight.check_later(found, later.engine, later.validate)
-        source = sources.opened(
-            model,
-            options.revision,
-            options.trust_remote_code,
-            notes,
-            adapters=options.adapter,
-            mode=options.adapter_mode,
-        )
-        sources.check_same(source, world)
-        sources.check_model(found, before, source)
-        products = sources.products_of(source, options)
-        measure_stage.check_experts(source, products, options)
-        preflight.check_graph(
-            found, products, later.engine if later else None, later.validate if later else None, notes
-        )
-        preflight.check_calibrate(source, options, all_options.export)
-        collected = corpus_stage.collect(source, load_tokenizer(source), *texts, options, notes)
-        measure_stage.check_batches(options, len(collected.windows), world)
-        if later:
-            preflight.check_fit(source, collected, later.engine, later.validate)
-        sources.check_weights(found, source, notes)
-    with preflight.nothing_left(found):
-        corpus_stage.write_corpus(found, source, collected, notes)
-        measure_stage.measure(found, source, options, notes, world, moments=options.weight_rounding == "gptq")
-    return source, products
-
-
-@alone("out")
 def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
@@ -265,63 +169,28 @@ def merge(
     for runs that cannot be added: of different models, tokenizers, or sizes of windows or batches, or with a batch in
     common.
     """
-    needs("calibrate", CALIBRATE_MODULES)
-
-    found, notes = Run(Path(out)), Notes(progress)
-    preflight.check_out(found)
-    before = found.record().model
-    with notes.held():
-        if options.weight_rounding != "nearest":
-            why = "its second moments are not added" if options.weight_rounding == "gptq" else "runs the model"
-            raise InputError(
-                f"--weight-rounding {options.weight_rounding}: {why}; use `fp8q calibrate` on all of the text in one "
-                "run, or leave it out"
-            )
-        merged = merge_stage.add(runs, out)
-        source = merge_stage.source_of_all(merged, model, notes)
-        sources.check_model(found, before, source)
-        products = sources.products_of(source, options)
-        overlap = merge_stage.check_held_out(merged, source, notes)
-        if left := merge_stage.missing(merged):
-            notes.note(
-                f"{len(left)} batches were measured by none of the runs: "
-                f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
-            )
-    with preflight.nothing_left(found):
-        merge_stage.write(found, source, merged, notes, overlap)
-        quantize_stage.quantize(found, source, products, options, notes)
-        export_stage.export_or_note(found, export_options, notes)
-    return found
+    return merge_command.merge(runs, out, model, (options, export_options), progress)
 
 
-@alone("path")
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
     With `options.precision` bf16 or int8: the same model in that precision, made of the source checkpoint, into
     `baselines/`.
     """
-    needs("calibrate", CALIBRATE_MODULES)
-
-    found, notes = open_run(path), Notes(progress)
-    if options.precision == "fp8":
-        export_stage.export(found, options, notes)
-    else:
-        export_baseline_stage.export_baseline(found, options.precision, notes)
-    return found
+    return rescale_command.export_precision.at(path, progress, options)
 
 
-def lint(path: Path, run: Path | None = None) -> lint_stage.Linted | lint_stage.LintedRun:
+def lint(path: Path, run: Path | None = None) -> lint_command.Linted | lint_command.LintedRun:
     """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
     repository, an FP8 checkpoint, or all that a run holds; what is found is returned, and nothing is raised for it.
 
     The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
     that lies elsewhere. Needs no torch and no server.
     """
-    return lint_stage.lint(Path(path), open_run(run) if run else None)
+    return lint_command.lint(Path(path), open_run(run) if run else None)
 
 
-@alone("path")
 def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
     model is not run.
@@ -329,17 +198,9 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     What `options` are not given stays as the run has it. The source checkpoint is read, for the weights. Raises
     InputError when it is no longer there, or not the same.
     """
-    needs("calibrate", CALIBRATE_MODULES)
-
-    found, notes = open_run(path), Notes(progress)
-    chosen, graph = quantize_stage.rescaled(found, options), export_options(found)
-    source = sources.source_of(found)
-    quantize_stage.quantize(found, source, sources.products_of(source, chosen), chosen, notes)
-    export_stage.export_or_note(found, graph, notes)
-    return found
+    return rescale_command.scales.at(path, progress, options)
 
 
-@alone("path")
 def build_engine(
     path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
 ) -> "list[EngineInfo]":
@@ -350,21 +211,19 @@ def build_engine(
     the engine says what it runs. Raises GateError when fewer than `options.min_fp8_share` of them do, or when that
     cannot be told; BackendError when the runtime is missing.
     """
-    found, notes = open_run(path), Notes(progress)
-    return build_engine_stage.build(found, options, notes)
+    return build_engine_stage.build_engine.at(path, progress, options)
 
 
-def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engine_stage.EngineView]:
+def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engine_command.EngineView]:
     """List what the engines of the run at `path` run, read from them: each matrix product, the kernels around it,
     attention, what stayed wide and why.
 
     `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises
     nothing for what it finds.
     """
-    return engine_stage.view_engines(open_run(path), tuple(targets), plan)
+    return engine_command.view_engines(open_run(path), tuple(targets), plan)
 
 
-@alone("path")
 def validate(
     path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT
 ) -> "Accuracy":
@@ -373,10 +232,7 @@ def validate(
     Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction),
     and UnfinishedError for a runtime that failed: the others' numbers are written first.
     """
-    needs("calibrate", CALIBRATE_MODULES)
-
-    found, notes = open_run(path), Notes(progress)
-    return validate_stage.validate(found, data, options, notes)
+    return validate_stage.validate.at(path, progress, data, options)
 
 
 def sensitivity(
@@ -385,8 +241,7 @@ def sensitivity(
     """Measure the loss that each quantized tensor of the run at `path` causes alone, on its calibration windows, worst
     first; written to `sensitivity.json`.
     """
-    needs("calibrate", CALIBRATE_MODULES)
-    return sensitivity_stage.sensitivity(open_run(path), options, Notes(progress))
+    return sensitivity_stage.sensitivity.at(path, progress, options)
 
 
 def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = SILENT) -> "Checkup":
@@ -396,7 +251,7 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
     What needs the source model is `unknown` where that is gone. Raises nothing for what is bad (`refuse_bad` in
     `validate.advice.checkup` does).
     """
-    return doctor_stage.examine(open_run(path), options, Notes(progress))
+    return doctor_command.doctor.at(path, progress, options)
 
 
 def tune(
@@ -408,20 +263,7 @@ def tune(
 
     Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
     """
-    needs("calibrate", CALIBRATE_MODULES)
-
-    found, notes = open_run(path), Notes(progress)
-    tune_stage.check_budget(options, apply)
-    tuned = tune_stage.tune(found, options, notes)
-    if apply:
-        _apply(path, tuned, notes)
-    return tuned
-
-
-@alone("path")
-def _apply(path: Path, tuned: "Tuning", notes: Notes) -> None:
-    """Make the run at `path` anew by what was `tuned`."""
-    tune_stage.apply(open_run(path), tuned, notes)
+    return tune_stage.tune.at(path, progress, options, apply)
 
 
 def generate(
@@ -456,10 +298,9 @@ def serve(
     `ready` is called in the thread that serves once requests are taken in, with the server: its `url`, and `stop()`,
     which any thread and any signal handler may call.
     """
-    return serve_stage.serve(open_run(path), options, ready)
+    return serve_command.serve(open_run(path), options, ready)
 
 
-@alone("path")
 def bench(
     path: Path,
     against: Sequence[Path] = (),
@@ -472,29 +313,24 @@ def bench(
 
     Raises InputError for runs of different models, and for sizes that the model does not take.
     """
-    return bench_stage.bench(open_run(path), against, options, plot, Notes(progress))
+    return bench_stage.bench.at(path, progress, against, options, plot)
 
 
-@alone("path")
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
     """Write the Triton model repository of the run at `path`, in RUN/triton or at `options.out`; returns its files.
 
     Raises InputError for a directory there that is not empty and that fp8q did not write.
     """
-    return triton_stage.deploy(open_run(path), options, Notes(progress))
+    return triton_stage.triton.at(path, progress, options)
 
 
-@alone("path")
 def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = SILENT) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`, beside the runs that `options.compare` names;
     returns their paths.
 
     Where the source model is here, both models go on from words of the evaluation text first.
     """
-    found, notes = open_run(path), Notes(progress)
-    others = [open_run(other) for other in options.compare]
-    continuations_stage.write_continuations(found, options, notes)
-    return report_stage.report(found, others, notes)
+    return report_stage.report.at(path, progress, options)
 
 
 def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
@@ -536,21 +372,9 @@ def inspect(
     `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this
     text with the float model, as many windows as were calibrated on, and hold it against the chosen scales.
     """
-    return inspect_stage.inspect(open_run(path), delayed, against, Notes(progress))
+    return inspect_command.inspect.at(path, progress, delayed, against)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of all stages."""
-
-    calibrate: CalibrateOptions = CalibrateOptions()
-    export: ExportOptions = ExportOptions()
-    engine: EngineOptions = EngineOptions()
-    validate: ValidateOptions = ValidateOptions()
-    triton: TritonOptions = TritonOptions()
-
-
-@alone("out")
 def run(
     model: str,
     data: str | Sequence[str],
@@ -563,28 +387,4 @@ def run(
 
     A gate that is not met, and a runtime that failed beside others, are raised when all is written.
     """
-    found = _calibrate(model, data, out, eval_data, options, options, progress)
-    if place().rank:
-        return found  # the first rank alone does what follows
-    gates, unfinished = list[GateError](), list[UnfinishedError]()
-    steps: dict[str, Callable[[], object]] = {
-        "build-engine": lambda: build_engine(out, options.engine, progress),
-        "validate": lambda: validate(out, None, options.validate, progress),
-        "triton": lambda: triton(out, options.triton, progress),
-        "report": lambda: report(out, progress=progress),
-    }
-    for name, step in steps.items():
-        if name in export_stage.OF_A_GRAPH and found.without_graph():
-            progress.note(f"{name}: left out, since {out} has no ONNX graph")
-            continue
-        try:
-            step()
-        except GateError as gate:
-            gates.append(gate)
-        except UnfinishedError as error:
-            unfinished.append(error)
-    if unfinished:
-        raise UnfinishedError("; ".join(map(str, [*unfinished, *gates])))
-    if gates:
-        raise GateError("; ".join(map(str, gates)))
-    return found
+    return run_command.run_all(out, Calibration(model, data, eval_data, options, whole_run=True), progress)

@@ -27,7 +27,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import AdapterMode, CalibrateOptions
+from fp8q.options import AdapterMode, CalibrateOptions, SourceOptions
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
@@ -102,7 +102,7 @@ def measure(model: Given, windows: int, context: int) -> Mapping[str, Any]:
         adapter = trained(model, folder / "stories")
 
         def opened(mode: AdapterMode) -> Source:
-            return sources.opened(model.directory, adapters=[adapter], mode=mode)
+            return sources.opened(model.directory, SourceOptions(adapter=(adapter,), adapter_mode=mode))
 
         base, merged, both = sources.opened(model.directory), opened("merge"), opened("beside")
         runs = {

@@ -42,7 +42,7 @@ def proof(run: Run, guilty: set[str], kind: str, budget: float, options: argpars
     rank = next(at for at, each in enumerate(ranked, 1) if each.kind == kind and each.module in guilty)
     named = blame(doctor(run.root, DoctorOptions()), guilty)
     # no KL is of a graph
-    with patch.object(tune_stage, "export_or_note"), patch.object(tune_stage, "exported_options"):
+    with patch.object(tune_stage, "export_or_note"):
         found = tune(run.root, TuneOptions(windows=options.choosing, max_kl=budget), apply=True)
     return {
         "module": ranked[rank - 1].module,

@@ -77,7 +77,7 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     sources.check_weights(run, source, notes)
     corpus_stage.write_corpus(run, source, collected, notes)
     print("measure", flush=True)
-    measure_stage.measure(run, source, options, notes)
+    measure_stage.measure(run, source, options, notes, moments=options.needs_moments)
     print("quantize", flush=True)
     quantize_stage.quantize(run, source, products, options, notes)
 

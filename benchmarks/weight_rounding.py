@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -171,7 +170,7 @@ def measured(
     corpus_stage.write_corpus(run, source, collected, notes)
     seconds = dict[str, float]()
     for rounding in MEASURED:
-        measure_stage.measure(run, source, replace(chosen, weight_rounding=rounding), notes)
+        measure_stage.measure(run, source, chosen, notes, moments=rounding == "gptq")
         seconds[rounding] = round(run.record().stages["measure"].seconds, 2)
     tokens = collected.evaluation[: options.windows * options.context]
     return cut(tokens, Path(texts.eval_data).name, options.context, options.context), chosen, seconds

@@ -20,11 +20,13 @@ from .calibrate import (
     RescaleOptions,
     ScaleGrid,
     ScaleOptions,
+    SourceOptions,
     Terms,
     WeightMethod,
     WeightRounding,
 )
 from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
+from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
     FLOAT,
@@ -73,10 +75,12 @@ __all__ = [
     "Prefer",
     "ReportOptions",
     "RescaleOptions",
+    "RunOptions",
     "ScaleGrid",
     "ScaleOptions",
     "SensitivityOptions",
     "ServeOptions",
+    "SourceOptions",
     "Terms",
     "TritonOptions",
     "TuneOptions",

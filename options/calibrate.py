@@ -178,6 +178,11 @@ class ScaleOptions(Options):
         between(0, None),
     ] = DEFAULT_EXPERT_TOKENS
 
+    @property
+    def needs_moments(self) -> bool:
+        """Tell whether weights are rounded by second moments of their inputs, which `measure` gathers."""
+        return self.weight_rounding == "gptq"
+
     def __post_init__(self) -> None:
         """Refuse to name some modules where all are meant, and to choose what is inherited."""
         super().__post_init__()

@@ -9,7 +9,6 @@ In the order of work:
 
     corpus           texts to the windows that are calibrated on, and those held out
     measure          the float model on the windows, by one process or several ranks; and on other text
-    merge            corpus and measurement of runs that were measured apart
     quantize         scales from statistics, and the checkpoint they make
     queries          `export --attention fp8`: the queries of attention, measured
     export           both graphs beside the checkpoint, linted
@@ -33,6 +32,8 @@ The commands that join stages, or only read what they wrote, in `commands`:
 
     calibrate        model and text to checkpoint and graphs, by one process or several ranks
     run              all stages, one after the other
+    merge            runs that were measured apart, added: corpus and measurement, and what follows
+    rescale          scales chosen again, or graphs in another precision
     preflight        what later stages would refuse, told before the first one writes
     inspect          every module, and what stands out
     doctor           the stability checklist, a verdict each

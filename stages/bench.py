@@ -31,7 +31,7 @@ from .pipeline.stages import BENCH
 from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.adapters import note_base_alone
 from .shared.model_files import files_of
-from .shared.opening import open_run
+from .shared.opening import command, open_run
 from .shared.sources import source_of
 
 #: A model that is measured: its name in the tables, its run and precision.
@@ -52,7 +52,8 @@ METHOD = (
 )
 
 
-def bench(run: Run, against: Sequence[Path], options: BenchOptions, plot: Path | None, notes: Notes) -> Bench:
+@command(modules=())
+def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions, plot: Path | None) -> Bench:
     """Measure, write `bench.json`, and draw it at `plot`.
 
     Raises InputError for what cannot be compared or does not fit the models, BackendError for what is missing.

@@ -12,12 +12,14 @@ from .pipeline.stages import build_engine_stage
 from .pipeline.steps import Notes
 from .shared.adapters import check_adapter, note_base_alone
 from .shared.model_files import files_of
+from .shared.opening import command
 
 if TYPE_CHECKING:
     from ..export.engine.info import EngineInfo
 
 
-def build(run: Run, options: EngineOptions, notes: Notes) -> "list[EngineInfo]":
+@command(modules=())
+def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[EngineInfo]":
     """Build the engines of `options.precision` where they are not current, and return what is known of them.
 
     Raises GateError, when all is written, for an engine of FP8 that runs too little of it.

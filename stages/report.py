@@ -5,18 +5,28 @@ from pathlib import Path
 
 from ..core.errors import InputError
 from ..core.run import Run
-from ..options import PageOptions
+from ..options import PageOptions, ReportOptions
+from .continuations import write_continuations
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import REPORT
 from .pipeline.steps import Notes
+from .shared.opening import command, open_run
 
 
-def report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
+@command(modules=())
+def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:
+    """Let both models go on from words of the evaluation text, and write the page and the notebook of `run`."""
+    others = [open_run(other) for other in options.compare]
+    write_continuations(run, options, notes)
+    return write_report(run, others, notes)
+
+
+def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
     """Write both files of `run`, beside `others`, where they are not current; returns their paths.
 
     Raises InputError for a run that is put beside itself, or named twice.
     """
-    from ..validate.report.report import write_report
+    from ..validate.report import report as page
 
     roots = [each.root.resolve() for each in (run, *others)]
     for number, root in enumerate(roots):
@@ -30,7 +40,7 @@ def report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
     key = Key(inputs, PageOptions(), NO_FACTS)
     if not REPORT.is_current(run, key):
         with REPORT.writing(run, key, notes) as log:
-            log.outputs += write_report(run, notes, others)
+            log.outputs += page.write_report(run, notes, others)
     return [run.report_html, run.report_ipynb]
 
 

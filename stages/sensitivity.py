@@ -18,6 +18,7 @@ from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import SENSITIVITY
 from .pipeline.steps import Notes, device
 from .shared.adapters import note_base_alone
+from .shared.opening import command
 from .shared.resuming import Saved
 from .shared.sources import source_of
 
@@ -52,7 +53,8 @@ class Progress(Saved):
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-def sensitivity(run: Run, options: SensitivityOptions, notes: Notes) -> "Sensitivity":
+@command(writes=False)  # but for its own stage
+def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> "Sensitivity":
     """Measure the loss that each tensor of `run` causes alone, where that is not known, and `sensitivity.json`."""
     from ..validate.sensitivity.document import load_sensitivity
 

@@ -13,6 +13,7 @@ from .pipeline.stages import BUILD_ENGINE, TRITON
 from .pipeline.steps import Notes
 from .shared.adapters import note_base_alone
 from .shared.model_files import fp8_files
+from .shared.opening import command
 
 if TYPE_CHECKING:
     from ..export.engine.profiles import Profile
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 BUILT = BUILD_ENGINE.name
 
 
-def deploy(run: Run, options: TritonOptions, notes: Notes) -> list[Path]:
+@command(modules=())
+def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     """Write the repository of a run where it is not current, and return its files.
 
     Elsewhere than in RUN/triton it is written each time: the run's record is of its own files. Raises InputError for a

@@ -21,10 +21,11 @@ from .measure import measure
 from .other_text import evaluation
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
-from .pipeline.steps import Notes, arithmetic
+from .pipeline.steps import Notes, alone, arithmetic
 from .quantize import quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import export_options
+from .shared.opening import command
 from .shared.sources import products_of, source_of
 from .tune_candidates import Prepared, batches_of, parted, prepare
 
@@ -45,8 +46,22 @@ CLOSE = 0.95
 ROUNDS = 5
 
 
-def tune(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
-    """The cheapest mix for the budget of `options`, where that is not known, and `tune.json`. Raises InputError."""
+@command(writes=False)  # but for its own stage, and what it applies
+def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
+    """Find the cheapest mix for the budget of `options`, where that is not known; `apply` it where it meets the budget.
+
+    Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
+    """
+    check_budget(options, apply)
+    tuned = find_mix(run, options, notes)
+    if apply:
+        with alone(run):
+            apply_mix(run, tuned, notes)
+    return tuned
+
+
+def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
+    """Find the cheapest mix for the budget of `options`, where that is not known, and write `tune.json`."""
     from ..validate.tuning.document import load_tuning
 
     run.refuse_stale("measure", "quantize")
@@ -94,7 +109,7 @@ def check_met(found: "Tuning") -> None:
     raise GateError(f"{asked}: nothing that fp8q can choose meets it; the best there is has {predicted}; allow more")
 
 
-def apply(run: Run, found: "Tuning", notes: Notes) -> None:
+def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
     """Make the checkpoint and graphs of `run` anew by what was chosen, which meets its budget.
 
     Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does. A

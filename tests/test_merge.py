@@ -24,8 +24,8 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import merge as merge_stage
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.commands import merge as merge_stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
@@ -61,7 +61,7 @@ def part(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPa
 def merged(out: Path, checkpoint: Path, *runs: Run) -> Run:
     """The stages `corpus` and `measure` of the runs added."""
     run = Run(out)
-    merge_stage.write(
+    merge_stage.write_merged(
         run, open_source(str(checkpoint)), merge_stage.add([run.root for run in runs], out), Notes(SILENT)
     )
     return run

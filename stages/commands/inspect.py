@@ -12,6 +12,7 @@ from ...quantize.scales.decisions import load_scales
 from ..measure import measure_text
 from ..pipeline.stages import QUANTIZE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, needs
+from ..shared.opening import command
 
 if TYPE_CHECKING:
     from ...validate.advice.certificate import Certificate
@@ -36,7 +37,8 @@ class Inspection:
     against: "list[AgainstRow] | None" = None
 
 
-def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Notes) -> Inspection:
+@command(writes=False, modules=())
+def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | None) -> Inspection:
     """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
     from ...validate.advice.certificate import certificate
     from ...validate.advice.expert_coverage import expert_rows

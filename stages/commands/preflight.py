@@ -14,7 +14,7 @@ from ...calibrate.input.untrusted import exists, local_path
 from ...core.errors import InputError
 from ...core.reporter import SILENT
 from ...core.run import Run
-from ...options import DEFAULT_SEQ_LEN, CalibrateOptions, EngineOptions, ExportOptions, ValidateOptions
+from ...options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptions
 from ..measure import streamed
 from ..other_text import cut_for
 from ..pipeline.steps import Notes, device
@@ -60,10 +60,11 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         )
 
 
-def check_later(run: Run, engine: EngineOptions, validate: ValidateOptions) -> None:
+def check_later(run: Run, later: RunOptions) -> None:
     """Raise what the stages after `calibrate` would of their options alone: a gate that has nothing to compare, graphs
     that no stage before them writes.
     """
+    engine, validate = later.engine, later.validate
     check_comparable(validate.chosen, validate.max_ppl_increase)
     check_accumulator(validate)
     done = run.record().stages
@@ -75,31 +76,29 @@ def check_later(run: Run, engine: EngineOptions, validate: ValidateOptions) -> N
             )
 
 
-def check_graph(
-    run: Run, products: "Products", engine: EngineOptions | None, validate: ValidateOptions | None, notes: Notes
-) -> None:
-    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `validate` that would run
-    it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
+def check_graph(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
+    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that would
+    run it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
     """
     if products.no_graph is None:
-        if engine:
+        if later:
             from ...export.engine.build import resolve
 
-            resolve(engine)
+            resolve(later.engine)
         return
-    if validate:
-        check_runtimes(validate.runtimes, run, products.no_graph)
+    if later:
+        check_runtimes(later.validate.runtimes, run, products.no_graph)
     notes.note(f"{products.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
 
 
-def check_fit(source: "Source", collected: "Collected", engine: EngineOptions, validate: ValidateOptions) -> None:
-    """Raise what they would of their options beside the model and the text: lengths beyond the model's positions, sizes
-    that do not fit the length, text that fills no window.
+def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> None:
+    """Raise what `later` stages would of their options beside the model and the text: lengths beyond the model's
+    positions, sizes that do not fit the length, text that fills no window.
     """
     from ...calibrate.text.corpus import lower_default
     from ...calibrate.text.packing import Packing
 
-    limit = source.served_positions
+    engine, validate, limit = later.engine, later.validate, source.served_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
     replace(engine, max_seq_len=length)  # its sizes are held against the length as they are made
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))

@@ -187,7 +187,7 @@ TRITON = Stage(
     NoFacts,
     inputs=(*FP8_FILES, "engines/*"),
     outputs=("triton/*",),
-    code="triton.deploy",
+    code="triton.triton",
 )
 #: The time that answers take.
 BENCH = Stage(
@@ -214,7 +214,7 @@ REPORT = Stage(
     NoFacts,
     inputs=("*",),
     outputs=("report.html", "report.ipynb"),
-    code="report.report",
+    code="report.write_report",
 )
 
 
@@ -226,7 +226,7 @@ def build_engine_stage(precision: Precision, adapter: str | None = None) -> Stag
         NoFacts,
         inputs=FP8_FILES if precision == "fp8" else (f"baselines/{precision}/*",),
         outputs=("engines/*",),
-        code="build_engine.build",
+        code="build_engine.build_engine",
     )
 
 

@@ -1,13 +1,9 @@
 """Shared parts of the stages: a reporter that remembers, the record of a stage, and the device models run on."""
 
 import errno
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from importlib.util import find_spec
-from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from ... import __version__
 from ...calibrate.ranks.torchrun import place
@@ -16,9 +12,6 @@ from ...core.files import keeping_locks
 from ...core.record import library_versions
 from ...core.reporter import Reporter
 from ...core.run import Run
-
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
 
 #: What the extra `calibrate` brings, by the names they are imported under.
 CALIBRATE_MODULES = ("torch", "transformers", "datasets", "compressed_tensors", "onnxscript")
@@ -95,25 +88,15 @@ def note_other_arithmetic(run: Run, notes: Notes) -> None:
         )
 
 
-def alone(argument: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Let a function work alone on the run that `argument` names, from its first stage to its last: another process
-    that would write there meanwhile is refused. What killed calls left of finished stages goes first.
+@contextmanager
+def alone(run: Run) -> Iterator[None]:
+    """Work alone on `run` in this block, from its first stage to its last: another process that would write there
+    meanwhile is refused. What killed calls left of finished stages goes first.
     """
-
-    def wrapped(function: Callable[Given, Made]) -> Callable[Given, Made]:
-        names = inspect.signature(function)
-
-        @wraps(function)
-        def working(*given: Given.args, **named: Given.kwargs) -> Made:
-            run = Run(Path(names.bind(*given, **named).arguments[argument]))
-            with keeping_locks(), ExitStack() as held:
-                if run.exists() and place().rank == 0:
-                    _take(run, held)
-                return function(*given, **named)
-
-        return working
-
-    return wrapped
+    with keeping_locks(), ExitStack() as held:
+        if run.exists() and place().rank == 0:
+            _take(run, held)
+        yield
 
 
 def _take(run: Run, held: ExitStack) -> None:

@@ -1,10 +1,19 @@
-"""A run, opened to work on what was made of it: the one place that says it is none, or only a part of one."""
+"""A run, opened to work on what was made of it: by a command, which asks for its extra, locks, and takes notes."""
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from ...core.errors import InputError
+from ...core.reporter import Reporter
 from ...core.run import Run
 from ..pipeline.stages import MEASURE
+from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
 def open_run(path: Path) -> Run:
@@ -27,3 +36,34 @@ def open_run(path: Path) -> Run:
             "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
         )
     return found
+
+
+@dataclass(frozen=True)
+class Command(Generic[Given, Made]):
+    """A function of a run, its notes and what else the command is given.
+
+    `writes`: it works alone on the run; `modules`: what it imports of the extra `calibrate`.
+    """
+
+    function: Callable[Concatenate[Run, Notes, Given], Made]
+    writes: bool
+    modules: Sequence[str]
+
+    def __call__(self, run: Run, notes: Notes, *given: Given.args, **named: Given.kwargs) -> Made:
+        """Call the function, for whoever has opened and locked the run."""
+        return self.function(run, notes, *given, **named)
+
+    def at(self, path: Path, progress: Reporter, *given: Given.args, **named: Given.kwargs) -> Made:
+        """Call the function for the run at `path`. Raises InputError where there is none, or another process works
+        there; BackendError where a library is missing.
+        """
+        with alone(Run(Path(path))) if self.writes else nullcontext():
+            needs("calibrate", self.modules)
+            return self.function(open_run(path), Notes(progress), *given, **named)
+
+
+def command(
+    *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
+) -> Callable[[Callable[Concatenate[Run, Notes, Given], Made]], Command[Given, Made]]:
+    """Make a command of a function: see `Command`."""
+    return lambda function: Command(function, writes, modules)

@@ -1,13 +1,13 @@
 """The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...core.run import Run
-from ...options import AdapterMode, ScaleOptions
+from ...options import ScaleOptions, SourceOptions
 from ...quantize.reading.run_checkpoint import ADAPTERS
 from .adapters import adapters_of
 
@@ -100,24 +100,20 @@ def check_forward(source: "Source") -> None:
 
 
 def opened(
-    model: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    report: Reporter = SILENT,
-    fingerprinted: bool = True,
-    adapters: Sequence[Path] = (),
-    mode: AdapterMode = "merge",
+    model: str, options: SourceOptions = SourceOptions(), report: Reporter = SILENT, fingerprinted: bool = True
 ) -> "Source":
-    """`open_source`, which also takes a checkpoint in FP8, for the numbers that its codes stand for, and `adapters`."""
+    """Open the source model, which may be a checkpoint in FP8, for the numbers that its codes stand for, with the
+    adapters that `options` name. `fingerprinted`: read all of its weights for its fingerprint.
+    """
     from ...calibrate.model.source import open_source
     from ...quantize.reading.dequantized import recognize
 
-    source = open_source(model, revision, trust_remote_code, report, fingerprinted, recognize)
-    if not adapters:
+    source = open_source(model, options.revision, options.trust_remote_code, report, fingerprinted, recognize)
+    if not options.adapter:
         return source
     from ...calibrate.model.adapter_base import remarks, with_adapters
 
-    source = with_adapters(source, adapters, mode)
+    source = with_adapters(source, options.adapter, options.adapter_mode)
     for remark in remarks(source):
         report.note(remark)
     return source
@@ -128,7 +124,7 @@ def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT
     merged = identity.get("adapter")
     if merged is not None and not Path(merged).is_dir():
         raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")
-    return opened(model, report=report, adapters=[Path(merged)] if merged is not None else [])
+    return opened(model, SourceOptions(adapter=(Path(merged),) if merged is not None else ()), report)
 
 
 def source_of(run: Run) -> "Source":

@@ -183,15 +183,12 @@ def test_a_process_that_works_here_keeps_others_out_between_its_stages_too(run: 
 
 
 def test_a_run_that_may_not_be_written_to_is_read_all_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    @alone("path")
-    def read(path: Path) -> bool:
-        return Run(path).is_current("quantize", {"a": "1"}, {"method": "amax"})
-
     def refused(file: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
     monkeypatch.setattr("fp8q.core.run.locked", refused)
-    assert read(run.root)
+    with alone(run):
+        assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
 
 
 def test_what_a_kill_between_the_record_and_its_removal_left_goes_with_the_next_writer(run: Run) -> None:
@@ -200,11 +197,8 @@ def test_what_a_kill_between_the_record_and_its_removal_left_goes_with_the_next_
         (run.root / folder).mkdir()
     (run.root / ".quantize.work" / "00000.safetensors").write_text("finished")
 
-    @alone("out")
-    def again(out: Path) -> None:
-        assert Run(out).is_current("quantize", {"a": "1"}, {"method": "amax"})
-
-    again(run.root)
+    with alone(run):
+        assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
     assert {path.name for path in run.root.iterdir()} == {"run.json", ".lock", "scales.json", ".measure.work"}
     (run.root / ".quantize.work").mkdir()
     with run.stage("measure", {}, {}):
@@ -212,15 +206,11 @@ def test_what_a_kill_between_the_record_and_its_removal_left_goes_with_the_next_
 
 
 def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
-    @alone("path")
-    def other(path: Path) -> None:
-        raise AssertionError("it went in")
-
     with run.stage("measure", {}, {}), run.work("measure", {}) as folder:
         half = run.root / ".statistics.safetensors.partial"
         half.write_text("half")
-        with pytest.raises(InputError, match="another fp8q process is working here"):
-            other(run.root)
+        with pytest.raises(InputError, match="another fp8q process is working here"), alone(run):
+            raise AssertionError("it went in")
         assert half.exists()
         assert folder.exists()
 

@@ -21,6 +21,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
+from fp8q.options import SourceOptions
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.serve.web.server import Server
 from fp8q.stages import corpus as corpus_stage
@@ -42,7 +43,7 @@ TARGETS = {"style": ["q_proj", "v_proj", "down_proj"], "code": ["gate_proj", "o_
 def without_graphs(model: str, texts: list[Path], folder: Path) -> None:
     """The run `merged`, as far as its checkpoint: a graph of it is a graph of any checkpoint."""
     options, notes, run = api.CalibrateOptions(samples=8, seq_len=128), Notes(SILENT), Run(folder / "merged")
-    source = opened(model, adapters=[folder / "style"])
+    source = opened(model, SourceOptions(adapter=(folder / "style",)))
     data, held_out = map(str, texts)
     collected = corpus_stage.collect(source, load_tokenizer(source), data, held_out, options, notes)
     corpus_stage.write_corpus(run, source, collected, notes)

@@ -288,7 +288,7 @@ def test_tuning_measures_moments_by_the_options_that_the_run_was_measured_by(
     with without_graphs():
         run = api.calibrate(str(path), str(text[0]), tmp_path / "run", str(text[1]), replace(OPTIONS, all_experts=True))
         before = load_statistics(run)
-        tune_stage.apply(run, found, Notes(SILENT))
+        tune_stage.apply_mix(run, found, Notes(SILENT))
     after = load_statistics(run)
     assert (before.record.all_experts, after.record.all_experts) == (True, True)
     assert before.tensors.keys() == after.tensors.keys()

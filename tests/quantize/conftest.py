@@ -33,7 +33,7 @@ def calibrated() -> Callable[[Run, Source, Path, CalibrateOptions], None]:
         notes = Notes(SILENT)
         collected = corpus_stage.collect(source, load_tokenizer(source), str(data), None, options, notes)
         corpus_stage.write_corpus(run, source, collected, notes)
-        measure_stage.measure(run, source, options, notes)
+        measure_stage.measure(run, source, options, notes, moments=options.needs_moments)
         quantize_stage.quantize(run, source, sources.products_of(source), options, notes)
 
     return calibrate

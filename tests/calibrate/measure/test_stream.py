@@ -183,7 +183,7 @@ def measured(
     """The stage `measure` of `checkpoint` on `windows` in the run directory `root`, streamed or not."""
     run = Run(root)
     if not run.exists():
-        with run.stage("corpus", {}, {"data": "random tokens"}) as log:
+        with run.stage("corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}) as log:
             save_tokens(run.calibration, windows)
             log.outputs.append(run.calibration)
     measure_stage(run, open_source(str(checkpoint)), CalibrateOptions(batch_size=2, stream=stream), Notes(report))
@@ -273,7 +273,7 @@ def test_what_was_left_by_other_options_is_not_used(
 
 def test_without_streaming_nothing_of_a_stopped_stream_stays(demo_checkpoint: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("corpus", {}, {"data": "random tokens"}) as log:
+    with run.stage("corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}) as log:
         save_tokens(run.calibration, WINDOWS)
         log.outputs.append(run.calibration)
     (run.root / ".measure.work").mkdir()

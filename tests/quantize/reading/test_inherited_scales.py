@@ -49,7 +49,7 @@ def calibrate(tmp_path: Path, data: Path) -> Callable[..., tuple[Run, list[str]]
         products = sources.products_of(source, chosen)
         collected = corpus_stage.collect(source, load_tokenizer(source), str(data), None, chosen, notes)
         corpus_stage.write_corpus(run, source, collected, notes)
-        measure_stage.measure(run, source, chosen, notes)
+        measure_stage.measure(run, source, chosen, notes, moments=chosen.needs_moments)
         quantize_stage.quantize(run, source, products, chosen, notes)
         return run, run.record().stages["quantize"].notes
 

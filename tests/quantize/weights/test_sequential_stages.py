@@ -34,7 +34,7 @@ from fp8q.stages.shared.sources import products_of
 def measured(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of the demo with nothing quantized yet, on two batches."""
     run, source = Run(tmp_path_factory.mktemp("measured") / "run"), open_source(str(demo_checkpoint))
-    with run.stage("corpus", {}, {"data": "random tokens"}) as log:
+    with run.stage("corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}) as log:
         save_tokens(run.calibration, np.random.default_rng(0).integers(3, 500, (3, 24)))
         log.outputs.append(run.calibration)
     measure(run, source, CalibrateOptions(batch_size=2), Notes(SILENT))

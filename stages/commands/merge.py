@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
-from ..core.errors import InputError
-from ..core.files import sha256_file
-from ..core.reporter import Reporter
-from ..core.run import Run
-from ..options import CorpusOptions, MeasureOptions
-from .corpus import digest, load_tokens, opening_of, save_corpus
-from .pipeline.stage import Key
-from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
-from .pipeline.steps import Notes
-from .shared.adapters import adapters_of
-from .shared.sources import opened_as
-from .shared.texts import Tokens
+from ...calibrate.measure.statistics import Statistics, load_statistics, save_statistics
+from ...core.errors import InputError
+from ...core.files import sha256_file
+from ...core.reporter import Reporter
+from ...core.run import Run
+from ...options import CorpusOptions, ExportOptions, MeasureOptions, ScaleOptions
+from ..corpus import digest, load_tokens, opening_of, save_corpus
+from ..export import export_or_note
+from ..pipeline.stage import Key
+from ..pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
+from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
+from ..quantize import quantize
+from ..shared.adapters import adapters_of
+from ..shared.sources import check_model, opened_as, products_of
+from ..shared.texts import Tokens
+from .preflight import check_out, nothing_left
 
 if TYPE_CHECKING:
-    from ..calibrate.model.source import Source
+    from ...calibrate.model.source import Source
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,42 @@ class Merged:
             f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name]
             for number, run in enumerate(self.runs)
         }
+
+
+def merge(
+    paths: Sequence[Path], out: Path, model: str | None, options: tuple[ScaleOptions, ExportOptions], progress: Reporter
+) -> Run:
+    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into the run directory `out`, working
+    there alone; the model is not run. `model`: where it is here.
+    """
+    run, notes, (scale_options, export_options) = Run(Path(out)), Notes(progress), options
+    with alone(run):
+        needs("calibrate", CALIBRATE_MODULES)
+        check_out(run)
+        before = run.record().model
+        with notes.held():
+            check_rounding(scale_options)
+            merged = add(paths, out)
+            source = source_of_all(merged, model, notes)
+            check_model(run, before, source)
+            products = products_of(source, scale_options)
+            overlap = check_held_out(merged, source, notes)
+            note_missing(merged, notes)
+        with nothing_left(run):
+            write_merged(run, source, merged, notes, overlap)
+            quantize(run, source, products, scale_options, notes)
+            export_or_note(run, export_options, notes)
+    return run
+
+
+def check_rounding(options: ScaleOptions) -> None:
+    """Raise InputError for rounding that needs more than statistics."""
+    if options.weight_rounding != "nearest":
+        why = "its second moments are not added" if options.weight_rounding == "gptq" else "runs the model"
+        raise InputError(
+            f"--weight-rounding {options.weight_rounding}: {why}; use `fp8q calibrate` on all of the text in one "
+            "run, or leave it out"
+        )
 
 
 def add(paths: Sequence[Path], out: Path) -> Merged:
@@ -134,8 +173,8 @@ def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float 
 
     Raises InputError where it is too much and none was; notes it when it is a hundredth.
     """
-    from ..calibrate.model.tokenizer import load_tokenizer
-    from ..calibrate.text.overlap import overlap
+    from ...calibrate.model.tokenizer import load_tokenizer
+    from ...calibrate.text.overlap import overlap
 
     tokenizer = load_tokenizer(source)
     calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
@@ -148,6 +187,15 @@ def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float 
     return found.share if found.too_much else None
 
 
+def note_missing(merged: Merged, notes: Notes) -> None:
+    """Note the batches that none of the runs has measured."""
+    if left := missing(merged):
+        notes.note(
+            f"{len(left)} batches were measured by none of the runs: "
+            f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
+        )
+
+
 def missing(merged: Merged) -> list[str]:
     """The batches of the corpus that no run has measured, as `3 of TEXT`."""
     corpus = merged.statistics.record.corpus
@@ -155,7 +203,7 @@ def missing(merged: Merged) -> list[str]:
     return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]
 
 
-def write(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
+def write_merged(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
     """The stages `corpus` and `measure` of the merged `run`; `overlap`: what `check_held_out` found."""
     corpus = merged.statistics.record.corpus
     collected = [(part.options(CORPUS), part.facts(CORPUS)) for part in merged.runs]
