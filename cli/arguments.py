@@ -4,7 +4,6 @@ Options that say how something is done are fields of `options`; a command names 
 `only` leave out what means nothing there.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +101,16 @@ Json = Annotated[
 ]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RunTexts:
+    """The texts of a run, and where it goes."""
+
+    data: Data
+    out: Out
+    eval_data: EvalData = None
+
+
 @dataclass(frozen=True)
 class Common(Options):
     """The arguments of every command on runs, which no file of options holds."""
@@ -114,13 +123,3 @@ class Common(Options):
     print_config: Annotated[
         bool, option(OPTIONS, "Print the TOML file that repeats this command, and do nothing else.")
     ] = False
-
-
-def without(*names: str) -> Parameter:
-    """An option class less the fields `names`, which keep their defaults."""
-    return Parameter(name="*", parse=re.compile(f"^(?!({'|'.join(names)})$)"))
-
-
-def only(*names: str) -> Parameter:
-    """The fields `names` of an option class, in a parameter called `options`; the others keep their defaults."""
-    return Parameter(name="*", parse=re.compile(f"^({'|'.join(('options', *names))})$"))

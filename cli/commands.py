@@ -26,6 +26,7 @@ from ..options import (
     History,
     ReportOptions,
     RescaleOptions,
+    RunOptions,
     ScaleOptions,
     SensitivityOptions,
     ServeOptions,
@@ -33,7 +34,7 @@ from ..options import (
     TuneOptions,
     ValidateOptions,
 )
-from ..options.declare import OPTIONS, first_given
+from ..options.declare import OPTIONS, first_given, only, without
 from . import config
 from .arguments import (
     Against,
@@ -42,9 +43,7 @@ from .arguments import (
     Chat,
     Common,
     Compare,
-    Data,
     Delayed,
-    EvalData,
     ExaminedRun,
     LintPath,
     Model,
@@ -57,9 +56,8 @@ from .arguments import (
     Prompt,
     RunPath,
     RunPaths,
+    RunTexts,
     SourceModel,
-    only,
-    without,
 )
 
 if TYPE_CHECKING:
@@ -135,13 +133,8 @@ def run(
     model: Model,
     /,
     *,
-    data: Data,
-    out: Out,
-    eval_data: EvalData = None,
-    calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions(),
-    export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
-    engine: Annotated[EngineOptions, without("precision", "adapter")] = EngineOptions(),
-    validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions(),
+    texts: RunTexts,
+    options: RunOptions = RunOptions(),
     common: Common = Common(),
 ) -> None:
     """Do all of it: calibrate, build engines, validate, write the Triton repository and the report.
@@ -151,8 +144,8 @@ def run(
     from .. import api
 
     speak = terminal()
-    with showing(speak, out, common):
-        api.run(model, data, out, eval_data, api.RunOptions(calibrate, export, engine, validate), speak)
+    with showing(speak, texts.out, common):
+        api.run(model, texts.data, texts.out, texts.eval_data, options, speak)
 
 
 @app.command
@@ -160,9 +153,7 @@ def calibrate(
     model: Model,
     /,
     *,
-    data: Data,
-    out: Out,
-    eval_data: EvalData = None,
+    texts: RunTexts,
     options: CalibrateOptions = CalibrateOptions(),
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     common: Common = Common(),
@@ -171,8 +162,8 @@ def calibrate(
     from .. import api
 
     speak = terminal()
-    with showing(speak, out, common):
-        api.calibrate(model, data, out, eval_data, options, export, speak)
+    with showing(speak, texts.out, common):
+        api.calibrate(model, texts.data, texts.out, texts.eval_data, options, export, speak)
 
 
 @app.command

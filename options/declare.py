@@ -237,3 +237,13 @@ def first_given(options: Options, names: Iterable[str]) -> str | None:
     """
     given = (name for name in names if getattr(options, name) != getattr(type(options), name))
     return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in given), None)
+
+
+def without(*names: str) -> Parameter:
+    """An option class less the fields `names`, which keep their defaults."""
+    return Parameter(name="*", parse=re.compile(f"^(?!({'|'.join(names)})$)"))
+
+
+def only(*names: str) -> Parameter:
+    """The fields `names` of an option class, in a parameter called `options`; the others keep their defaults."""
+    return Parameter(name="*", parse=re.compile(f"^({'|'.join(('options', *names))})$"))

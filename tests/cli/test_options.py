@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from inspect import BoundArguments
 from typing import Annotated, Any
 
 import cyclopts
@@ -23,6 +24,7 @@ from fp8q.options import (
     GenerateOptions,
     History,
     RescaleOptions,
+    RunOptions,
     ScaleOptions,
     ServeOptions,
     TritonOptions,
@@ -89,19 +91,29 @@ def test_every_field_of_every_option_class_is_an_option_of_a_command() -> None:
                 assert kind.declared()[field.name].option in offered
 
 
+def options_of(given: BoundArguments) -> list[Options]:
+    """The options that a command is called with, those of a whole run one by one."""
+    values = [
+        each
+        for value in given.arguments.values()
+        for each in (vars(value).values() if isinstance(value, RunOptions) else [value])
+    ]
+    return [value for value in values if isinstance(value, Options)]
+
+
 def test_whatever_chooses_scales_takes_the_terms_of_activations() -> None:
     offering = {name for name in COMMANDS for argument in arguments_of(name) if argument.name == "--two-terms"}
     assert offering == {"calibrate", "scales", "merge", "run"}
     for name in offering:
         _, given, _ = commands.understand([name, *WORDS.get(name, ["run"]), "--two-terms", "a", "--two-terms", "b*"])
-        (made,) = (each for each in given.arguments.values() if isinstance(each, ScaleOptions))
+        (made,) = (each for each in options_of(given) if isinstance(each, ScaleOptions))
         assert (made.activation_terms, made.two_terms) == (1, ("a", "b*"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_defaults_of_the_command_line_are_those_of_the_option_classes(command: str) -> None:
     _, given, _ = commands.understand([command, *WORDS.get(command, ["run"])])
-    made = [value for value in given.arguments.values() if isinstance(value, Options)]
+    made = options_of(given)
     assert made == [type(value)() for value in made]
     if command not in ("doctor", "lint"):
         assert made
