@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
-from .calibrate.ranks.torchrun import place
+from .calibrate.ranks.torchrun import process_rank
 from .core.errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
 from .core.reporter import SILENT, Reporter
 from .core.run import Run
@@ -178,13 +178,13 @@ def _calibrate(
 ) -> Run:
     """`calibrate`, which also finds what is wrong with the options of `later` stages, where these are to follow."""
     needs("calibrate", CALIBRATE_MODULES)
-    from .calibrate.ranks.world import joined
+    from .calibrate.ranks.world import joined_ranks
 
     found, notes, options = Run(Path(out)), Notes(progress), all_options.calibrate
-    with joined() as world:
+    with joined_ranks() as world:
         if world.rank:
             source = sources.opened(
-                model, options.revision, options.trust_remote_code, fingerprinted=world.place.local_rank == 0,
+                model, options.revision, options.trust_remote_code, fingerprinted=world.process.local_rank == 0,
                 adapters=options.adapter, mode=options.adapter_mode,
             )  # fmt: skip
             sources.check_same(source, world)
@@ -562,7 +562,7 @@ def run(
     A gate that is not met, and a runtime that failed beside others, are raised when all is written.
     """
     found = _calibrate(model, data, out, eval_data, options, options, progress)
-    if place().rank:
+    if process_rank().rank:
         return found  # the first rank alone does what follows
     gates, unfinished = list[GateError](), list[UnfinishedError]()
     steps: dict[str, Callable[[], object]] = {

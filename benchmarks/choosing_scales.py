@@ -22,7 +22,7 @@ from models import Given, given, small_models
 from result import arguments, described, publish
 from torch import nn
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.products import attention_modules
@@ -177,16 +177,16 @@ def evaluate(
     vocabulary = source.text_config.vocab_size
     if outliers:
         make_outliers(model)
-    ids = corpus.windows(corpus.encode(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
+    ids = corpus.windows(corpus.encode_texts(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
     record = Corpus(
         name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
     )
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
-    statistics = measure(model, Measurement(ids, identity, record), SILENT)
+    statistics = measure_in_memory(model, Measurement(ids, identity, record), SILENT)
     products = sources.products_of(source)
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(
-        corpus.encode(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],
+        corpus.encode_texts(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],
         texts.eval_data,
         context,
         context,

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.products import observed_products, output_axis
+from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.record import peak_memory_bytes, reset_peak_memory
@@ -46,12 +46,12 @@ from fp8q.quantize.weights.coordinate_descent import descend
 from fp8q.quantize.weights.gptq import (
     DAMPING,
     Compensation,
-    compensated_codes,
     compensation,
-    made_up_for,
-    rounded_in_turn,
+    gptq_codes,
+    gptq_round,
+    ridge_weights,
 )
-from fp8q.quantize.weights.sequential import ProductInput, Sequence, exact_input, product_input
+from fp8q.quantize.weights.sequential import ProductInput, SequentialRounding, exact_input, product_input
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
@@ -103,7 +103,7 @@ def as_the_paper(moments: torch.Tensor, lost: float) -> Compensation:
 
 def goal(weight: torch.Tensor, found: Compensation) -> torch.Tensor:
     """What is rounded, float32 [in, out], in the order of `found`."""
-    return made_up_for(weight[:, found.order].float().T.contiguous(), found)
+    return ridge_weights(weight[:, found.order].float().T.contiguous(), found)
 
 
 def in_turn(method: WeightMethod, compensate: Callable[[torch.Tensor, float], Compensation], passes: bool) -> Step:
@@ -112,7 +112,7 @@ def in_turn(method: WeightMethod, compensate: Callable[[torch.Tensor, float], Co
     def step(weight: torch.Tensor, moments: torch.Tensor, lost: float) -> torch.Tensor:
         found, scale = compensate(moments, lost), scales_by(weight, method)
         wanted = goal(weight, found)
-        values, _ = rounded_in_turn(wanted.clone(), scale, found.factor)
+        values, _ = gptq_round(wanted.clone(), scale, found.factor)
         if passes:
             descend(wanted, values, scale, found.moments)
         return (values * scale)[torch.argsort(found.order)].T
@@ -144,7 +144,7 @@ def changed(model: PreTrainedModel, made: Weights, scales: Scales | None = None)
     other = deepcopy(model)
     for name, module in observed_products(other).items():
         if name in made:
-            module.weight.data = made[name].movedim(0, output_axis(module)).contiguous()
+            module.weight.data = made[name].movedim(0, output_channel_axis(module)).contiguous()
         if scales and name in scales.activations:
             activation = scales.activations[name]
             module.register_forward_pre_hook(lambda m, given, own=activation: (product_input(given[0], own),))
@@ -157,7 +157,7 @@ def sequential(source: Source, scales: Scales, run: Run, options: CalibrateOptio
     size = options.batch_size
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
-        rounded = Sequence(source, scales, "mse", batches, Path(folder), seen=seen).run(SILENT)
+        rounded = SequentialRounding(source, scales, "mse", batches, Path(folder), seen=seen).run(SILENT)
         found = {module: rounded.of(module) for module in scales.activations}
     return {module: pair[0].float() * pair[1][:, None] for module, pair in found.items() if pair}
 
@@ -181,7 +181,11 @@ def stored_weights(model: PreTrainedModel, scales: Scales) -> Weights:
     """The weights to quantize, BF16 [out, in]."""
     modules = {name: module for name, module in observed_products(model).items() if name in scales.activations}
     return {
-        name: torch.as_tensor(module.weight).detach().movedim(output_axis(module), 0).to(torch.bfloat16).contiguous()
+        name: torch.as_tensor(module.weight)
+        .detach()
+        .movedim(output_channel_axis(module), 0)
+        .to(torch.bfloat16)
+        .contiguous()
         for name, module in modules.items()
     }
 
@@ -247,7 +251,7 @@ def one_matrix(shape: str, threads: int) -> dict[str, object]:
     before, start = peak_memory_bytes() or 0, time.perf_counter()
     found = compensation(moments)
     middle = time.perf_counter()
-    compensated_codes(weight, scales_by(weight, "mse"), found)
+    gptq_codes(weight, scales_by(weight, "mse"), found)
     return {
         "factor_s": round(middle - start, 1),
         "round_s": round(time.perf_counter() - middle, 1),

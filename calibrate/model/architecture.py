@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import InputError
 from ..checkpoint.config_fields import POSITIONS, check_fields
 from ..checkpoint.recognizer import QUANTIZATION_KEYS
-from ..input.untrusted import exists, foreign, one_line, read_json
+from ..input.untrusted import error_text, exists, foreign, read_json
 from .classes import nested, own_attention
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download "
-            "it again"
+            f"{path / 'config.json'}: does not make a {model_type} configuration: {error_text(error)}; copy or "
+            "download it again"
         )
 
     with foreign(refusal):

@@ -27,14 +27,14 @@ Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """The arguments a layer is called with for batches of one shape; HIDDEN and CACHE stand where those go."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["Call", torch.Tensor]:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["LayerCall", torch.Tensor]:
         """The call, and the hidden states that were in it: the first argument, or the one of that name."""
         hidden = args[0] if args else kwargs["hidden_states"]
         first = (HIDDEN,) if args else ()
@@ -76,7 +76,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LayerOutput:
     """The output of each layer: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where
     that is not 0.
     """
@@ -91,7 +91,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """One call of a layer: its index, what went in and what came out."""
 
     index: int
@@ -116,11 +116,6 @@ class NoChainError(InputError):
         )
 
 
-def refusal(source: Source, what: str) -> NoChainError:
-    """The error for a model that cannot be streamed because of `what` it does."""
-    return NoChainError(source, what)
-
-
 def find_layers(model: PreTrainedModel, source: Source) -> Layers:
     """The decoder layers of `model`: the outermost list of as many modules as its configuration says.
 
@@ -132,19 +127,19 @@ def find_layers(model: PreTrainedModel, source: Source) -> Layers:
         (name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count), None
     )
     if prefix is None:
-        raise refusal(source, f"has no list of {count} decoder layers")
+        raise NoChainError(source, f"has no list of {count} decoder layers")
     if model._keep_in_fp32_modules_strict:
-        raise refusal(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
+        raise NoChainError(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
     return Layers(prefix, count)
 
 
-def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[Traced]:
+def trace_layers(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[TracedCall]:
     """Run `model` on two tokens, its layers on the meta device: `model` needs weights outside its layers only, `meta`
     none.
 
     Each layer is answered for with zeros of the shape that `meta`'s gives.
     """
-    calls: list[Traced] = []
+    calls: list[TracedCall] = []
     cache = DynamicCache()
 
     def to_meta(leaf: Any) -> Any:
@@ -156,7 +151,7 @@ def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device:
             out = tree_map_only(
                 torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=device), layer(*meta_args, **meta_kwargs)
             )
-            calls.append(Traced(index, args, kwargs, out))
+            calls.append(TracedCall(index, args, kwargs, out))
             return out
 
         return call
@@ -173,7 +168,7 @@ def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device:
     return calls
 
 
-def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer:
+def common_output(calls: Sequence[TracedCall], layers: Layers, source: Source) -> LayerOutput:
     """Find the output that the layers of a chain share, from a trace.
 
     Raises InputError, naming what the model does, for one that is no chain.
@@ -181,19 +176,19 @@ def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer
     Objects are told apart by identity; `calls` keeps them alive.
     """
     if [call.index for call in calls] != list(range(layers.count)):
-        raise refusal(source, "does not call its decoder layers one after the other")
+        raise NoChainError(source, "does not call its decoder layers one after the other")
     made: set[int] = set()
     for index, traced in enumerate(calls):
         if not traced.args and "hidden_states" not in traced.kwargs:
-            raise refusal(source, f"does not give layer {index} its hidden states as the first argument")
-        call, hidden = Call.of(traced.args, traced.kwargs)
+            raise NoChainError(source, f"does not give layer {index} its hidden states as the first argument")
+        call, hidden = LayerCall.of(traced.args, traced.kwargs)
         if index and hidden is not calls[index - 1].hidden:
-            raise refusal(source, f"changes the hidden states between layer {index - 1} and layer {index}")
+            raise NoChainError(source, f"changes the hidden states between layer {index - 1} and layer {index}")
         if any(id(leaf) in made for leaf in tree_leaves((call.args, call.kwargs))):
-            raise refusal(source, f"gives layer {index} more of an earlier layer than its hidden states")
+            raise NoChainError(source, f"gives layer {index} more of an earlier layer than its hidden states")
         made |= {id(leaf) for leaf in tree_leaves(traced.out) if isinstance(leaf, torch.Tensor)}
     out, hidden = calls[-1].out, calls[-1].hidden
-    return Answer(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
+    return LayerOutput(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
 
 
 class LayersReached(Exception):  # noqa: N818  # it stops a forward pass and is no error
@@ -215,21 +210,21 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
 
 
 def record_calls(
-    model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache
-) -> tuple[list[Call], torch.Tensor]:
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, input_ids: torch.Tensor, cache: DynamicCache
+) -> tuple[list[LayerCall], torch.Tensor]:
     """Record the arguments of each layer for `input_ids` int64 [windows, seq_len], and the hidden states that the first
     one gets.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
     entering: list[torch.Tensor] = []
 
     def pass_on(*args: Any, **kwargs: Any) -> Any:
-        call, hidden = Call.of(args, kwargs)
+        call, hidden = LayerCall.of(args, kwargs)
         calls.append(call)
         entering.append(hidden)
         if len(calls) == layers.count:
             raise LayersReached
-        return answer.of(hidden)
+        return output.of(hidden)
 
     with standing_in(layers.of(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
         model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
@@ -239,7 +234,7 @@ def record_calls(
 def run_after(
     model: PreTrainedModel,
     layers: Layers,
-    answer: Answer,
+    output: LayerOutput,
     input_ids: torch.Tensor,
     leaving: torch.Tensor,
     observing: AbstractContextManager[DynamicCache],
@@ -250,17 +245,17 @@ def run_after(
     with ExitStack() as stack, torch.inference_mode():
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return answer.of(Call.of(args, kwargs)[1])
+            return output.of(LayerCall.of(args, kwargs)[1])
 
         def leave(*args: Any, **kwargs: Any) -> Any:
             stack.enter_context(observing)
-            return answer.of(leaving)
+            return output.of(leaving)
 
         stack.enter_context(standing_in(layers.of(model), [pass_on] * (layers.count - 1) + [leave]))
         model.base_model(input_ids=input_ids, past_key_values=DynamicCache(), use_cache=True)
 
 
-def equal_calls(mine: Sequence[Call], theirs: Sequence[Call]) -> bool:
+def equal_calls(mine: Sequence[LayerCall], theirs: Sequence[LayerCall]) -> bool:
     """Tell whether all layers are called with the same values."""
     compared: set[tuple[int, int]] = set()
     for one, other in zip(mine, theirs, strict=True):

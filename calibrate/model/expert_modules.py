@@ -26,7 +26,7 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TRIED = (4, 8, 6, 16)
 #: Which tokens an expert is shown: those routed to it; `every` one besides, which changes no output; or `all`, by the
 #: object that the layer received and for no output, which is how groups are told.
-Shown = Literal["routed", "every", "all"]
+TokensShown = Literal["routed", "every", "all"]
 
 
 class Expert(nn.Module):
@@ -45,14 +45,14 @@ class Expert(nn.Module):
         y: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return y
 
-    def unseen(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_without_hooks(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the expert's output past the hooks of the linear layers."""
         inner = self.act_fn(self.gate_proj.forward(x)) * self.up_proj.forward(x)
         y: torch.Tensor = self.down_proj.forward(inner)
         return y
 
 
-class Shared(nn.Module):
+class SharedInput(nn.Module):
     """The tensor that all experts of a layer read, as an object of its own: the router and shared experts read the same
     numbers, and gradients of theirs end before it.
     """
@@ -65,11 +65,11 @@ class Shared(nn.Module):
 class Experts(nn.Module):
     """The experts of one layer, named by their numbers; each multiplies the tokens that are routed to it."""
 
-    shown: Shown = "routed"
+    shown: TokensShown = "routed"
 
     def __init__(self, experts: Iterable[Expert]):
         super().__init__()
-        self.input = Shared()
+        self.input = SharedInput()
         self.experts = list(experts)
         for number, expert in enumerate(self.experts):
             self.add_module(str(number), expert)
@@ -92,13 +92,13 @@ class Experts(nn.Module):
             expert = self.experts[number]
             position, token = torch.where(top_k_index.T.eq(number))
             x = shared[token]
-            y = expert(x) if self.shown == "routed" else expert.unseen(x)
+            y = expert(x) if self.shown == "routed" else expert.forward_without_hooks(x)
             out.index_add_(0, token, (y * top_k_weights[token, position, None]).to(out.dtype))
         return out
 
 
 @contextmanager
-def showing(experts: Iterable[Experts], shown: Shown) -> Iterator[None]:
+def show_tokens(experts: Iterable[Experts], shown: TokensShown) -> Iterator[None]:
     """Show `experts` those tokens in the block."""
     before = [(module, module.shown) for module in experts]
     for module, _ in before:
@@ -123,7 +123,7 @@ def routed_products(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def seen_at(model: nn.Module, product: str) -> nn.Module:
+def whole_input_module(model: nn.Module, product: str) -> nn.Module:
     """The module of `model` that receives the whole tensor of which `product` may only get some tokens: what all
     experts of a layer read passes by before it is shared out. Of other products it is the product itself.
     """
@@ -132,11 +132,11 @@ def seen_at(model: nn.Module, product: str) -> nn.Module:
     return place.input if isinstance(place, Experts) and name in FUSED["gate_up_proj"] else model.get_submodule(product)
 
 
-def sharers(model: nn.Module, products: Iterable[str]) -> dict[nn.Module, list[str]]:
+def shared_inputs(model: nn.Module, products: Iterable[str]) -> dict[nn.Module, list[str]]:
     """The modules of `model` that see what some of `products` are given copies of -> these."""
     found: dict[nn.Module, list[str]] = {}
     for name in products:
-        if (place := seen_at(model, name)) is not model.get_submodule(name):
+        if (place := whole_input_module(model, name)) is not model.get_submodule(name):
             found.setdefault(place, []).append(name)
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .classes import beside, decoder
+from .classes import decoder, non_text_modules
 from .expert_modules import experts_of
 
 #: The classes whose forward pass multiplies by a weight and adds a bias.
@@ -33,7 +33,7 @@ def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def language_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules that text reaches, by name."""
-    others = beside(model)
+    others = non_text_modules(model)
     return {name: module for name, module in model.named_modules() if name not in others}
 
 
@@ -43,7 +43,7 @@ def observed_products(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in matrix_products(model).items() if name != head}
 
 
-def output_axis(module: nn.Module) -> Literal[0, 1]:
+def output_channel_axis(module: nn.Module) -> Literal[0, 1]:
     """Axis of the output channels of a product's weight: Conv1D stores it [in, out], a linear layer [out, in]."""
     return 1 if isinstance(module, Conv1D) else 0
 
@@ -76,7 +76,7 @@ def routers(model: PreTrainedModel) -> set[str]:
                 name.startswith(block)
                 and not name.startswith(f"{place}.")
                 and isinstance(weight, torch.Tensor)
-                and weight.shape[output_axis(module)] in {1, len(experts.experts)}
+                and weight.shape[output_channel_axis(module)] in {1, len(experts.experts)}
             ):
                 found.add(name)
     return found

@@ -23,10 +23,10 @@ from ...core.reporter import SILENT, Reporter
 from ..checkpoint.companions import check_companions, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.recognizer import Recognizer, no_codes
-from ..checkpoint.weights import Coding, Part, Weights, find_weights, read_headers
+from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read_headers
 from ..input.hub import fetch_model, is_hub_name
-from ..input.silence import quiet
-from ..input.untrusted import foreign, local_path, one_line
+from ..input.silence import quiet_transformers
+from ..input.untrusted import error_text, foreign, local_path
 from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Source:
     # what the tensors stand for, where some are codes
     coding: Coding | None = field(default=None, compare=False)
     # what to take the tensors for, where some hold all experts of a layer
-    parts: Mapping[str, Part] = field(default_factory=dict, compare=False)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict, compare=False)
     # the adapter whose sum with the base the weights are
     merged: "Adapter | None" = field(default=None, compare=False)
     # those that are served beside it, and the one that is on
@@ -144,14 +144,14 @@ def open_source(
     shapes = [weights.shape(tensor) for tensor in weights.names()]
     for fields in (raw, text_fields(raw)):
         check_sizes(path / "config.json", fields, shapes)
-    with quiet():
+    with quiet_transformers():
         config, architecture = load_config(path, model, raw)
     check_companions(path, model, config.get_text_config().vocab_size)
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="", coding=coding)
     source = _looked_through(source)
     if not fingerprinted:
         return source
-    said = [path / "config.json", *(coding.beside if coding else ())]
+    said = [path / "config.json", *(coding.other_files if coding else ())]
     return replace(source, fingerprint=_combined(_file_digests([*said, *files], report)))
 
 
@@ -206,15 +206,15 @@ def meta_model(source: Source) -> "PreTrainedModel":
 
     from .skeleton import empty
 
-    with foreign(partial(no_model, source)), quiet():
+    with foreign(partial(no_model, source)), quiet_transformers():
         return empty(deepcopy(source.config), torch.bfloat16)  # from_config writes the type into it
 
 
 def no_model(source: Source, error: BaseException) -> InputError:
     """Turn an exception of transformers, raised while it makes a model of config.json, into an InputError."""
     return InputError(
-        f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it "
-        "again"
+        f"{source.path / 'config.json'}: does not make a {source.architecture}: {error_text(error)}; copy or download "
+        "it again"
     )
 
 
@@ -243,9 +243,9 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     model.config.use_cache = False
     widen_products(model, dtype, device)
     if source.on:
-        from .adapter_addition import lay_beside
+        from .adapter_addition import attach_adapter
 
-        lay_beside(model, source.on, dtype, device)
+        attach_adapter(model, source.on, dtype, device)
     return model
 
 
@@ -266,7 +266,7 @@ def _looked_through(source: Source) -> Source:
     shapes = {name: weights.shape(name) for name in weights.names()}
     stored = headers(shapes)
     loaded = _load(source, skeleton, stored, HEADER_TYPE, "meta")
-    with foreign(partial(no_model, source)), quiet():
+    with foreign(partial(no_model, source)), quiet_transformers():
         wrong = check_buffers(skeleton, sum(map(prod, shapes.values())))
     if wrong:
         raise InputError(f"{source.path / 'config.json'}: {wrong}; copy or download it again")
@@ -289,11 +289,11 @@ def _load(
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"{source.name}: does not load as {source.architecture}: {one_line(error)}; copy or download the "
+            f"{source.name}: does not load as {source.architecture}: {error_text(error)}; copy or download the "
             "checkpoint again"
         )
 
-    with foreign(refusal, torch.OutOfMemoryError), quiet():
+    with foreign(refusal, torch.OutOfMemoryError), quiet_transformers():
         model, misfits = load_tensors(skeleton, source.config, tensors, dtype, device)
     if misfits:
         more = f" (and {len(misfits) - 1} more do not fit)" if len(misfits) > 1 else ""

@@ -14,13 +14,13 @@ from typing import Literal
 
 from torch import nn
 
-from ...calibrate.model.classes import beside, own_attention
+from ...calibrate.model.classes import non_text_modules, own_attention
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules, output_axis
+from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
-from ..scales.policy import parted_experts
+from ..scales.policy import mixed_experts_warning
 
 #: The `quantization_config` of a checkpoint that Hugging Face has no form for. It names no `quant_method`, at which
 #: transformers stops with a ValueError.
@@ -46,10 +46,10 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 
 
 @dataclass(frozen=True)
-class Form:
+class HfLayout:
     """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
     there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model;
-    `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
+    `attention`: the one that transformers must be told to take, where its default computes something else; `non_text`:
     the modules that text does not reach, which stay as they are; `positions`: how many a graph serves, where those are
     fewer than the model's; `stored`: the names in the files of modules beside and among experts, which are those that
     vLLM reads; `experts`: the products of experts, and `layers` the modules that hold those of a layer.
@@ -60,7 +60,7 @@ class Form:
     cache: bool
     no_graph: str | None = None
     attention: str | None = None
-    beside: Mapping[str, nn.Module] = field(default_factory=dict)
+    non_text: Mapping[str, nn.Module] = field(default_factory=dict)
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
@@ -72,17 +72,17 @@ class Form:
 
     def axis(self, module: str) -> Literal[0, 1]:
         """The axis of the output channels of a module's weight."""
-        return output_axis(self.modules[module])
+        return output_channel_axis(self.modules[module])
 
     @property
     def ignored(self) -> list[str]:
         """The linear layers among what text does not reach."""
-        return [name for name, module in self.beside.items() if isinstance(module, nn.Linear)]
+        return [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
 
     @property
     def towers(self) -> list[str]:
         """The outermost of what text does not reach."""
-        return [name for name in self.beside if name.rpartition(".")[0] not in self.beside]
+        return [name for name in self.non_text if name.rpartition(".")[0] not in self.non_text]
 
     @property
     def limit(self) -> str | None:
@@ -106,7 +106,7 @@ class Form:
             return (
                 f"transformers 5.14 has no FP8 form for the experts of {architecture}, and ends with an error when it "
                 "loads `model/`; 5.23 loads them, and multiplies them in BF16. fp8q reads it"
-                f"{'' if parted_experts(self.layers, scales) else vllm}"
+                f"{'' if mixed_experts_warning(self.layers, scales) else vllm}"
             )
         if scales.cache_parts == "kv" and not self.cache:
             return (
@@ -127,7 +127,7 @@ def has_place(attention: nn.Module) -> bool:
     return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
 
 
-def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
+def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayout:
     """The form of the model in `source` when the modules in `scales.activations` are quantized, with the reason why it
     has no graph.
     """
@@ -143,13 +143,13 @@ def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
         for name in (*scales.activations, *scales.skipped)
         if name.startswith(blocks)
     }
-    return Form(
+    return HfLayout(
         modules,
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
         attention=own_attention(source.config),
-        beside=beside(model),
+        non_text=non_text_modules(model),
         positions=source.served_positions if fewer else None,
         stored=stored,
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),

@@ -3,11 +3,11 @@
 import re
 
 from ...calibrate.model.source import Source
-from ..reading.inherited_scales import became
+from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
-from ..scales.policy import parted_experts
-from .hf_layout import Form
+from ..scales.policy import mixed_experts_warning
+from .hf_layout import HfLayout
 
 CARD = """\
 ---
@@ -120,13 +120,15 @@ config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and
 in the compute type. fp8q's graphs and engines keep it as said."""
 
 
-def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = False) -> str:
+def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = False) -> str:
     """The README.md of the `model/` made of `source`, Markdown; `from_fp8`: that was an FP8 checkpoint."""
     name, architecture = source.title, source.architecture
-    kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
+    kept = ", ".join(
+        f"{markdown_code(module)} ({markdown_text(decision.reason)})" for module, decision in scales.skipped.items()
+    )
     return CARD.format(
-        name=plain(name),
-        architecture=plain(architecture),
+        name=markdown_text(name),
+        architecture=markdown_text(architecture),
         cache=CACHES[scales.cache_parts],
         terms=_terms(scales),
         given=(_given(scales) if from_fp8 else "") + _towers(form),
@@ -134,14 +136,14 @@ def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = Fals
         quantized=len(scales.weights),
         skipped=kept or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
-        loading=_loading(plain(architecture), scales, form),
+        loading=_loading(markdown_text(architecture), scales, form),
         graphs=_graphs(form),
     )
 
 
-def _graphs(form: Form) -> str:
+def _graphs(form: HfLayout) -> str:
     if form.no_graph is not None:
-        return NO_GRAPH.format(reason=plain(form.no_graph))
+        return NO_GRAPH.format(reason=markdown_text(form.no_graph))
     return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
 
 
@@ -149,41 +151,41 @@ def _terms(scales: Scales) -> str:
     two = scales.two_terms
     if not two:
         return ""
-    few = ", ".join(map(code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
+    few = ", ".join(map(markdown_code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
     return TERMS.format(modules="every FP8 product" if len(two) == len(scales.weights) else few)
 
 
 def _given(scales: Scales) -> str:
     inherited = any(scale.method == INHERITED for scale in scales.activations.values())
     return GIVEN.format(
-        became=became(scales),
+        became=codes_summary(scales),
         activations="are its own" if inherited else "were measured, and are not its own",
     )
 
 
-def _towers(form: Form) -> str:
-    return TOWERS.format(towers=", ".join(map(code, form.towers))) if form.towers else ""
+def _towers(form: HfLayout) -> str:
+    return TOWERS.format(towers=", ".join(map(markdown_code, form.towers))) if form.towers else ""
 
 
-def _adapters(source: Source, form: Form) -> str:
+def _adapters(source: Source, form: HfLayout) -> str:
     """Describe the adapter in the weights, or those beside them."""
     if source.merged:
-        return MERGED.format(name=code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
+        return MERGED.format(name=markdown_code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
     if not source.adapters:
         return ""
     names = [adapter.name for adapter in source.adapters]
     rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
     hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
-    return BESIDE.format(names=", ".join(map(code, names)), vllm=hosted)
+    return BESIDE.format(names=", ".join(map(markdown_code, names)), vllm=hosted)
 
 
-def plain(text: str) -> str:
+def markdown_text(text: str) -> str:
     """A name of somebody else's as Markdown that shows just that: on one line, no markup and no HTML among it."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
 
 
-def code(text: str) -> str:
+def markdown_code(text: str) -> str:
     """Format `text` as code, in a fence of more backticks than stand in it."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
@@ -191,14 +193,14 @@ def code(text: str) -> str:
     return f"{fence}{gap}{line}{gap}{fence}"
 
 
-def _loading(architecture: str, scales: Scales, form: Form) -> str:
+def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
     """Explain how to load the checkpoint, or why it cannot be loaded."""
     cache_parts = scales.cache_parts
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
-        remark = parted_experts(form.layers, scales)
-        vllm = PARTED_EXPERTS.format(remark=plain(remark)) if remark else HOSTED_EXPERTS
+        remark = mixed_experts_warning(form.layers, scales)
+        vllm = PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS
         return MIXTURE.format(file=EXPERT_FILE, vllm=vllm)
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",

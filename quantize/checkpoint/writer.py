@@ -31,11 +31,11 @@ from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..codes.formats import E4M3, INT8
-from ..reading.dequantized import given_of
+from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
 from ..weights.channels import QuantizedWeight, Rounding
-from .hf_layout import INTEGERS, UNLOADABLE, Form, form_of
+from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
 
 SHARD_BYTES = 512 << 20
@@ -58,7 +58,7 @@ def quantize_checkpoint(
     no tokenizer and no model card. `no_graph`: why no ONNX graph will lie beside it, for the card. Raises InputError
     when the source stores a module's weight under another name than transformers does.
     """
-    weights, form = source.weights(), form_of(source, scales, no_graph)
+    weights, form = source.weights(), hf_layout_of(source, scales, no_graph)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
@@ -92,7 +92,7 @@ def _write_tensors(
     writer: "ShardWriter",
     weights: Weights,
     modules: Mapping[str, str],
-    form: Form,
+    form: HfLayout,
     scales: Scales,
     rounding: Rounding,
     report: Reporter,
@@ -125,7 +125,7 @@ def _write_tensors(
     return summaries, skipped
 
 
-def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Scales) -> None:
+def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
     """Write the scales of the cache where they have a place: among the weights, or in a file of their own."""
     caches = {
         f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
@@ -138,17 +138,19 @@ def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Sc
 
 
 def _quantized_tensors(
-    module: str, weight: Callable[[], torch.Tensor], form: Form, scales: Scales, rounding: Rounding
+    module: str, weight: Callable[[], torch.Tensor], form: HfLayout, scales: Scales, rounding: Rounding
 ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
     axis, name = form.axis(module), form.in_files(module)
     # compensation and `sequential` move codes, and only linear layers have a form of codes by others
-    quantized: QuantizedWeight | Skipped | None = rounding.kept.of(module) if rounding.kept and axis == 0 else None
+    quantized: QuantizedWeight | Skipped | None = (
+        rounding.inherited.of(module) if rounding.inherited and axis == 0 else None
+    )
     if quantized is None:
         rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
         quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
     if isinstance(quantized, Skipped):
         return quantized
-    method = f"{quantized.summary.method}{rounding.kept.blocks(module) if rounding.kept else ''}"
+    method = f"{quantized.summary.method}{rounding.inherited.blocks(module) if rounding.inherited else ''}"
     return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
         f"{name}.weight": quantized.codes.movedim(0, axis),
         f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
@@ -237,7 +239,7 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
+def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout) -> None:
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
@@ -263,5 +265,5 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
         folder.mkdir(parents=True)
         for path in adapter.files:
             shutil.copyfile(path, folder / path.name)
-    card = model_card(source, scales, form, from_fp8=given_of(source) is not None)
+    card = model_card(source, scales, form, from_fp8=fp8_source(source) is not None)
     (directory / "README.md").write_text(card, encoding="utf-8")

@@ -64,7 +64,7 @@ def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tens
     if x.is_cuda and TRITON:
         from . import kernels
 
-        return kernels.encode_terms(x, scale, terms)
+        return kernels.triton_encode(x, scale, terms)
     return torch.stack(encode_two(x, scale) if terms == 2 else (encode(x, scale),))
 
 

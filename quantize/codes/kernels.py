@@ -89,7 +89,7 @@ def _encode(
         tl.store(codes_at + count + at, second.to(tl.uint8), mask=inside)
 
 
-def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
+def triton_encode(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
     """The codes that `encoding.encode` (one of the `terms`) or `encoding.encode_two` gives `x` under the scalar float32
     `scale`, float8_e4m3fn [terms, *x.shape]; a NaN's sign may be another.
 

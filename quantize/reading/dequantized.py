@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE
-from ...calibrate.checkpoint.weights import Header
+from ...calibrate.checkpoint.weights import TensorHeader
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.headers import read_header
@@ -32,11 +32,14 @@ from .run_checkpoint import CACHE_FILE, EXPERT_FILE
 
 
 @dataclass(frozen=True)
-class Given:
-    """An FP8 checkpoint that has been looked through: a `Coding`. `beside`: files with more of it than the weights."""
+class FP8Source:
+    """An FP8 checkpoint whose configuration and headers were checked: a `Coding`.
+
+    `other_files`: the files read for it beside config.json and the weights.
+    """
 
     checkpoint: Checkpoint
-    beside: tuple[Path, ...] = ()
+    other_files: tuple[Path, ...] = ()
 
     @cached_property
     def weights(self) -> Mapping[str, Codes]:
@@ -48,7 +51,7 @@ class Given:
         found = {name for codes in self.weights.values() for name in (codes.scale, codes.input_scale)}
         return found | set(self.checkpoint.cache_scales)
 
-    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
         """The tensors without the scales; weights in codes are F32."""
         return {
             name: replace(header, dtype="F32") if name in self.weights else header
@@ -95,22 +98,22 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """The weights of a `source` in codes; `kept` False where they are to be quantized anew all the same."""
+class InheritedCodes:
+    """The FP8 weights of `source`; `keep_codes` False where they are to be quantized anew all the same."""
 
     source: Source
-    given: Given
-    kept: bool = True
+    fp8: FP8Source
+    keep_codes: bool = True
 
     def _codes(self, module: str) -> Codes | None:
-        return self.given.weights.get(self.source.stored(f"{module}.weight"))
+        return self.fp8.weights.get(self.source.stored(f"{module}.weight"))
 
     def of(self, module: str) -> QuantizedWeight | None:
         """Codes and scales of `module` [out, in] as they were given; None where it had none, or blocks."""
         codes = self._codes(module)
-        if codes is None or codes.granularity == "block" or not self.kept:
+        if codes is None or codes.granularity == "block" or not self.keep_codes:
             return None
-        scale = torch.from_numpy(self.given.checkpoint.scales(codes).reshape(-1)).expand(codes.shape[0]).clone()
+        scale = torch.from_numpy(self.fp8.checkpoint.scales(codes).reshape(-1)).expand(codes.shape[0]).clone()
         return QuantizedWeight(self.source.weights().stored(codes.weight), scale, inherited_summary(scale))
 
     def blocks(self, module: str) -> str:
@@ -121,12 +124,14 @@ class Inherited:
         return f" of {codes.block[0]}x{codes.block[1]} blocks"
 
 
-def given_of(source: Source) -> Given | None:
+def fp8_source(source: Source) -> FP8Source | None:
     """The FP8 checkpoint that `source` is; None where it is none."""
-    return source.coding if isinstance(source.coding, Given) else None
+    return source.coding if isinstance(source.coding, FP8Source) else None
 
 
-def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, Header]) -> Given | None:
+def recognize(
+    path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
+) -> FP8Source | None:
     """The FP8 checkpoint in `path`, which the user calls `name`; None for one that is not quantized (a `Recognizer`).
 
     Raises InputError for a form that is not read, for codes without scales or with scales that do not tile them or are
@@ -150,7 +155,7 @@ def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping
     for file in beside:
         if file.name != MODELOPT_FILE and file not in files:
             tensors |= _scales_beside(file)
-    given = Given(Checkpoint(path, config, declared, tensors, ()), tuple(beside))
+    given = FP8Source(Checkpoint(path, config, declared, tensors, ()), tuple(beside))
     _check_codes(given, name)
     rest = given.headers(headers)
     if other := next(
@@ -178,7 +183,7 @@ def _scales_beside(file: Path) -> dict[str, Located]:
     return found
 
 
-def _check_codes(given: Given, name: str) -> None:
+def _check_codes(given: FP8Source, name: str) -> None:
     if not given.weights:
         raise InputError(
             f"{given.checkpoint.declared.source}: says that {name} is quantized, and no tensor there holds FP8 codes; "

@@ -27,7 +27,7 @@ from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import Stored, read_header
 from .module_patterns import Form
-from .quantization_config import BLOCK, CONFIG, Declared, Granularity, Scheme, declared_form
+from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Granularity, Scheme, declared_form
 
 Float32s = npt.NDArray[np.float32]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -88,7 +88,7 @@ class Checkpoint:
 
     root: Path
     config: Mapping[str, Any]
-    declared: Declared
+    declared: DeclaredQuantization
     tensors: Mapping[str, Located]
     problems: tuple[tuple[str, str], ...]
 

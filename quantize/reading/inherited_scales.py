@@ -16,12 +16,12 @@ from ...options import Clipping, ScaleOptions
 from ...options.declare import first_given
 from ..codes.formats import E4M3
 from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit
-from .dequantized import Given, Inherited, given_of
+from .dequantized import FP8Source, InheritedCodes, fp8_source
 
 
-def given_to_inherit(source: Source) -> Given:
+def source_to_inherit(source: Source) -> FP8Source:
     """The FP8 checkpoint that `source` is; raises InputError where it is none."""
-    given = given_of(source)
+    given = fp8_source(source)
     if given is None:
         raise InputError(f"--inherit: {source.name} is no FP8 checkpoint, so it has no scales to inherit; leave it out")
     return given
@@ -33,7 +33,7 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
     """
     if not options.inherit:
         return
-    given = given_to_inherit(source)
+    given = source_to_inherit(source)
     for module in modules:
         if given.input_scale(source.stored(f"{module}.weight")) is None:
             raise InputError(
@@ -52,7 +52,7 @@ def inherited_activations(
     source: Source, statistics: Statistics, modules: Sequence[str]
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """Scales of the inputs of `modules`, as they were given; and those whose inputs, as measured, have none."""
-    given, first = given_to_inherit(source), group_of(statistics.record.groups)
+    given, first = source_to_inherit(source), group_of(statistics.record.groups)
     found = {module: given.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
     experts = {name for layer in coverage(statistics) for name in layer.products}
     largest: dict[str, float] = {}
@@ -76,7 +76,7 @@ def inherited_activations(
 
 def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[str, TensorScale]:
     """Scales of the keys (`k` in `parts`) and values (`v`) of every cache, as they were given."""
-    scales = given_to_inherit(source).cache_scales
+    scales = source_to_inherit(source).cache_scales
     return {
         name: _as_given(tensor.histogram, scales[name])
         for name, tensor in statistics.tensors.items()
@@ -84,23 +84,23 @@ def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[
     }
 
 
-def kept_weights(source: Source, options: ScaleOptions) -> Inherited | None:
+def inherited_codes(source: Source, options: ScaleOptions) -> InheritedCodes | None:
     """The weights of `source` that are codes already, where it is an FP8 checkpoint: kept, unless `options` have
     weights quantized in a way of their own.
     """
-    given = given_of(source)
+    given = fp8_source(source)
     own = first_given(options, ("weight_method", "weight_rounding"))
-    return Inherited(source, given, kept=own is None) if given else None
+    return InheritedCodes(source, given, keep_codes=own is None) if given else None
 
 
-def remarks(
+def inherited_remarks(
     source: Source, groups: Mapping[str, Sequence[str]], scales: Scales, options: ScaleOptions
 ) -> Iterator[str]:
     """Yield notes where `source` is an FP8 checkpoint: what became of its codes, and what was changed."""
-    given = given_of(source)
+    given = fp8_source(source)
     if given is None:
         return
-    yield became(scales)
+    yield codes_summary(scales)
     wide = [module for module in scales.weights if source.stored(f"{module}.weight") not in given.weights]
     if wide:
         yield (
@@ -118,7 +118,7 @@ def remarks(
             return
 
 
-def became(scales: Scales) -> str:
+def codes_summary(scales: Scales) -> str:
     """Say in a sentence how many weights of an FP8 checkpoint kept their codes."""
     kept = sum(weight.method == INHERITED for weight in scales.weights.values())
     blocks = [weight.sqnr_db for weight in scales.weights.values() if weight.method.endswith(" blocks")]

@@ -75,7 +75,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Group:
+class SchemeGroup:
     """The modules that `targets` match, under one scheme."""
 
     targets: tuple[str, ...]
@@ -83,7 +83,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredQuantization:
     """The quantization configuration in the file `source`: the form, the schemes, the modules it leaves out, and
     whether the cache has scales.
 
@@ -92,7 +92,7 @@ class Declared:
 
     source: Path
     form: Form
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] | None
     cache: bool
 
@@ -119,7 +119,7 @@ class Declared:
         return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
 
 
-def declared_form(directory: Path) -> Declared | None:
+def declared_form(directory: Path) -> DeclaredQuantization | None:
     """Read the quantization configuration in `directory`; None where it says nothing.
 
     Raises InputError for a configuration that does not read, and for a form that is not read: it names the form, what
@@ -167,23 +167,25 @@ def _names(value: Any, source: Path, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _modelopt(source: Path, said: Any) -> Declared:
+def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
     if not isinstance(said, dict):
         raise InputError(f"{source}: has no object quantization; copy or download it again")
     ignore = said.get("exclude_modules", said.get("ignore")) or []
-    groups: list[Group] = []
+    groups: list[SchemeGroup] = []
     algorithm = str(said.get("quant_algo") or "")
     layers = said.get("quantized_layers")
     if algorithm.upper() == "MIXED_PRECISION" and isinstance(layers, dict):
         for module, layer in layers.items():
             each = str(layer.get("quant_algo") if isinstance(layer, dict) else "")
-            groups.append(Group((module,), _modelopt_scheme(source, each)))
+            groups.append(SchemeGroup((module,), _modelopt_scheme(source, each)))
     else:
-        groups.append(Group(("*",), _modelopt_scheme(source, algorithm)))
+        groups.append(SchemeGroup(("*",), _modelopt_scheme(source, algorithm)))
     cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
     if cache and not (isinstance(cache, dict) or str(cache).upper() == "FP8"):
         raise refused(source, f"the cache is {cache}", str(cache))
-    return Declared(source, "modelopt", tuple(groups), _names(ignore, source, "exclude_modules"), bool(cache))
+    return DeclaredQuantization(
+        source, "modelopt", tuple(groups), _names(ignore, source, "exclude_modules"), bool(cache)
+    )
 
 
 def _modelopt_scheme(source: Path, algorithm: str) -> Scheme:
@@ -197,7 +199,7 @@ def _scheme(weights: Granularity, inputs: Inputs) -> Scheme:
     return Scheme(weights, inputs, BLOCK if weights == "block" else None)
 
 
-def _fine_grained(source: Path, said: dict[str, Any]) -> Declared:
+def _fine_grained(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     block = _block(said.get("weight_block_size", list(BLOCK)), source, "weight_block_size")
     activation = str(said.get("activation_scheme", "dynamic")).lower()
     if activation not in ("static", "dynamic"):
@@ -206,7 +208,7 @@ def _fine_grained(source: Path, said: dict[str, Any]) -> Declared:
     names = None if ignore is None else _names(ignore, source, "modules_to_not_convert")
     inputs: Inputs = "static" if activation == "static" else "dynamic"
     scheme = Scheme("block" if block else "tensor", inputs, block)
-    return Declared(source, "fp8", (Group((".*",), scheme),), names, False)
+    return DeclaredQuantization(source, "fp8", (SchemeGroup((".*",), scheme),), names, False)
 
 
 def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
@@ -221,7 +223,7 @@ def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
     )
 
 
-def _compressed_tensors(source: Path, said: dict[str, Any]) -> Declared:
+def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     written = str(said.get("format") or "")
     if written not in ("float-quantized", "naive-quantized", "mixed-precision"):
         raise refused(source, f"quant_method is 'compressed-tensors' with the format {written!r}", written)
@@ -232,14 +234,14 @@ def _compressed_tensors(source: Path, said: dict[str, Any]) -> Declared:
     ignore = _names(said.get("ignore") or [], source, "ignore")
     cache = said.get("kv_cache_scheme")
     static = isinstance(cache, dict) and not cache.get("dynamic", False)
-    return Declared(source, "compressed-tensors", found, ignore, static)
+    return DeclaredQuantization(source, "compressed-tensors", found, ignore, static)
 
 
-def _group(source: Path, name: str, group: Any) -> Group:
+def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     if isinstance(group, list):
         if name.upper() not in PRESETS:
             raise refused(source, f"config_groups has the preset {name!r}", name)
-        return Group(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
+        return SchemeGroup(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
     if not isinstance(group, dict):
         raise InputError(f"{source}: config_groups.{name} is no object; copy or download it again")
     said, activations = group.get("weights"), group.get("input_activations")
@@ -253,7 +255,7 @@ def _group(source: Path, name: str, group: Any) -> Group:
     inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
     block = (_block(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
     scheme = Scheme(granularity, inputs, block)
-    return Group(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
+    return SchemeGroup(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
 
 
 def _kind(said: Any) -> str:

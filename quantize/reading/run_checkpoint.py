@@ -44,7 +44,7 @@ class Index(BaseModel):
     weight_map: dict[str, str]
 
 
-def stored_tensors(directory: Path) -> Mapping[str, str]:
+def tensor_files(directory: Path) -> Mapping[str, str]:
     """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside
     it.
 
@@ -109,7 +109,7 @@ def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDAr
     Raises InputError where the index does not read or has no such scale, OSError or SafetensorError where a file is
     missing or damaged.
     """
-    where, patterns = stored_tensors(directory), stored_patterns(directory)
+    where, patterns = tensor_files(directory), stored_patterns(directory)
     under = dict[str, str]()
     for name in names:
         module, _, part = name.rpartition(".")

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.checkpoint.adapter import open_adapter
-from ...calibrate.model.adapter_addition import lay_beside
+from ...calibrate.model.adapter_addition import attach_adapter
 from ...calibrate.model.bf16_products import widen_products
-from ...calibrate.model.products import attention_modules, output_axis
+from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.skeleton import skeleton
 from ...calibrate.model.tensor_names import renamed_in
-from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, stored_tensors
+from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
 from .attention import attend_in_codes
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
@@ -48,7 +48,7 @@ class StoredCodes:
         """Of the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` as `mode` says."""
         self.model, self.mode, self.device = model, mode, device
         self.two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
-        self.where = stored_tensors(directory)
+        self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
         self._renamed = renamed_in(config, shapes)
@@ -79,7 +79,7 @@ class StoredCodes:
 
     def layer(self, module: str) -> FP8Linear:
         """The product `module`, on codes."""
-        axis = output_axis(self.model.get_submodule(module))
+        axis = output_channel_axis(self.model.get_submodule(module))
         codes, scale = (
             self.read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale")
         )
@@ -118,5 +118,5 @@ def load_reference(
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
     if adapter is not None:
-        lay_beside(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
+        attach_adapter(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
     return Reference(model, codes.cache_scales)

@@ -120,12 +120,12 @@ def _cell_sums(
 def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float | None:
     """Signal-to-quantization-noise ratio of the finite values at `scale`, in dB; None where the error is zero."""
     values, counts = histogram.finite
-    return decibels(
+    return ratio_db(
         float((values.astype(np.float64) ** 2 * counts).sum()), float(squared_error(histogram, format, [scale])[0])
     )
 
 
-def decibels(signal: float, noise: float) -> float | None:
+def ratio_db(signal: float, noise: float) -> float | None:
     """The ratio of two sums of squares in dB; None where there is no noise, or no signal that it could disturb."""
     return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
 

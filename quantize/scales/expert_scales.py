@@ -52,7 +52,7 @@ def _counted(layer: Coverage) -> Iterable[tuple[str, int]]:
     return zip(layer.products, layer.tokens, strict=True)
 
 
-def remarks(statistics: Statistics, found: Mapping[str, Starved], least: int, compensated: bool) -> list[str]:
+def starved_remarks(statistics: Statistics, found: Mapping[str, Starved], least: int, compensated: bool) -> list[str]:
     """List the notes on experts that are `found` to have seen fewer than `least` tokens, layer by layer; `compensated`:
     whether other weights are rounded by what they get.
     """

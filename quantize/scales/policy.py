@@ -87,7 +87,7 @@ def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
     return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def parted(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
+def mixed_group_warning(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
     """A warning where, of sibling modules that read one tensor, only some run in FP8; None where there are none such.
 
     vLLM makes one product of such siblings (q, k and v; gate and up), and wants them all in one scheme. `groups`:
@@ -109,7 +109,7 @@ def parted(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[st
     )
 
 
-def parted_experts(experts: Iterable[str], scales: Scales) -> str | None:
+def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
     """A warning where, of the products of one layer's `experts` (the modules that hold them), only some run in FP8;
     None where there are none such.
 

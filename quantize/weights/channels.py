@@ -15,9 +15,9 @@ import torch
 from ...options import WeightRounding
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
-from ..scales.clip import decibels, scale_of
+from ..scales.clip import ratio_db, scale_of
 from ..scales.decisions import INHERITED, SMALLEST_SCALE, Skipped, WeightScales
-from .gptq import Compensation, Compensations, compensated_codes
+from .gptq import Compensation, Compensations, gptq_codes
 from .mse import mse_scales
 
 WeightMethod = Literal["amax", "mse"]
@@ -27,14 +27,14 @@ BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
-class Made(Protocol):
+class RoundedCodes(Protocol):
     """Codes and scales that were made before."""
 
     def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`, where it has any."""
 
 
-class Kept(Protocol):
+class SourceCodes(Protocol):
     """Codes that a checkpoint has already."""
 
     def of(self, module: str) -> "QuantizedWeight | None":
@@ -53,14 +53,14 @@ class Rounding:
 
     method: WeightMethod
     compensations: Compensations | None = None
-    made: Made | None = None
-    kept: Kept | None = None
+    sequential: RoundedCodes | None = None
+    inherited: SourceCodes | None = None
 
     def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
         """The `weight` [out, in] of `module`, quantized."""
-        found = self.made.of(module) if self.made else None
+        found = self.sequential.of(module) if self.sequential else None
         if found is not None:
-            return QuantizedWeight(*found, summary(weight, *found, self.method, "sequential"))
+            return QuantizedWeight(*found, weight_summary(weight, *found, self.method, "sequential"))
         return quantize_weight(
             weight, self.method, self.compensations.of(module) if self.compensations else None, format
         )
@@ -95,13 +95,13 @@ def quantize_weight(
     if compensation is None:
         codes = nearest_codes(weight, scale, format)
     else:
-        codes = compensated_codes(weight if wanted is None else wanted, scale, compensation)
+        codes = gptq_codes(weight if wanted is None else wanted, scale, compensation)
     return QuantizedWeight(
-        codes, scale, summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
+        codes, scale, weight_summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
     )
 
 
-def summary(
+def weight_summary(
     weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, method: WeightMethod, rounding: WeightRounding
 ) -> WeightScales:
     """Describe the `codes` [out, in] of `weight` under `scale` float32 [out]."""
@@ -167,4 +167,4 @@ def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> 
         exact = weight[rows].float()
         noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
         signal += float(exact.square().sum(dtype=torch.float64))
-    return decibels(signal, noise)
+    return ratio_db(signal, noise)

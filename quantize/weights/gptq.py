@@ -103,7 +103,7 @@ def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Com
     return compensation(moments, lost)
 
 
-def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
+def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
     """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out].
 
     Uncorrelated inputs that are exact give the codes of nearest rounding, bit for bit.
@@ -114,13 +114,15 @@ def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: C
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
-    wanted = made_up_for(weight[:, compensation.order].T.contiguous(), compensation)  # as rows: one is rounded for all
-    values, _ = rounded_in_turn(wanted.clone(), scale, compensation.factor)
+    wanted = ridge_weights(
+        weight[:, compensation.order].T.contiguous(), compensation
+    )  # as rows: one is rounded for all
+    values, _ = gptq_round(wanted.clone(), scale, compensation.factor)
     descend(wanted, values, scale, compensation.moments)
     return values[torch.argsort(compensation.order)].T.to(CODE).contiguous()
 
 
-def made_up_for(wanted: torch.Tensor, compensation: Compensation) -> torch.Tensor:
+def ridge_weights(wanted: torch.Tensor, compensation: Compensation) -> torch.Tensor:
     """w* float32 [in, out] of the weights `wanted` float32 [in, out], both in the compensation's order."""
     if not bool(compensation.noise.any()):
         return wanted
@@ -128,7 +130,7 @@ def made_up_for(wanted: torch.Tensor, compensation: Compensation) -> torch.Tenso
     return wanted - factor.T @ (factor @ (compensation.noise[:, None] * wanted))
 
 
-def rounded_in_turn(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers of the codes float32 [in, out] of weights `left` float32 [in, out], which is used up, under `scale`
     float32 [out], and the error (w - s c) H (w - s c)ᵀ of each channel, float32 [out].
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-def bases(
+def residual_bases(
     model: nn.Module,
     layer: nn.Module,
     products: Mapping[str, nn.Module],

@@ -32,7 +32,7 @@ RIDGES = (4.0, 1.0, 0.25, 0.06, 0.01)
 CHANNELS = 256
 
 
-class Sums:
+class MomentSums:
     """Second moments of the quantized model's input of products, and of its difference from the float model's, added up
     over some of the batches.
 
@@ -50,7 +50,9 @@ class Sums:
         add_product(self.lost, tokens, lost)
 
 
-def target(weight: torch.Tensor, learned: Sums, judged: Sums, channels: slice = slice(None)) -> torch.Tensor:
+def ridge_target(
+    weight: torch.Tensor, learned: MomentSums, judged: MomentSums, channels: slice = slice(None)
+) -> torch.Tensor:
     """w* float32 [out, in] of `weight` [out, in], by the sums of two halves of the batches, in which it has these
     `channels`; the second half chooses λ.
     """
@@ -61,17 +63,17 @@ def target(weight: torch.Tensor, learned: Sums, judged: Sums, channels: slice = 
     own, others = (sums.lost[:, channels][:, some] for sums in (learned, judged))
     best, chosen = 0.0, 0.0
     for ridge in RIDGES if bool(own.any()) else ():
-        step = regression(learned.moments.double(), ridge * mean, own)
+        step = ridge_regression(learned.moments.double(), ridge * mean, own)
         loss = float((step * (judged.moments @ step - 2 * others)).sum(dtype=torch.float64))
         if loss < best:
             best, chosen = loss, ridge
     if not chosen:
         return found
     both = learned.moments.double().add_(judged.moments)
-    return found + regression(both, chosen * mean, learned.lost[:, channels] + judged.lost[:, channels]).T
+    return found + ridge_regression(both, chosen * mean, learned.lost[:, channels] + judged.lost[:, channels]).T
 
 
-def regression(moments: torch.Tensor, ridge: float, lost: torch.Tensor) -> torch.Tensor:
+def ridge_regression(moments: torch.Tensor, ridge: float, lost: torch.Tensor) -> torch.Tensor:
     """(H + λ)^-1 Mᵀ float32 [in, some] of `moments` float64 [in, in], which are used up."""
     moments.diagonal().add_(ridge)
     torch.linalg.cholesky(moments, out=moments)

@@ -23,9 +23,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from ...calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
-from ...calibrate.model.decoder import Call, NoChainError
-from ...calibrate.model.expert_modules import routed_products, seen_at
-from ...calibrate.model.products import output_axis
+from ...calibrate.model.decoder import LayerCall, NoChainError
+from ...calibrate.model.expert_modules import routed_products, whole_input_module
+from ...calibrate.model.products import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
@@ -34,9 +34,9 @@ from ..codes.formats import TWO_TERMS
 from ..scales.decisions import Scales, TensorScale
 from .channels import QuantizedWeight, WeightMethod, quantize_weight
 from .gptq import Compensation, compensation_of
-from .paired_inputs import Gathered, Got, Place, passes
-from .residual import bases
-from .ridge_target import target
+from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
+from .residual import residual_bases
+from .ridge_target import ridge_target
 from .rounding_progress import Rounded
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
@@ -70,11 +70,11 @@ def _no_layers(error: NoChainError) -> InputError:
     return InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq")
 
 
-class Reached(Exception):  # noqa: N818  # it stops a forward pass and is no error
+class InputReached(Exception):  # noqa: N818  # it stops a forward pass and is no error
     """Stops a layer at the input that is looked at."""
 
 
-class Sequence(Chain):
+class SequentialRounding(Chain):
     """Both models, as far as they have come.
 
     Invariant: `float[n % 2]` and `quantized[n % 2]` hold what enters layer n, all batches of it, when n + 1 steps of
@@ -104,9 +104,9 @@ class Sequence(Chain):
         self.unknown = unknown
         self.routed = {name for products in routed_products(self.model).values() for name in products}
         files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
-        size = sum(ids.size for ids in batches.values()) * self.answer.width * self.answer.dtype.itemsize
+        size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
-        hidden = [HiddenStates(file, batches, self.answer) for file in files]
+        hidden = [HiddenStates(file, batches, self.layer_output) for file in files]
         self.float, self.quantized = hidden[:2], hidden[2:]
         self.rounded = Rounded(folder)
 
@@ -136,7 +136,7 @@ class Sequence(Chain):
             states[(step - 1) % 2].flush()
         self.rounded.end(step)
 
-    def _entered(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
+    def _entered(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
         """Step 1: what the first layer gets, the same in both models, where that is not `done`; returns the layers'
         calls for each shape of batch.
         """
@@ -153,7 +153,7 @@ class Sequence(Chain):
             self._end(1)
         return calls
 
-    def _layer(self, index: int, calls: Mapping[tuple[int, ...], list[Call]]) -> None:
+    def _layer(self, index: int, calls: Mapping[tuple[int, ...], list[LayerCall]]) -> None:
         """Round the groups of a layer whose weights are there, and take both models past it."""
         layer = self.layers.of(self.model)[index]
         entering, leaving = ((self.float[n % 2], self.quantized[n % 2]) for n in (index, index + 1))
@@ -165,7 +165,7 @@ class Sequence(Chain):
         weights: dict[str, torch.Tensor] = {}
         batch = next(iter(self.batches))
         inside = {name: module for name, module in self.products.items() if self.layers.index(name) == index}
-        added = bases(
+        added = residual_bases(
             self.model, layer, inside, entering[0].read(batch, self.device), partial(through, entering[0], batch)
         )
         for places in passes(self._places(inside, added), self.routed):
@@ -184,29 +184,29 @@ class Sequence(Chain):
     def _numbers(self, name: str, made: QuantizedWeight) -> torch.Tensor:
         """The numbers that the codes of a module stand for, shaped as the module has them."""
         numbers = made.codes.float() * made.scale[:, None]
-        return numbers.movedim(0, output_axis(self.products[name])).contiguous().to(self.device)
+        return numbers.movedim(0, output_channel_axis(self.products[name])).contiguous().to(self.device)
 
-    def _places(self, inside: Collection[str], added: Mapping[str, str]) -> Iterator[Place]:
+    def _places(self, inside: Collection[str], added: Mapping[str, str]) -> Iterator[GroupInput]:
         """The inputs of the products `inside` a layer that are rounded, in the order they are called in."""
         for first, members in self.groups.items():
             chosen = [name for name in members if name in self.activations and name not in self.unknown]
             if chosen := [name for name in chosen if name in inside]:
                 base = added.get(first) if members == [first] else None
-                whole = first not in self.routed and seen_at(self.model, first) is self.products[first]
+                whole = first not in self.routed and whole_input_module(self.model, first) is self.products[first]
                 shapes = [_rows(self.products[name]).shape for name in chosen]
-                yield Place(first, tuple(chosen), base, whole, (shapes[0][1], sum(shape[0] for shape in shapes)))
+                yield GroupInput(first, tuple(chosen), base, whole, (shapes[0][1], sum(shape[0] for shape in shapes)))
 
     def _gathered(
         self,
-        places: list[Place],
+        places: list[GroupInput],
         entering: tuple[HiddenStates, HiddenStates],
         through: Callable[[HiddenStates, int], torch.Tensor],
         weights: Mapping[str, torch.Tensor],
-    ) -> Iterator[Gathered]:
+    ) -> Iterator[InputSums]:
         """Add up the inputs of the products at `places` in both models, by one pass of all batches through both models;
         each is given up when it was taken.
         """
-        held = [Gathered(place, lambda name: rows_of(self.products[name])) for place in places]
+        held = [InputSums(place, lambda name: weight_rows(self.products[name])) for place in places]
 
         def add(number: int, batch: int, size: int) -> None:
             exact = self._seen(places, entering[0], batch, through)
@@ -224,11 +224,11 @@ class Sequence(Chain):
 
     def _seen(
         self,
-        places: list[Place],
+        places: list[GroupInput],
         states: HiddenStates,
         batch: int,
         through: Callable[[HiddenStates, int], torch.Tensor],
-    ) -> dict[str, Got]:
+    ) -> dict[str, InputAndResidual]:
         """Record the input of the product at each of `places`, float32 [tokens, width], and the residual it is added to
         (the hidden states where that is not asked for), of those that are reached.
         """
@@ -239,13 +239,13 @@ class Sequence(Chain):
             def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
                 seen[name] = inputs[0].flatten(0, -2).float()
                 if firsts <= seen.keys():
-                    raise Reached
+                    raise InputReached
 
             return hook
 
-        with ExitStack() as stack, suppress(Reached):
+        with ExitStack() as stack, suppress(InputReached):
             for name in firsts | {place.base for place in places if place.base}:
-                hook = seen_at(self.model, name).register_forward_pre_hook(see(name))
+                hook = whole_input_module(self.model, name).register_forward_pre_hook(see(name))
                 stack.callback(hook.remove)
             through(states, batch)
         return {place.first: (seen[place.first], seen[place.base or ""]) for place in places if place.first in seen}
@@ -270,21 +270,21 @@ class Sequence(Chain):
                     module._parameters["weight"] = before[name]
 
 
-def _goals(gathered: Gathered) -> tuple[Compensation, dict[str, torch.Tensor]]:
+def _goals(gathered: InputSums) -> tuple[Compensation, dict[str, torch.Tensor]]:
     """The compensation of what a place gets in the quantized model, and what each of its weights is to come close to,
     where that is not the weight itself. The sums are used up.
     """
     wanted: dict[str, torch.Tensor] = {}
     start = 0
     for name, weight in gathered.rows.items() if gathered.same else ():
-        wanted[name] = target(weight, *gathered.halves, slice(start, start + len(weight)))
+        wanted[name] = ridge_target(weight, *gathered.halves, slice(start, start + len(weight)))
         start += len(weight)
     moments = gathered.halves[0].moments.add_(gathered.halves[1].moments)
     del gathered.halves  # before H is factored: of a wide input they are gigabytes
     return compensation_of(gathered.place.first, moments), wanted
 
 
-def rows_of(module: nn.Module) -> torch.Tensor:
+def weight_rows(module: nn.Module) -> torch.Tensor:
     """The weight of a product, BF16 [out, in] in memory."""
     return _rows(module).cpu().to(torch.bfloat16).contiguous()
 
@@ -292,4 +292,4 @@ def rows_of(module: nn.Module) -> torch.Tensor:
 def _rows(module: nn.Module) -> torch.Tensor:
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    return weight.movedim(output_axis(module), 0)
+    return weight.movedim(output_channel_axis(module), 0)

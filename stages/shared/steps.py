@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ... import __version__
-from ...calibrate.ranks.torchrun import place
+from ...calibrate.ranks.torchrun import process_rank
 from ...core.errors import BackendError, InputError
 from ...core.files import keeping_locks
 from ...core.record import StageLog, library_versions
@@ -122,7 +122,7 @@ def alone(argument: str) -> Callable[[Callable[Given, Made]], Callable[Given, Ma
         def working(*given: Given.args, **named: Given.kwargs) -> Made:
             run = Run(Path(names.bind(*given, **named).arguments[argument]))
             with keeping_locks(), ExitStack() as held:
-                if run.exists() and place().rank == 0:
+                if run.exists() and process_rank().rank == 0:
                     _take(run, held)
                 return function(*given, **named)
 

@@ -11,8 +11,8 @@ from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.decisions import Scales, TensorScale
 from fp8q.quantize.weights import paired_inputs
-from fp8q.quantize.weights.paired_inputs import HELD_BYTES, Gathered, Place, passes
-from fp8q.quantize.weights.sequential import Sequence
+from fp8q.quantize.weights.paired_inputs import HELD_BYTES, GroupInput, InputSums, passes
+from fp8q.quantize.weights.sequential import SequentialRounding
 
 from ...mixtures import random_mixture
 
@@ -20,8 +20,8 @@ SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, satur
 BATCHES = {batch: np.random.default_rng(batch).integers(3, 500, (2, 24)) for batch in range(3)}
 
 
-def place(name: str, width: int = 8, out: int = 4, whole: bool = False) -> Place:
-    return Place(name, (name,), None, whole, (width, out))
+def place(name: str, width: int = 8, out: int = 4, whole: bool = False) -> GroupInput:
+    return GroupInput(name, (name,), None, whole, (width, out))
 
 
 def test_the_sums_of_a_place_are_two_of_h_and_where_they_are_known_two_of_m() -> None:
@@ -52,7 +52,7 @@ def test_the_weights_of_experts_are_read_when_their_sums_are_used() -> None:
         read.append(name)
         return torch.ones(4, 8)
 
-    sums = Gathered(place("down", 8, 4), weight)
+    sums = InputSums(place("down", 8, 4), weight)
     tokens = torch.ones(3, 8)
     sums.add(0, (tokens, tokens), (tokens, tokens), tokens, 3)
     assert read == []
@@ -72,7 +72,7 @@ def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor,
     folder.mkdir()
     names = observed_products(load_model(source, torch.float32, "cpu"))
     scales = Scales(weights={}, activations=dict.fromkeys(names, SCALE), skipped={})
-    sequence, count, seen = Sequence(source, scales, "mse", BATCHES, folder), 0, Sequence._seen
+    sequence, count, seen = SequentialRounding(source, scales, "mse", BATCHES, folder), 0, SequentialRounding._seen
 
     def counting(*given: object) -> object:
         nonlocal count
@@ -80,7 +80,7 @@ def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor,
         return seen(*given)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "_seen", counting)
+        patch.setattr(SequentialRounding, "_seen", counting)
         kept = sequence.run(SILENT)
     found = {name: made for name in names if (made := kept.of(name)) is not None}
     return {name: (made[0], made[1]) for name, made in found.items()}, count

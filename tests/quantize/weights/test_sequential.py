@@ -11,17 +11,23 @@ import transformers
 from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.observe import probe_groups
-from fp8q.calibrate.model.products import observed_products, output_axis
+from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.decisions import Scales, TensorScale
 from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
 from fp8q.quantize.weights.gptq import compensation
-from fp8q.quantize.weights.residual import bases
-from fp8q.quantize.weights.ridge_target import Sums
+from fp8q.quantize.weights.residual import residual_bases
+from fp8q.quantize.weights.ridge_target import MomentSums
 from fp8q.quantize.weights.rounding_progress import Rounded
-from fp8q.quantize.weights.sequential import ProductInput, Sequence, check_sequential, exact_input, product_input
+from fp8q.quantize.weights.sequential import (
+    ProductInput,
+    SequentialRounding,
+    check_sequential,
+    exact_input,
+    product_input,
+)
 
 SMALL = {
     "vocab_size": 512,
@@ -48,12 +54,12 @@ BATCHES = {
 SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=30)
 
 
-def rounded(source: Source, folder: Path, seen: ProductInput) -> tuple[PreTrainedModel, Sequence, Rounded]:
+def rounded(source: Source, folder: Path, seen: ProductInput) -> tuple[PreTrainedModel, SequentialRounding, Rounded]:
     """The float model in FP32, and every product of its layers rounded."""
     folder.mkdir()
     model = load_model(source, torch.float32, "cpu")
     scales = Scales(weights={}, activations=dict.fromkeys(observed_products(model), SCALE), skipped={})
-    sequence = Sequence(source, scales, "mse", BATCHES, folder, seen=seen)
+    sequence = SequentialRounding(source, scales, "mse", BATCHES, folder, seen=seen)
     return model, sequence, sequence.run(SILENT)
 
 
@@ -64,7 +70,7 @@ def weight_of(module: torch.nn.Module) -> torch.Tensor:
     return weight.detach().to(torch.bfloat16)
 
 
-def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tensor]:
+def leaving(model: PreTrainedModel, sequence: SequentialRounding) -> dict[int, torch.Tensor]:
     """What leaves the last layer of a model in memory, for each batch."""
     found: list[torch.Tensor] = []
     last = sequence.layers.of(model)[-1]
@@ -76,14 +82,14 @@ def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tenso
     return dict(zip(BATCHES, found, strict=True))
 
 
-def put(model: PreTrainedModel, sequence: Sequence, kept: Rounded, but: str = "") -> list[str]:
+def put(model: PreTrainedModel, sequence: SequentialRounding, kept: Rounded, but: str = "") -> list[str]:
     """Give the products of the layers the numbers of their codes, `but` one; which they are."""
     products = observed_products(model)
     inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
     for name in inside:
         made = kept.of(name)
         assert made is not None
-        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[name])).contiguous()
+        weight = (made[0].float() * made[1][:, None]).movedim(0, output_channel_axis(products[name])).contiguous()
         products[name].weight = torch.nn.Parameter(weight, requires_grad=False)
     return inside
 
@@ -119,13 +125,13 @@ def test_what_a_product_has_lost_is_what_the_sum_it_is_part_of_lacks(
 ) -> None:
     """The oracle runs whole models: the quantized one has every weight rounded but the last."""
     told: list[torch.Tensor] = []
-    add = Sums.add
+    add = MomentSums.add
 
-    def telling(self: Sums, tokens: torch.Tensor, lost: torch.Tensor) -> None:
+    def telling(self: MomentSums, tokens: torch.Tensor, lost: torch.Tensor) -> None:
         told.append(lost)
         add(self, tokens, lost)
 
-    monkeypatch.setattr(Sums, "add", telling)
+    monkeypatch.setattr(MomentSums, "add", telling)
     model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
     exact = leaving(model, sequence)
     put(model, sequence, kept, but="model.layers.1.mlp.down_proj")
@@ -196,7 +202,7 @@ def test_what_a_product_is_added_to_is_found_in_the_layer(
     with torch.inference_mode():
         whole()
         handle.remove()
-        found = bases(model, layers[0], products, entering[0], whole)
+        found = residual_bases(model, layers[0], products, entering[0], whole)
     short = {module.removeprefix(f"{prefix}.0."): base.removeprefix(f"{prefix}.0.") for module, base in found.items()}
     assert short == expected
 
