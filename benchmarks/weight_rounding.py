@@ -51,7 +51,7 @@ from fp8q.quantize.weights.gptq import (
     gptq_round,
     ridge_weights,
 )
-from fp8q.quantize.weights.sequential import ProductInput, SequentialRounding, exact_input, product_input
+from fp8q.quantize.weights.sequential import SequentialRounding, product_input
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
@@ -151,13 +151,23 @@ def changed(model: PreTrainedModel, made: Weights, scales: Scales | None = None)
     return lambda ids: other(input_ids=torch.from_numpy(ids), use_cache=False).logits
 
 
-def sequential(source: Source, scales: Scales, run: Run, options: CalibrateOptions, seen: ProductInput) -> Weights:
-    """What `--weight-rounding sequential` makes of the run's modules where products get `seen`."""
+class ExactInputs(SequentialRounding):
+    """Rounds layer by layer as if activations lost nothing."""
+
+    def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
+        """`x` itself."""
+        return x.float()
+
+
+def sequential(
+    source: Source, scales: Scales, run: Run, options: CalibrateOptions, kind: type[SequentialRounding]
+) -> Weights:
+    """Round the run's modules as `--weight-rounding sequential` does, by `kind`."""
     windows = corpus_stage.load_tokens(run, run.calibration)
     size = options.batch_size
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
-        rounded = SequentialRounding(source, scales, "mse", batches, Path(folder), seen=seen).run(SILENT)
+        rounded = kind(source, scales.activations, "mse", batches, Path(folder)).run(SILENT)
         found = {module: rounded.of(module) for module in scales.activations}
     return {module: pair[0].float() * pair[1][:, None] for module, pair in found.items() if pair}
 
@@ -212,9 +222,9 @@ def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespac
                     for name, own in weights.items()
                 }
             seconds[title] = round(time.perf_counter() - start, 2)
-    one_term[SEQUENTIAL] = sequential(source, scales, run, chosen, product_input)
+    one_term[SEQUENTIAL] = sequential(source, scales, run, chosen, SequentialRounding)
     start = time.perf_counter()
-    exact[SEQUENTIAL] = sequential(source, scales, run, chosen, exact_input)
+    exact[SEQUENTIAL] = sequential(source, scales, run, chosen, ExactInputs)
     seconds[SEQUENTIAL] = round(time.perf_counter() - start, 2)
     kl = means(evaluation, model, {name: changed(model, own) for name, own in exact.items()}, source)
     rounded = means(evaluation, model, {name: changed(model, own, scales) for name, own in one_term.items()}, source)

@@ -133,7 +133,8 @@ def _rounding(
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with run.work("quantize", {**key, **arithmetic()}, note=notes.note) as folder:
-            made = SequentialRounding(source, scales, method, batches, folder, device(), unknown=few.keys()).run(notes)
+            activations = {name: scale for name, scale in scales.activations.items() if name not in few}
+            made = SequentialRounding(source, activations, method, batches, folder, device()).run(notes)
             yield Rounding(method, sequential=made, inherited=kept)
     else:
         gptq = options.weight_rounding == "gptq"

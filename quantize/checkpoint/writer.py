@@ -16,6 +16,7 @@ the scale of each token alone. Experts bear the names that they bore.
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def quantize_checkpoint(
         )
     directory.mkdir(parents=True)
     writer = ShardWriter(directory)
-    summaries, skipped = _write_tensors(writer, weights, modules, form, scales, rounding, report)
+    quantizer = ModuleQuantizer(form, scales, rounding)
+    summaries, skipped = _write_tensors(writer, weights, modules, quantizer, report)
     _write_caches(writer, directory, form, scales)
     writer.close()
     done = Scales(
@@ -92,36 +94,35 @@ def _write_tensors(
     writer: "ShardWriter",
     weights: Weights,
     modules: Mapping[str, str],
-    form: HfLayout,
-    scales: Scales,
-    rounding: Rounding,
+    quantizer: "ModuleQuantizer",
     report: Reporter,
 ) -> tuple[dict[str, WeightScales], dict[str, Skipped]]:
-    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales; what was decided
-    of these.
+    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales.
+
+    Returns the weight scales of the quantized modules, and the reasons of those that stay in BF16.
     """
     summaries: dict[str, WeightScales] = {}
     skipped: dict[str, Skipped] = {}
-    beside: dict[str, torch.Tensor] = {}
+    expert_scales: dict[str, torch.Tensor] = {}
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             if module := modules.get(name):
-                decision = _quantized_tensors(module, partial(weights.tensor, name), form, scales, rounding)
+                decision = quantizer.tensors(module, partial(weights.tensor, name))
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
                 else:
                     summaries[module], tensors = decision
-                    if module in form.experts:
-                        beside |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
+                    if module in quantizer.layout.experts:
+                        expert_scales |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
                     for key, tensor in tensors.items():
                         writer.add(key, tensor)
             else:
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
-    if beside:
-        save_file(beside, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
+    if expert_scales:
+        save_file(expert_scales, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
     return summaries, skipped
 
 
@@ -137,25 +138,32 @@ def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales
         save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
 
 
-def _quantized_tensors(
-    module: str, weight: Callable[[], torch.Tensor], form: HfLayout, scales: Scales, rounding: Rounding
-) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
-    axis, name = form.axis(module), form.in_files(module)
-    # compensation and `sequential` move codes, and only linear layers have a form of codes by others
-    quantized: QuantizedWeight | Skipped | None = (
-        rounding.inherited.of(module) if rounding.inherited and axis == 0 else None
-    )
-    if quantized is None:
-        rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
-        quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
-    if isinstance(quantized, Skipped):
-        return quantized
-    method = f"{quantized.summary.method}{rounding.inherited.blocks(module) if rounding.inherited else ''}"
-    return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
-        f"{name}.weight": quantized.codes.movedim(0, axis),
-        f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
-        f"{name}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
-    }
+@dataclass(frozen=True)
+class ModuleQuantizer:
+    """Makes the stored tensors of a module, by the names and axes of `layout`, its input scale and its rounding."""
+
+    layout: HfLayout
+    scales: Scales
+    rounding: Rounding
+
+    def tensors(
+        self, module: str, weight: Callable[[], torch.Tensor]
+    ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
+        """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight."""
+        axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
+        # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
+        quantized: QuantizedWeight | Skipped | None = inherited.of(module) if inherited and axis == 0 else None
+        if quantized is None:
+            rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
+            quantized = self.rounding.quantized(module, rows, INT8 if self.scales.format == "int8" else E4M3)
+        if isinstance(quantized, Skipped):
+            return quantized
+        method = f"{quantized.summary.method}{inherited.blocks(module) if inherited else ''}"
+        return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
+            f"{name}.weight": quantized.codes.movedim(0, axis),
+            f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
+            f"{name}.input_scale": torch.tensor([self.scales.activations[module].scale], dtype=torch.float32),
+        }
 
 
 class ShardWriter:

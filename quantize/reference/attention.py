@@ -86,11 +86,11 @@ def attention_on_codes(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Grouped-query attention [batch, heads, length, size] on codes, the sums in FP32; `attention_mask` is added to the
-    scores, which are capped before.
+    """Grouped-query attention [batch, heads, length, size] on codes, with sums in FP32, by transformers' interface.
+
+    `attention_mask` is added to the scores, after they are capped where `options` have a `softcap`.
     """
     scales: dict[str, torch.Tensor] = {
         part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
@@ -100,7 +100,7 @@ def attention_on_codes(
     k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
     factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor
-    if softcap is not None:
+    if (softcap := options.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
     scores = scores + attention_mask.float()
     output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])

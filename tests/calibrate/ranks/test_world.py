@@ -188,13 +188,13 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from fp8q.calibrate.ranks.heartbeat import RankError
-from fp8q.calibrate.ranks.world import joined
+from fp8q.calibrate.ranks.world import joined_ranks
 from fp8q.calibrate.measure.statistics import Statistics, StatisticsRecord, load_arrays, save_arrays
 from fp8q.core.errors import InputError
 from fp8q.core.files import read_document
 folder = Path(sys.argv[1])
 try:
-    with joined() as world:
+    with joined_ranks() as world:
         record = read_document(folder / f"{world.rank}.json", StatisticsRecord)
         total = world.added(Statistics(record, *load_arrays(folder / f"{world.rank}.safetensors")))
         save_arrays(folder / f"added-{world.rank}.safetensors", total.tensors, total.weights)

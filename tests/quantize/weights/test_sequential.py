@@ -15,17 +15,15 @@ from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.scales.decisions import Scales, TensorScale
+from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
 from fp8q.quantize.weights.gptq import compensation
 from fp8q.quantize.weights.residual import residual_bases
 from fp8q.quantize.weights.ridge_target import MomentSums
 from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.quantize.weights.sequential import (
-    ProductInput,
     SequentialRounding,
     check_sequential,
-    exact_input,
     product_input,
 )
 
@@ -54,12 +52,20 @@ BATCHES = {
 SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=30)
 
 
-def rounded(source: Source, folder: Path, seen: ProductInput) -> tuple[PreTrainedModel, SequentialRounding, Rounded]:
+class ExactInputs(SequentialRounding):
+    """Rounds weights as if activations lost nothing."""
+
+    def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
+        return x.float()
+
+
+def rounded(
+    source: Source, folder: Path, kind: type[SequentialRounding] = ExactInputs
+) -> tuple[PreTrainedModel, SequentialRounding, Rounded]:
     """The float model in FP32, and every product of its layers rounded."""
     folder.mkdir()
     model = load_model(source, torch.float32, "cpu")
-    scales = Scales(weights={}, activations=dict.fromkeys(observed_products(model), SCALE), skipped={})
-    sequence = SequentialRounding(source, scales, "mse", BATCHES, folder, seen=seen)
+    sequence = kind(source, dict.fromkeys(observed_products(model), SCALE), "mse", BATCHES, folder)
     return model, sequence, sequence.run(SILENT)
 
 
@@ -105,17 +111,21 @@ def test_what_two_terms_leave_of_an_input_is_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("seen", [exact_input, product_input])
+@pytest.mark.parametrize("kind", [ExactInputs, SequentialRounding])
 def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
-    name: str, seen: ProductInput, tiny: Callable[..., Source], tmp_path: Path
+    name: str, kind: type[SequentialRounding], tiny: Callable[..., Source], tmp_path: Path
 ) -> None:
     """The oracle runs whole models; the quantized one has the weights that were kept, and rounds its inputs."""
-    model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", seen)
+
+    def values(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if kind is ExactInputs else product_input(x, SCALE)
+
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", kind)
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.float[0].read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
     products = observed_products(model)
     for module in put(model, sequence, kept):
-        products[module].register_forward_pre_hook(lambda m, inputs: (seen(inputs[0], SCALE), *inputs[1:]))
+        products[module].register_forward_pre_hook(lambda m, inputs: (values(inputs[0]), *inputs[1:]))
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.quantized[0].read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
 
@@ -132,7 +142,7 @@ def test_what_a_product_has_lost_is_what_the_sum_it_is_part_of_lacks(
         add(self, tokens, lost)
 
     monkeypatch.setattr(MomentSums, "add", telling)
-    model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work")
     exact = leaving(model, sequence)
     put(model, sequence, kept, but="model.layers.1.mlp.down_proj")
     for (batch, got), lost in zip(leaving(model, sequence).items(), told[-len(BATCHES) :], strict=True):
@@ -144,7 +154,7 @@ def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_we
     tiny: Callable[..., Source], tmp_path: Path
 ) -> None:
     """Nothing was lost before the first product, so its drift is zero to the bit; before the last one something was."""
-    model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work")
     products = observed_products(model)
     first, last = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
     for name, equal in ((first, True), (last, False)):
@@ -212,7 +222,7 @@ def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
 ) -> None:
     """What the second layer is for: against `gptq` of every product on its float input."""
     source = tiny(*ARCHITECTURES["llama"])
-    model, sequence, _ = rounded(source, tmp_path / "work", exact_input)
+    model, sequence, _ = rounded(source, tmp_path / "work")
     exact = leaving(model, sequence)
     products = observed_products(model)
     moments: dict[str, torch.Tensor] = {}

@@ -87,13 +87,13 @@ class Killed(BaseException):
 def layers_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that are rounded, as they begin."""
     begun: list[int] = []
-    layer = SequentialRounding._layer
+    layer = SequentialRounding._round_layer
 
     def counted(self: SequentialRounding, index: int, calls: Any) -> None:
         begun.append(index)
         layer(self, index, calls)
 
-    monkeypatch.setattr(SequentialRounding, "_layer", counted)
+    monkeypatch.setattr(SequentialRounding, "_round_layer", counted)
     return begun
 
 
@@ -118,7 +118,8 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
     with monkeypatch.context() as once:
         if at in (0, 6):
             once.setattr(
-                "fp8q.quantize." + ("checkpoint.writer.quantize_checkpoint" if at else "weights.sequential.target"),
+                "fp8q.quantize."
+                + ("checkpoint.writer.quantize_checkpoint" if at else "weights.sequential.ridge_target"),
                 stopped,
             )
         once.setattr(Rounded, "end", stopping)
