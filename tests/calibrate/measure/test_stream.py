@@ -213,7 +213,7 @@ def test_the_stage_writes_the_same_bytes_and_leaves_nothing_behind(
         == names(unstreamed)
         == {".lock", "run.json", "calibration.npz", "statistics.safetensors", "statistics.json"}
     )
-    records = [made.record().stages["measure_in_memory"] for made in (run, unstreamed)]
+    records = [made.record().stages["measure"] for made in (run, unstreamed)]
     assert records[0].options == records[1].options == {"batch_size": 2, "moments": False}
 
 
