@@ -15,9 +15,6 @@ as it says instead (`adder`). With two terms the input is s·(a + b/16), b the c
 (`codes.formats.TwoTerms`), and both go through one product, a above b:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
-
-`current` is `fast` with each call's own amax for the input's scale ("just-in-time", Transformer Engine's current
-scaling): it is no scale that could be serialized, and is here to measure what static scales give away.
 """
 
 from collections.abc import Mapping
@@ -29,29 +26,16 @@ from torch import nn
 from ...calibrate.model.bf16_products import widened_products
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
-from ..codes.formats import E4M3, TWO_TERMS
+from ..codes.formats import TWO_TERMS
 from .adder import add_products
 
-Mode = Literal["exact", "fast", "current"]
+Mode = Literal["exact", "fast"]
 #: Rows and columns of weights that a GPU's product takes are multiples of this many codes.
 ALIGNMENT = 16
 
 
-def current_scale(x: torch.Tensor, terms: int = 1) -> torch.Tensor:
-    """The scale of the amax of `x`, float32 []: `scales.clip.scale_of` where `x` lies.
-
-    Zeros take the smallest normal number.
-    """
-    mantissa = 0x7FFFFF if terms == 2 else 0xFFFF
-    quotient = x.abs().amax().float() / E4M3.max
-    rounded_up = ((quotient.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
-    return rounded_up.clamp_min(torch.finfo(torch.float32).tiny)
-
-
 class FP8Linear(nn.Module):
-    """A linear layer on E4M3 codes: per-output-channel weight scales, one scale for the input, static but in mode
-    `current`.
-    """
+    """A linear layer on E4M3 codes: per-output-channel weight scales, one static scale for the input."""
 
     def __init__(
         self,
@@ -82,21 +66,20 @@ class FP8Linear(nn.Module):
     tables: torch.Tensor
     bias: torch.Tensor | None
 
-    def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The E4M3 codes of `x` [..., in] under `scale` as numbers of the type `codes` are held in [terms, ..., in]."""
-        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE and scale is self.input_scale:
+    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
+        """The E4M3 codes of `x` [..., in] as numbers of the type that `codes` are held in, [terms, ..., in]."""
+        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE:
             patterns = x.contiguous().view(torch.uint16).flatten().to(torch.int32)
-            found = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
-            return (torch.stack(found) if self.terms == 2 else found[0][None]).to(self.codes.dtype)
+            terms = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
+            return (torch.stack(terms) if self.terms == 2 else terms[0][None]).to(self.codes.dtype)
         if self.codes.dtype == CODE:
-            return encode_terms(x, scale, self.terms)
-        values = two_code_values(x, scale) if self.terms == 2 else (code_values(x, scale),)
+            return encode_terms(x, self.input_scale, self.terms)
+        values = two_code_values(x, self.input_scale) if self.terms == 2 else (code_values(x, self.input_scale),)
         return torch.stack(values).to(self.codes.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        scale = current_scale(x, self.terms) if self.mode == "current" else self.input_scale
-        codes = self.input_codes(x, scale)
+        codes = self.input_codes(x)
         if self.accumulator:
             total: torch.Tensor = add_products(codes, self.codes, self.accumulator)
         elif self.codes.dtype == CODE:
@@ -105,7 +88,7 @@ class FP8Linear(nn.Module):
             with widened_products():
                 total = torch.nn.functional.linear(codes, self.codes).float()
         total = total[0] + total[1] / TWO_TERMS.divisor if self.terms == 2 else total[0]
-        y = total * (scale * self.weight_scale)
+        y = total * (self.input_scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)
 
