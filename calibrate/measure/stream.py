@@ -12,6 +12,7 @@ other, and ends with its own statistics in a file of its own; a killed run goes 
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 
@@ -157,12 +158,17 @@ class Chain:
         return [name for name, _ in self.model.named_modules() if self.layers.index(name) == layer]
 
     def enter(
-        self, batches: Batches, keep: Callable[[int, torch.Tensor], None] | None
+        self,
+        batches: Batches,
+        keep: Callable[[int, torch.Tensor], None] | None,
+        observing: Callable[[int], AbstractContextManager[DynamicCache]] = lambda batch: nullcontext(DynamicCache()),
     ) -> dict[tuple[int, ...], list[LayerCall]]:
-        """From tokens to the hidden states that the first layer gets, which `keep` is handed batch by batch (None: a
-        batch of each shape is enough); returns the layers' calls for each shape of batch.
+        """Record the arguments that all layers are called with, for each shape of batch.
 
-        Raises NoChainError when what the layers are called with depends on the text.
+        `keep` takes each batch's hidden states that enter the first layer; where it is None, one batch of each shape is
+        run. `observing` gives the cache that a batch runs with, by its number.
+
+        Raises NoChainError when the arguments depend on the text.
         """
         calls: dict[tuple[int, ...], list[LayerCall]] = {}
         with self.weights.filled(self.outside, resident=False):
@@ -170,8 +176,9 @@ class Chain:
                 if keep is None and ids.shape in calls:
                     continue
                 tokens = torch.from_numpy(ids).to(self.device)
-                made, hidden = record_calls(self.model, self.layers, self.layer_output, tokens, DynamicCache())
-                if not equal_calls(calls.setdefault(ids.shape, made), made):
+                with observing(batch) as cache:
+                    recorded, hidden = record_calls(self.model, self.layers, self.layer_output, tokens, cache)
+                if not equal_calls(calls.setdefault(ids.shape, recorded), recorded):
                     raise NoChainError(self.source, "gives its decoder layers more of the text than hidden states")
                 if keep is not None:
                     keep(batch, hidden)
@@ -232,26 +239,17 @@ class Stream(Chain):
         return torch.from_numpy(self.what.parts[batch]).to(self.device)
 
     def _before(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
-        """Step 0: from tokens to the hidden states that the first layer gets; returns the layers' calls for each shape
-        of batch.
+        """Step 0: write the hidden states that enter the first layer; return the arguments of all layers by shape.
 
-        `done`: a batch of each shape is enough. Raises InputError when what the layers are called with depends on the
-        text.
+        `done`: the hidden states are written, and one batch of each shape is run. Raises InputError when the arguments
+        depend on the text.
         """
-        calls: dict[tuple[int, ...], list[LayerCall]] = {}
         watch = self._watch(None, again=done)
-        with self.weights.filled(self.outside, resident=False):
-            for batch, ids in self.what.parts.items():
-                if done and ids.shape in calls:
-                    continue
-                with watch.observing(batch) as cache:
-                    made, hidden = record_calls(self.model, self.layers, self.layer_output, self._tokens(batch), cache)
-                if not equal_calls(calls.setdefault(ids.shape, made), made):
-                    raise NoChainError(self.source, "gives its decoder layers more of the text than hidden states")
-                if not done:
-                    self.hidden[0].write(batch, hidden)
-            if not done:
-                self.hidden[0].flush()
+        calls = self.enter(self.what.parts, None if done else self.hidden[0].write, watch.observing)
+        if not done:
+            self.hidden[0].flush()
+            outside = [name for name in self.products if self.layers.index(name) is None]
+            with self.weights.filled(outside, resident=False):
                 self._save(0, watch, self._weight_amax(None))
         return calls
 

@@ -46,11 +46,7 @@ def text_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
     """
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
-        for start in spread(size, PIECES):
-            if start < handle.tell():
-                continue
-            _to_line(handle, start, share)
-            offset = handle.tell()
+        for offset in _seek_lines(handle, size, share):
             content = handle.read(share)
             if content and not content.endswith(b"\n"):
                 content += handle.readline(share)
@@ -61,11 +57,8 @@ def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
     """Whole lines of a file, some `limit` bytes together. Raises InputError for a line longer than `limit`."""
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
-        for start in spread(size, PIECES):
-            if start < handle.tell():
-                continue
-            _to_line(handle, start, limit)
-            end = handle.tell() + share
+        for start in _seek_lines(handle, size, limit):
+            end = start + share
             while (offset := handle.tell()) < end and (line := handle.readline(limit)):
                 if not line.endswith(b"\n") and len(line) == limit:
                     raise InputError(
@@ -75,11 +68,18 @@ def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
                 yield Excerpt(offset, line)
 
 
-def _to_line(handle: BinaryIO, start: int, reach: int) -> None:
-    """Go to the first line that begins at `start` or after it, or to `start` + `reach` where none begins before."""
-    handle.seek(max(start - 1, 0))
-    if start:
-        handle.readline(reach)
+def _seek_lines(handle: BinaryIO, size: int, reach: int) -> Iterator[int]:
+    """Seek to the beginning of a line at each of `PIECES` offsets, evenly spread over `size` bytes; yield its offset.
+
+    A line may begin up to `reach` bytes behind the offset; where none does, reading begins there in the middle of one.
+    Offsets that were read past already are left out.
+    """
+    for start in spread(size, PIECES):
+        if start >= handle.tell():
+            handle.seek(max(start - 1, 0))
+            if start:
+                handle.readline(reach)
+            yield handle.tell()
 
 
 def _whole_characters(piece: Excerpt, at_end: bool) -> Excerpt:

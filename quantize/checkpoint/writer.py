@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from ...calibrate.checkpoint.companions import companions
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
-from ...calibrate.checkpoint.weights import Weights
+from ...calibrate.checkpoint.weights import INDEX, Weights
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
@@ -196,9 +196,7 @@ class ShardWriter:
             self._temporary(number).rename(self.directory / shard)
             index |= dict.fromkeys(names, shard)
         document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
-        (self.directory / "model.safetensors.index.json").write_text(
-            json.dumps(document, indent=2) + "\n", encoding="utf-8"
-        )
+        (self.directory / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     def _temporary(self, number: int) -> Path:
         return self.directory / f"shard-{number}"

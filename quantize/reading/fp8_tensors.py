@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.checkpoint.weights import INDEX, SINGLE
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import Stored, read_header
@@ -30,7 +31,6 @@ from .module_patterns import Form
 from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Granularity, Scheme, declared_form
 
 Float32s = npt.NDArray[np.float32]
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = "F8_E4M3"
 #: Form -> what the scale of a weight, and of an input, may be called, what the form's own loader reads first.
 WEIGHT_SCALES: Mapping[Form, tuple[str, ...]] = {

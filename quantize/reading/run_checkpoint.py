@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pydantic import BaseModel
 from safetensors import safe_open
 
+from ...calibrate.checkpoint.weights import INDEX
 from ...core.errors import InputError
 from ...core.files import read_document
 from ...core.headers import read_header
@@ -50,7 +51,7 @@ def tensor_files(directory: Path) -> Mapping[str, str]:
 
     Raises InputError for an index that is not there, does not read, or names a file that is not beside it.
     """
-    path = directory / "model.safetensors.index.json"
+    path = directory / INDEX
     index = read_document(path, Index).weight_map
     if outside := next((file for file in index.values() if Path(file).name != file), None):
         raise InputError(f"{path}: names {outside}, which is not a file beside it; copy the whole of model/ again")
