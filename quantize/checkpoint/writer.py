@@ -1,16 +1,15 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
-For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8
-cache `k_scale` and
-`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX
-graph points at the same bytes. Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`;
-everything that is not quantized is copied in BF16, under the name it bore.
+Each quantized module has `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1] and `input_scale` F32 [1]; each
+attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1]. transformers loads this layout, vLLM documents
+it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into shards of at most
+`SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
 
-What Hugging Face has no form for (`quantize.checkpoint.hf_layout`) is written all the same, for fp8q and ONNX: a Conv1D
-has `weight` [in, out] and `weight_scale` [1, out], and the scales of a cache that compressed-tensors has no words or no
-place for lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over;
-the static scales of what experts read in `EXPERT_FILE`, for vLLM takes the weights' scales by channel for experts with
-the scale of each token alone. Experts bear the names that they bore.
+Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q and ONNX. A Conv1D has `weight`
+[in, out] and `weight_scale` [1, out]. Scales of a cache that compressed-tensors cannot describe, or has no module for,
+lie in `CACHE_FILE`. The static input scales of experts lie in `EXPERT_FILE`, since vLLM's experts with a scale for each
+channel scale each token. The index names neither file, so that other loaders ignore them. Experts keep their names in
+the source.
 """
 
 import json
@@ -40,7 +39,7 @@ from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
 
 SHARD_BYTES = 512 << 20
-#: The products of experts, in compressed-tensors' words.
+#: The products of experts, as a pattern of compressed-tensors.
 EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 
@@ -55,9 +54,9 @@ def quantize_checkpoint(
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
     `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
-    `scales.format`; a checkpoint of integers is for the graph beside it (`quantize.checkpoint.baselines`), and so has
-    no tokenizer and no model card. `no_graph`: why no ONNX graph will lie beside it, for the card. Raises InputError
-    when the source stores a module's weight under another name than transformers does.
+    `scales.format`; an INT8 checkpoint is only for the graph beside it (`baselines`), and has no tokenizer and no model
+    card. `no_graph`: why there is no ONNX graph, for the card. Raises InputError when the source stores a module's
+    weight under another name than transformers does.
     """
     weights, form = source.weights(), hf_layout_of(source, scales, no_graph)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
@@ -127,7 +126,7 @@ def _write_tensors(
 
 
 def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
-    """Write the scales of the cache where they have a place: among the weights, or in a file of their own."""
+    """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`."""
     caches = {
         f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
     }
@@ -180,14 +179,14 @@ class ShardWriter:
         self.total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; the shard it would overfill is written first."""
+        """Add one tensor; write the present shard first where both together exceed `SHARD_BYTES`."""
         if self.pending and sum(held.nbytes for held in self.pending.values()) + tensor.nbytes > SHARD_BYTES:
             self._flush()
         self.pending[name] = tensor.contiguous()
         self.total += tensor.nbytes
 
     def close(self) -> None:
-        """Write the last shard, give all their final names, and write the index."""
+        """Write the last shard, rename all shards to their final names, and write the index."""
         self._flush()
         count = len(self.shards)
         index: dict[str, str] = {}
@@ -208,8 +207,10 @@ class ShardWriter:
 
 
 def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = False) -> dict[str, object]:
-    """The `quantization_config` of config.json, made by compressed-tensors' own schema; `experts`: whether there are
-    any, which loaders give a scale for each token, since they have no static one where weights have one a channel.
+    """Make the `quantization_config` of config.json by compressed-tensors' own schema.
+
+    `ignore`: the modules that stay in BF16; `fp8_cache`: whether the cache has scales; `experts`: whether the model has
+    any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
@@ -232,13 +233,13 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = 
 
 
 def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
-    """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
+    """Write the config.json of `source` into `directory`, with `quantization` for its `quantization_config`, if any."""
     config = read_json(source.path / "config.json")
-    # said below, and of files that are not copied
+    # the type is written below, and the others describe files that are not copied
     for key in ("torch_dtype", "transformers_weights", OWN_CONFIG, *QUANTIZATION_KEYS):
         config.pop(key, None)
     if source.max_positions is not None:
-        # by one name for whoever has no transformers, which knows the others and each class's default
+        # under one name for readers without transformers, which knows the other names and the defaults of classes
         fields = config["text_config"] if nested(source.config) else config
         fields.setdefault("max_position_embeddings", source.max_positions)
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more

@@ -60,7 +60,7 @@ class Grid(Protocol):
 
 
 class GridFormat(ABC):
-    """What follows from the grid of a format, whatever the grid: the largest magnitude and the midpoints."""
+    """The grid of a format: its values, its largest magnitude and the midpoints between values."""
 
     @property
     @abstractmethod

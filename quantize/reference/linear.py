@@ -1,4 +1,4 @@
-"""The reference: a linear layer that computes what an FP8 tensor core computes.
+"""The reference: a linear layer that computes as an FP8 tensor core does.
 
     y = cast( (Σ_k code_x[k] · code_w[n, k]) · (s_x · s_w[n]) + bias[n] )
 
@@ -7,12 +7,12 @@ sum; the sum is accumulated in FP32, scaled once in FP32 and cast once. Simulati
 multiplying dequantized BF16 values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 before the
 product: another number, and not the engine's.
 
-`exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
-with an FP32 result); perplexity uses it, and computes it in FP32 where the processor has no BF16 units
-(`calibrate.model.bf16_products`). On a GPU with FP8 units (compute capability 8.9 and up) both call `torch._scaled_mm`
-on the codes, which one kernel makes where Triton is installed (`codes.kernels`). With an `accumulator` the sum is made
-as it says instead (`adder`). With two terms the input is s·(a + b/16), b the code of sixteen times what a leaves
-(`codes.formats.TwoTerms`), and both go through one product, a above b:
+`exact` computes just this. `fast` multiplies BF16 matrices, which rounds the sum to BF16 once more (the CPU has no BF16
+product with an FP32 result); perplexity uses it. Where the processor has no BF16 units, that product is computed in
+FP32 (`calibrate.model.bf16_products`). On a GPU with FP8 units (compute capability 8.9 and up) both modes call
+`torch._scaled_mm` on the codes, which one kernel makes where Triton is installed (`codes.kernels`). An `accumulator`
+replaces the sum by that of `adder`. With two terms the input is s·(a + b/16), where b is the code of sixteen times the
+error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
 """
@@ -30,7 +30,7 @@ from ..codes.formats import TWO_TERMS
 from .adder import add_products
 
 Mode = Literal["exact", "fast"]
-#: Rows and columns of weights that a GPU's product takes are multiples of this many codes.
+#: A GPU's product takes weights whose numbers of rows and columns are multiples of this.
 ALIGNMENT = 16
 
 
@@ -47,7 +47,7 @@ class FP8Linear(nn.Module):
         terms: int = 1,
     ):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
-        or None; the input is of one code a value, or of two `terms`.
+        or None; the input takes one code a value, or two (`terms`).
         """
         super().__init__()
         self.mode, self.terms = mode, terms
@@ -94,11 +94,12 @@ class FP8Linear(nn.Module):
 
 
 def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) -> torch.Tensor:
-    """The product of codes `x` [tokens, in] and `weight` [out, in], both float8_e4m3fn, as float32 [tokens, out].
+    """Multiply codes `x` [tokens, in] by `weight` [out, in], both float8_e4m3fn, to float32 [tokens, out].
 
-    `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the
-    same order everywhere. A GPU takes widths that are multiples of 16, so others are filled up with zeros, which change
-    no sum; the weight is then copied in each call. `fast`: all of the sum in the tensor core's adder (`adder`).
+    This is `torch._scaled_mm` with unit scales: `FP8Linear` applies the scales itself, so that FP32 factors are
+    multiplied in the same order on every device. A GPU takes widths that are multiples of 16, so others are padded with
+    zeros, which change no sum; the weight is then copied in each call. `fast`: sum in the tensor core's adder alone
+    (`adder`).
     """
     one = torch.ones((), device=x.device)
     product: torch.Tensor = torch._scaled_mm(
@@ -109,13 +110,13 @@ def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) ->
 
 
 def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
-    """`codes` [rows, in] with zeros behind them, up to a multiple of `rows`, and of 16 in width."""
+    """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
     missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
     return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
 
 
 def replace_linears(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Put each of `layers` (module name -> its stand-in) in its place in `model`."""
+    """Replace modules of `model` by `layers`: module name -> its replacement."""
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
