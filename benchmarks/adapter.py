@@ -63,7 +63,7 @@ def trained(model: Given, folder: Path) -> Path:
     base = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
     wanted = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(base, wanted)
-    ids = corpus.encode(corpus.load_texts(model.data), load_tokenizer(sources.opened(model.directory)))
+    ids = corpus.encode_texts(corpus.load_texts(model.data), load_tokenizer(sources.opened(model.directory)))
     windows = torch.from_numpy(np.ascontiguousarray(ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)))
     optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], RATE, weight_decay=0)
     for step in range(STEPS):
@@ -112,7 +112,7 @@ def measure(model: Given, windows: int, context: int) -> Mapping[str, Any]:
         }
         # what the base's own scales would do to the adapter
         (runs["alone"].model / "adapters").symlink_to(runs["beside"].model / "adapters")
-        tokens = corpus.encode(corpus.load_texts(model.eval_data), load_tokenizer(base))[: windows * context]
+        tokens = corpus.encode_texts(corpus.load_texts(model.eval_data), load_tokenizer(base))[: windows * context]
         evaluation = cut(tokens, model.eval_data, context, context)
         of_adapter: dict[str, Forward] = {
             "bf16": float_model(both.variants[1], torch.float32, "cpu"),

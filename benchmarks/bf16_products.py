@@ -33,7 +33,7 @@ from result import arguments, described, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8q.api import ValidateOptions, calibrate, validate
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model import bf16_products
@@ -84,7 +84,7 @@ def measured(model: Any, ids: np.ndarray) -> Statistics:
     """What fp8q's calibration measures of `model`."""
     identity = ModelIdentity(name="benchmark", architecture="any", fingerprint="0")
     corpus = Corpus(name="text", fingerprint="0", windows=len(ids), seq_len=WINDOW, batch_size=BATCH)
-    return measure(model, Measurement(ids, identity, corpus), SILENT)
+    return measure_in_memory(model, Measurement(ids, identity, corpus), SILENT)
 
 
 def timed(given: Given, windows: int, rounds: int) -> dict[str, Any]:

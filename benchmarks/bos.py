@@ -38,7 +38,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.observe import Watch, probe_groups
 from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.calibrate.model.products import observed_products
-from fp8q.calibrate.text.corpus import encode, windows
+from fp8q.calibrate.text.corpus import encode_texts, windows
 from fp8q.calibrate.text.packing import prefix_of
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -66,7 +66,7 @@ def adapted(model: Path, folder: Path, steps: int, length: int = 128) -> Path:
     torch.manual_seed(0)
     copy = Path(shutil.copytree(model, folder / "adapted"))
     tokenizer = AutoTokenizer.from_pretrained(copy)
-    ids = torch.from_numpy(encode([text for _, text in read().training[:200]], tokenizer))
+    ids = torch.from_numpy(encode_texts([text for _, text in read().training[:200]], tokenizer))
     ids = ids[ids != tokenizer.bos_token_id]
     trained = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=5e-4, weight_decay=0.0)
@@ -156,7 +156,7 @@ def benchmark(given: Given, options: argparse.Namespace) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(given.directory, dtype=torch.bfloat16).eval()
     prefix, size = prefix_of(tokenizer), options.context
     ids, evaluated = (
-        encode([Path(path).read_text(encoding="utf-8")], tokenizer) for path in (given.data, given.eval_data)
+        encode_texts([Path(path).read_text(encoding="utf-8")], tokenizer) for path in (given.data, given.eval_data)
     )
     ids, evaluated = ids[: (options.windows + 1) * size], evaluated[: options.windows * size]
     count = len(ids) // size - 1

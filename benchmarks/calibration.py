@@ -22,7 +22,7 @@ from decoder import LONG, SHORT, WINDOW, Series, build, plain, ratios, rounds_of
 from result import arguments, described, publish
 from transformers import LlamaForCausalLM
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.core.reporter import SILENT
@@ -36,7 +36,7 @@ def ours(model: LlamaForCausalLM) -> Series:
 
     def series(windows: int, batch: int) -> None:
         corpus = Corpus(name="random", fingerprint="0", windows=windows, seq_len=WINDOW, batch_size=batch)
-        measure(model, Measurement(tokens(windows), identity, corpus), SILENT)
+        measure_in_memory(model, Measurement(tokens(windows), identity, corpus), SILENT)
 
     return series
 

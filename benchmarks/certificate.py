@@ -22,7 +22,7 @@ import torch
 from models import Given, given, small_models
 from result import arguments, described, publish
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.model.source import Source, load_model, open_source
@@ -38,12 +38,12 @@ Amax = npt.NDArray[np.float32]
 
 def measured(source: Source, text: str, options: argparse.Namespace) -> Amax:
     """The amax of every tensor in every window of `text`, float32 [tensors, windows]."""
-    ids = corpus.encode([Path(text).read_text(encoding="utf-8")], load_tokenizer(source))
+    ids = corpus.encode_texts([Path(text).read_text(encoding="utf-8")], load_tokenizer(source))
     windows = corpus.windows(ids, options.context, min(options.windows, len(ids) // options.context))
     identity = ModelIdentity(name=source.title, architecture=source.architecture, fingerprint=source.fingerprint)
     name = Path(text).name
     what = Corpus(name=name, fingerprint="", windows=len(windows), seq_len=options.context, batch_size=1)
-    found = measure(load_model(source, torch.bfloat16), Measurement(windows, identity, what), SILENT)
+    found = measure_in_memory(load_model(source, torch.bfloat16), Measurement(windows, identity, what), SILENT)
     return np.stack([tensor.amax_batches for tensor in found.tensors.values()])
 
 

@@ -22,7 +22,7 @@ from models import Given, given, small_models
 from result import arguments, described, publish
 from torch import nn
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.products import attention_modules
@@ -31,12 +31,12 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
-from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.codes.encoding import code_tables, encode
 from fp8q.quantize.codes.formats import E4M3, E5M2, Format
 from fp8q.quantize.reference.kv_cache import FP8Cache
-from fp8q.quantize.reference.linear import FP8Linear, Mode, replace_linears
+from fp8q.quantize.reference.linear import FP8Linear, replace_linears
 from fp8q.quantize.scales.clip import scale_of
-from fp8q.quantize.scales.decisions import group_of, tensor_scale
+from fp8q.quantize.scales.decisions import SMALLEST_SCALE, group_of, tensor_scale
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
@@ -50,14 +50,15 @@ OUTLIER, OUTLIER_CHANNELS = 64.0, 4
 class Choice:
     """One row: how the activations' scales and the weights' are chosen.
 
-    `bf16_inputs` leaves activations as they are; `cache` chooses those of an FP8 cache.
+    `bf16_inputs` leaves activations as they are; `just_in_time` takes the amax of each call's own input; `cache`
+    chooses the scales of an FP8 cache.
     """
 
     clip: Clipping = Clipping()
     weights: WeightMethod = ScaleOptions.weight_method
     per_tensor_weights: bool = False
     format: Format = E4M3
-    mode: Mode = "fast"
+    just_in_time: bool = False
     bf16_inputs: bool = False
     cache: Clipping | None = None
 
@@ -71,7 +72,7 @@ CHOICES: dict[str, Choice] = {
     "activations by entropy": Choice(Clipping("entropy")),
     "delayed, history 1024": Choice(Clipping("delayed")),
     "delayed, most recent": Choice(Clipping("delayed", amax_compute_algo="most_recent")),
-    "current (just in time)": Choice(mode="current"),
+    "current (just in time)": Choice(just_in_time=True),
     "amax, margin -1": Choice(Clipping(margin=-1)),
     "amax, margin 1": Choice(Clipping(margin=1)),
     "amax, margin 3": Choice(Clipping(margin=3)),
@@ -95,14 +96,28 @@ assert {choice.clip.method for choice in CHOICES.values()} == set(get_args(Metho
 class Layer(FP8Linear):
     """A layer of the reference whose inputs may be codes of another format, or BF16."""
 
-    def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
         """The reference's codes; `x` itself where there is no table."""
-        return x[None] if not len(self.tables) else super().input_codes(x, scale)
+        return x[None] if not len(self.tables) else super().input_codes(x)
+
+
+class JustInTimeLayer(Layer):
+    """A layer whose input scale follows from the amax of each call's own input: Transformer Engine's current scaling.
+
+    No file could hold such a scale: it is here to measure what static scales give away.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out] in x's type; zeros take the smallest normal number for a scale."""
+        self.input_scale = torch.tensor(max(float(scale_of(x.abs().amax().item(), E4M3)), SMALLEST_SCALE))
+        self.tables = code_tables(self.input_scale, self.terms)
+        return super().forward(x)
 
 
 def layer(linear: nn.Linear, codes: torch.Tensor, weight_scale: torch.Tensor, scale: float, choice: Choice) -> Layer:
     """`linear` as the reference computes it under `choice`."""
-    made = Layer(codes, weight_scale, torch.tensor(1.0 if choice.bf16_inputs else scale), linear.bias, choice.mode)
+    kind = JustInTimeLayer if choice.just_in_time else Layer
+    made = kind(codes, weight_scale, torch.tensor(1.0 if choice.bf16_inputs else scale), linear.bias, "fast")
     if choice.bf16_inputs:
         made.tables = made.tables[:0]
     elif choice.format is not E4M3:
@@ -177,16 +192,16 @@ def evaluate(
     vocabulary = source.text_config.vocab_size
     if outliers:
         make_outliers(model)
-    ids = corpus.windows(corpus.encode(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
+    ids = corpus.windows(corpus.encode_texts(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
     record = Corpus(
         name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
     )
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
-    statistics = measure(model, Measurement(ids, identity, record), SILENT)
+    statistics = measure_in_memory(model, Measurement(ids, identity, record), SILENT)
     products = sources.products_of(source)
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(
-        corpus.encode(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],
+        corpus.encode_texts(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],
         texts.eval_data,
         context,
         context,

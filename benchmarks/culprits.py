@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.calibrate.model.products import observed_products, output_axis
+from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.files import sha256_file
 from fp8q.core.headers import read_header
 from fp8q.core.run import Run
-from fp8q.quantize.reading.run_checkpoint import stored_tensors
+from fp8q.quantize.reading.run_checkpoint import tensor_files
 from fp8q.quantize.scales.clip import bf16_ceil
 from fp8q.quantize.scales.decisions import load_scales
 
@@ -58,7 +58,7 @@ def rescale_outliers(checkpoint: Path, out: Path, module: str, channel: int = 7,
             offset = 1.0 if part == "weight" and _adds_one(model.get_submodule(norm)) else 0.0
             tensor[channel] = ((tensor[channel].double() + offset) * factor - offset).to(tensor.dtype)
     for reader in readers:
-        rows = _tensor(held, source, f"{reader}.weight").movedim(output_axis(model.get_submodule(reader)), 0)
+        rows = _tensor(held, source, f"{reader}.weight").movedim(output_channel_axis(model.get_submodule(reader)), 0)
         rows[:, channel] /= factor
     for path, tensors in held.items():
         save_file(tensors, path, metadata={"format": "pt"})
@@ -133,7 +133,7 @@ def _write(run: Run, part: str, changes: dict[str, tuple[str, float]]) -> None:
     bring the record up to date.
     """
     document = json.loads(run.scales.read_text(encoding="utf-8"))
-    where = stored_tensors(run.model)
+    where = tensor_files(run.model)
     for entry, (tensor, scale) in changes.items():
         document[part][entry]["scale"] = scale
         file = run.model / where[tensor]

@@ -27,7 +27,7 @@ from result import arguments, described, publish
 from torch import nn
 
 from fp8q.calibrate.measure.histogram import Histogram
-from fp8q.calibrate.measure.in_memory import measure as calibrated
+from fp8q.calibrate.measure.in_memory import measure_in_memory as calibrated
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.expert_modules import routed_products
@@ -180,7 +180,7 @@ def measure(texts: Given, windows: int, context: int) -> dict[str, Any]:
     """One mixture."""
     source = open_source(texts.directory)
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
-    stream = corpus.encode(corpus.load_texts(texts.data), tokenizer)
+    stream = corpus.encode_texts(corpus.load_texts(texts.data), tokenizer)
     ids = corpus.windows(stream, context, len(stream) // context)
     record = Corpus(
         name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
@@ -201,7 +201,7 @@ def measure(texts: Given, windows: int, context: int) -> dict[str, Any]:
         choices[f"{length} {at}"] = {name: float(each.stretches(length)[at]) for name, each in seen.items()}
     products = sources.products_of(source)
     modules = {name: model.get_submodule(name) for name in select(products, ())[0]}
-    held_out = corpus.encode(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context]
+    held_out = corpus.encode_texts(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context]
     evaluation = cut(held_out, texts.eval_data, context, context)
     reference = Reference(model, modules, statistics)
     kl = by_model(reference, evaluation, source.text_config.vocab_size, choices)

@@ -38,7 +38,7 @@ from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import profiles
-from fp8q.quantize.reading.run_checkpoint import stored_arrays, stored_tensors
+from fp8q.quantize.reading.run_checkpoint import stored_arrays, tensor_files
 from fp8q.quantize.scales.decisions import load_scales
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
@@ -146,7 +146,7 @@ class Batched:
 
 def codes(run: Run, modules: list[str], name: str) -> TensorProto:
     """The codes of `modules`, FP8 [modules, out, in]."""
-    where, parts = stored_tensors(run.model), []
+    where, parts = tensor_files(run.model), []
     for module in modules:
         with safe_open(run.model / where[f"{module}.weight"], "pt") as file:
             parts.append(file.get_tensor(f"{module}.weight").view(torch.uint8).numpy())

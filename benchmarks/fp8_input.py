@@ -90,7 +90,7 @@ def losses(source: Source, model: Given, folder: Path, windows: int, context: in
     corpus_stage.write_corpus(run, source, collected, notes)
     measure_stage.measure(run, source, options, notes)
     quantize_stage.quantize(run, source, sources.products_of(source, options), options, notes)
-    tokens = corpus.encode(corpus.load_texts(model.eval_data), tokenizer)[: windows * context]
+    tokens = corpus.encode_texts(corpus.load_texts(model.eval_data), tokenizer)[: windows * context]
     fp8 = load_reference(run.model, "exact", torch.float32).model
     runtimes: dict[str, Forward] = {
         "bf16": float_model(source, torch.float32, "cpu"),

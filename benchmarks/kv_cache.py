@@ -131,7 +131,7 @@ def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
     # never: evaluated in windows cut from the plain text, as calibrated
     calibration = CalibrateOptions(samples=options.samples, seq_len=options.context, bos="never")
     evaluation = cut(
-        corpus.encode(corpus.load_texts(model.eval_data), tokenizer)[: options.windows * options.context],
+        corpus.encode_texts(corpus.load_texts(model.eval_data), tokenizer)[: options.windows * options.context],
         model.eval_data,
         options.context,
         options.context,

@@ -146,7 +146,7 @@ def recording(loaded: Reference) -> Iterator[Codes]:
         return lambda module, inputs: codes.update({f"{name}.input": np.concatenate([*codes_of(module, inputs[0])])})
 
     def codes_of(module: FP8Linear, x: torch.Tensor) -> np.ndarray:
-        return module.input_codes(x, module.input_scale).to(CODE).view(torch.uint8).numpy()
+        return module.input_codes(x).to(CODE).view(torch.uint8).numpy()
 
     handles = [
         module.register_forward_pre_hook(keep(name))

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.products import observed_products, output_axis
+from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.record import peak_memory_bytes, reset_peak_memory
@@ -45,12 +45,12 @@ from fp8q.quantize.weights.coordinate_descent import descend
 from fp8q.quantize.weights.gptq import (
     DAMPING,
     Compensation,
-    compensated_codes,
     compensation,
-    made_up_for,
-    rounded_in_turn,
+    gptq_codes,
+    gptq_round,
+    ridge_weights,
 )
-from fp8q.quantize.weights.sequential import ProductInput, Sequence, exact_input, product_input
+from fp8q.quantize.weights.sequential import SequentialRounding, product_input
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
@@ -102,7 +102,7 @@ def as_the_paper(moments: torch.Tensor, lost: float) -> Compensation:
 
 def goal(weight: torch.Tensor, found: Compensation) -> torch.Tensor:
     """What is rounded, float32 [in, out], in the order of `found`."""
-    return made_up_for(weight[:, found.order].float().T.contiguous(), found)
+    return ridge_weights(weight[:, found.order].float().T.contiguous(), found)
 
 
 def in_turn(method: WeightMethod, compensate: Callable[[torch.Tensor, float], Compensation], passes: bool) -> Step:
@@ -111,7 +111,7 @@ def in_turn(method: WeightMethod, compensate: Callable[[torch.Tensor, float], Co
     def step(weight: torch.Tensor, moments: torch.Tensor, lost: float) -> torch.Tensor:
         found, scale = compensate(moments, lost), scales_by(weight, method)
         wanted = goal(weight, found)
-        values, _ = rounded_in_turn(wanted.clone(), scale, found.factor)
+        values, _ = gptq_round(wanted.clone(), scale, found.factor)
         if passes:
             descend(wanted, values, scale, found.moments)
         return (values * scale)[torch.argsort(found.order)].T
@@ -143,20 +143,30 @@ def changed(model: PreTrainedModel, made: Weights, scales: Scales | None = None)
     other = deepcopy(model)
     for name, module in observed_products(other).items():
         if name in made:
-            module.weight.data = made[name].movedim(0, output_axis(module)).contiguous()
+            module.weight.data = made[name].movedim(0, output_channel_axis(module)).contiguous()
         if scales and name in scales.activations:
             activation = scales.activations[name]
             module.register_forward_pre_hook(lambda m, given, own=activation: (product_input(given[0], own),))
     return lambda ids: other(input_ids=torch.from_numpy(ids), use_cache=False).logits
 
 
-def sequential(source: Source, scales: Scales, run: Run, options: CalibrateOptions, seen: ProductInput) -> Weights:
-    """What `--weight-rounding sequential` makes of the run's modules where products get `seen`."""
+class ExactInputs(SequentialRounding):
+    """Rounds layer by layer as if activations lost nothing."""
+
+    def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
+        """`x` itself."""
+        return x.float()
+
+
+def sequential(
+    source: Source, scales: Scales, run: Run, options: CalibrateOptions, kind: type[SequentialRounding]
+) -> Weights:
+    """Round the run's modules as `--weight-rounding sequential` does, by `kind`."""
     windows = corpus_stage.load_tokens(run, run.calibration)
     size = options.batch_size
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
-        rounded = Sequence(source, scales, "mse", batches, Path(folder), seen=seen).run(SILENT)
+        rounded = kind(source, scales.activations, "mse", batches, Path(folder)).run(SILENT)
         found = {module: rounded.of(module) for module in scales.activations}
     return {module: pair[0].float() * pair[1][:, None] for module, pair in found.items() if pair}
 
@@ -180,7 +190,11 @@ def stored_weights(model: PreTrainedModel, scales: Scales) -> Weights:
     """The weights to quantize, BF16 [out, in]."""
     modules = {name: module for name, module in observed_products(model).items() if name in scales.activations}
     return {
-        name: torch.as_tensor(module.weight).detach().movedim(output_axis(module), 0).to(torch.bfloat16).contiguous()
+        name: torch.as_tensor(module.weight)
+        .detach()
+        .movedim(output_channel_axis(module), 0)
+        .to(torch.bfloat16)
+        .contiguous()
         for name, module in modules.items()
     }
 
@@ -207,9 +221,9 @@ def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespac
                     for name, own in weights.items()
                 }
             seconds[title] = round(time.perf_counter() - start, 2)
-    one_term[SEQUENTIAL] = sequential(source, scales, run, chosen, product_input)
+    one_term[SEQUENTIAL] = sequential(source, scales, run, chosen, SequentialRounding)
     start = time.perf_counter()
-    exact[SEQUENTIAL] = sequential(source, scales, run, chosen, exact_input)
+    exact[SEQUENTIAL] = sequential(source, scales, run, chosen, ExactInputs)
     seconds[SEQUENTIAL] = round(time.perf_counter() - start, 2)
     kl = means(evaluation, model, {name: changed(model, own) for name, own in exact.items()}, source)
     rounded = means(evaluation, model, {name: changed(model, own, scales) for name, own in one_term.items()}, source)
@@ -246,7 +260,7 @@ def one_matrix(shape: str, threads: int) -> dict[str, object]:
     before, start = peak_memory_bytes() or 0, time.perf_counter()
     found = compensation(moments)
     middle = time.perf_counter()
-    compensated_codes(weight, scales_by(weight, "mse"), found)
+    gptq_codes(weight, scales_by(weight, "mse"), found)
     return {
         "factor_s": round(middle - start, 1),
         "round_s": round(time.perf_counter() - middle, 1),

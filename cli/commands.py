@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, ArgumentCollection, Parameter
 
 from .. import __version__
-from ..calibrate.ranks.torchrun import place
+from ..calibrate.ranks.torchrun import process_rank
 from ..core.errors import GateError, InputError, UnfinishedError
 from ..options import (
     BenchOptions,
@@ -93,13 +93,13 @@ def launch(words: Sequence[str]) -> int:
         return InputError.exit_code
     action, given, understood = understand(words)
     for name, arguments in understood.items():
-        if (ranks := place().ranks) > 1 and name not in TOGETHER:
+        if (ranks := process_rank().ranks) > 1 and name not in TOGETHER:
             raise InputError(
                 f"fp8q {name}: is the work of one process, and {ranks} ranks were started; run it without torchrun, "
                 "or unset RANK"
             )
         if getattr(given.arguments.get("common"), "print_config", False):
-            sys.stdout.write(config.written(arguments, given, name) if place().rank == 0 else "")
+            sys.stdout.write(config.written(arguments, given, name) if process_rank().rank == 0 else "")
             return 0
     action(*given.args, **given.kwargs)
     return 0
@@ -125,7 +125,7 @@ def terminal() -> "Terminal":
     """The reporter that draws on this terminal; of several ranks the first alone speaks."""
     from .console import Terminal
 
-    return Terminal(quiet=place().rank > 0)
+    return Terminal(quiet=process_rank().rank > 0)
 
 
 @app.command
@@ -430,7 +430,7 @@ def showing(speak: "Terminal", path: Path, common: Common) -> Iterator[None]:
     """
     from . import views
 
-    if place().rank:
+    if process_rank().rank:
         yield
         return
     try:

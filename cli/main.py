@@ -49,9 +49,9 @@ def command() -> int:
 
 def _run() -> int:
     """Run the command; returns its exit code, or raises what it does."""
-    from ..calibrate.ranks.torchrun import place
+    from ..calibrate.ranks.torchrun import process_rank
 
-    place()  # variables that make no sense
+    process_rank()  # variables that make no sense
     for argument in sys.argv[1:]:
         if not argument.isascii() and any("\udc80" <= character <= "\udcff" for character in argument):
             raise InputError(
@@ -112,6 +112,6 @@ def exhausted(error: BaseException) -> str | None:
 
 def _told_elsewhere(error: BaseException) -> bool:
     """Tell whether another rank has said it, on its own standard error."""
-    from ..calibrate.ranks.torchrun import place
+    from ..calibrate.ranks.torchrun import process_rank
 
-    return bool(getattr(error, "told", False)) and place().rank > 0
+    return bool(getattr(error, "reported", False)) and process_rank().rank > 0

@@ -116,7 +116,7 @@ def measure(
         world.gathered({})  # the others have nothing to do
         return
     windows = load_tokens(run, run.calibration)
-    stream = streamed(source, options.stream, notes, world.place.local_ranks)
+    stream = streamed(source, options.stream, notes, world.process.local_ranks)
     task = task_of(
         source,
         windows,
@@ -233,13 +233,13 @@ def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path 
 def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
     import torch
 
-    from ..calibrate.measure.in_memory import measure
+    from ..calibrate.measure.in_memory import measure_in_memory
     from ..calibrate.measure.stream import measure_streamed
     from ..calibrate.model.source import load_model
 
     if folder is not None:
         return measure_streamed(source, what, notes, folder, device())
-    return measure(load_model(source, torch.bfloat16, device()), what, notes)
+    return measure_in_memory(load_model(source, torch.bfloat16, device()), what, notes)
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:

@@ -91,7 +91,7 @@ def check_other(
     """
     from ..calibrate.measure.statistics import load_record
     from ..calibrate.text.corpus import fingerprint
-    from ..calibrate.text.overlap import overlap
+    from ..calibrate.text.overlap import measure_overlap
 
     corpus = load_record(run).corpus
     known = {source.fingerprint for part in corpus.parts for source in part.sources or []}
@@ -102,7 +102,7 @@ def check_other(
         )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
-    found = overlap(decoded, text.documents.texts, windows.shape[1])
+    found = measure_overlap(decoded, text.documents.texts, windows.shape[1])
     what = (
         f"it was calibrated on with {run.root}"
         if found.of_second >= found.of_first

@@ -57,9 +57,9 @@ def _note_choices(
     """Note the choices that a user would not expect: modules left in BF16, two terms by kinship, starved experts, and
     modules that stand apart from others which servers fuse them with.
     """
-    from ..quantize.reading.inherited_scales import remarks
+    from ..quantize.reading.inherited_scales import inherited_remarks
     from ..quantize.scales import expert_scales
-    from ..quantize.scales.policy import parted, parted_experts, taken_along
+    from ..quantize.scales.policy import mixed_experts_warning, mixed_group_warning, taken_along
 
     for module, decision in scales.skipped.items():
         if decision.samples is not None:
@@ -73,11 +73,11 @@ def _note_choices(
     compensated = options.weight_rounding != "nearest"
     if not options.inherit:
         few = expert_scales.starved(statistics, least)
-        for line in expert_scales.remarks(statistics, few, least, compensated):
+        for line in expert_scales.starved_remarks(statistics, few, least, compensated):
             notes.note(line)
     layers = statistics.record.experts or {}
-    split = parted(groups.values(), scales, layers), parted_experts(layers, scales)
-    for remark in (*split, *remarks(source, groups, scales, options)):
+    split = mixed_group_warning(groups.values(), scales, layers), mixed_experts_warning(layers, scales)
+    for remark in (*split, *inherited_remarks(source, groups, scales, options)):
         if remark:
             notes.note(remark)
 
@@ -100,28 +100,29 @@ def _rounding(
     `key`.
     """
     from ..calibrate.measure.statistics import load_statistics
-    from ..quantize.reading.inherited_scales import kept_weights
+    from ..quantize.reading.inherited_scales import inherited_codes
     from ..quantize.scales.clip import lost_share
     from ..quantize.scales.decisions import group_of
     from ..quantize.scales.expert_scales import starved
     from ..quantize.weights.channels import Rounding
     from ..quantize.weights.gptq import Compensations
-    from ..quantize.weights.sequential import Sequence
+    from ..quantize.weights.sequential import SequentialRounding
 
     statistics, options = load_statistics(run), key.options
-    method, kept = options.weight_method, kept_weights(source, options)
+    method, kept = options.weight_method, inherited_codes(source, options)
     record, few = statistics.record, starved(statistics, options.min_expert_tokens)
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with QUANTIZE.working(run, key, notes) as folder:
-            made = Sequence(source, scales, method, batches, folder, device(), unknown=few.keys()).run(notes)
-            yield Rounding(method, made=made, kept=kept)
+            activations = {name: scale for name, scale in scales.activations.items() if name not in few}
+            made = SequentialRounding(source, activations, method, batches, folder, device()).run(notes)
+            yield Rounding(method, sequential=made, inherited=kept)
     else:
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
         compensations = Compensations(run.moments, group_of(record.groups), lost, few.keys()) if gptq else None
-        yield Rounding(method, compensations, kept=kept)
+        yield Rounding(method, compensations, inherited=kept)
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:

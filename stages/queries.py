@@ -22,7 +22,7 @@ def measure_queries(run: Run, notes: Notes) -> None:
     """
     import torch
 
-    from ..calibrate.measure.queries import measure_queries
+    from ..calibrate.measure.queries import query_statistics
     from ..calibrate.measure.statistics import load_record, save_arrays
     from ..calibrate.model.source import load_model
 
@@ -41,7 +41,7 @@ def measure_queries(run: Run, notes: Notes) -> None:
         )
     corpus = load_record(run).corpus
     with QUERIES.writing(run, key, notes) as log:
-        measured = measure_queries(
+        measured = query_statistics(
             load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes
         )
         save_arrays(run.queries, measured, {})

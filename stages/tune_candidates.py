@@ -215,13 +215,13 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
     """Return the sizes that costs are computed from."""
     import torch
 
-    from ..calibrate.model.products import matrix_products, output_axis
+    from ..calibrate.model.products import matrix_products, output_channel_axis
     from ..validate.tuning.choices import Group, Shape
 
     def rows_and_columns(module: "torch.nn.Module") -> tuple[int, int]:
         weight = module.weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-        rows, columns = weight.movedim(output_axis(module), 0).shape
+        rows, columns = weight.movedim(output_channel_axis(module), 0).shape
         return rows, columns
 
     shapes = {name: rows_and_columns(module) for name, module in matrix_products(candidates.model).items()}

@@ -33,7 +33,7 @@ def by_sorting(patterns: torch.Tensor) -> torch.Tensor:
 
 def counters(setting: Setting, part: Part) -> dict[str, Counter]:
     """The contenders; kernels run on a GPU alone."""
-    found: dict[str, Counter] = {"bincount": observe.count, "sort": by_sorting}
+    found: dict[str, Counter] = {"bincount": observe.count_patterns, "sort": by_sorting}
     if not TRITON or setting.dry:
         part.skipped["kernels that count"] = "they run on a GPU alone" if TRITON else "Triton is not installed"
         return found
@@ -90,7 +90,7 @@ def watched(decoder: Decoder, count: Counter) -> Iterator[None]:
 
         return hook
 
-    with ExitStack() as stack, mock.patch.object(observe, "count", count):
+    with ExitStack() as stack, mock.patch.object(observe, "count_patterns", count):
         for layer in decoder.layers:
             products = [module for name, module in layer.named_children() if name in PRODUCTS]
             assert len(products) == len(PRODUCTS), "a layer has four products"

@@ -19,8 +19,8 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from ...core.errors import InputError
 from ...core.files import sha256_file
-from ..input.untrusted import exists, foreign, local_path, one_line, read_json
-from .weights import ADAPTER, PICKLED, Header, read_headers
+from ..input.untrusted import error_text, exists, foreign, local_path, read_json
+from .weights import ADAPTER, PICKLED, TensorHeader, read_headers
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def matched(patterns: Mapping[str, Value], module: str, default: Value) -> Value
 
 
 @dataclass(frozen=True)
-class Part:
+class LoraPart:
     """The matrices that an adapter adds at one module: the names of A and B in its file, its rank, and s."""
 
     a: str
@@ -103,8 +103,8 @@ class Adapter:
     path: Path
     name: str
     config: LoraConfig
-    parts: Mapping[str, Part]
-    headers: Mapping[str, Header]
+    parts: Mapping[str, LoraPart]
+    headers: Mapping[str, TensorHeader]
     fingerprint: str
 
     @property
@@ -179,7 +179,7 @@ def read_lora(path: Path) -> LoraConfig:
 
 
 def _no_pattern(file: Path, pattern: str, error: BaseException) -> InputError:
-    return InputError(f"{file}: {pattern!r} is no regular expression ({one_line(error)}); copy or download it again")
+    return InputError(f"{file}: {pattern!r} is no regular expression ({error_text(error)}); copy or download it again")
 
 
 def one_line_of(error: Mapping[str, Any]) -> str:
@@ -206,7 +206,7 @@ def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> Non
         )
 
 
-def _parts(path: Path, config: LoraConfig, headers: Mapping[str, Header]) -> dict[str, Part]:
+def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) -> dict[str, LoraPart]:
     """The modules that the tensors are of. Raises InputError for others, and for an A without its B."""
     file = path / TENSORS
     for name, header in headers.items():
@@ -224,7 +224,7 @@ def _parts(path: Path, config: LoraConfig, headers: Mapping[str, Header]) -> dic
     return {module: _part(file, config, headers, module) for module in modules}
 
 
-def _part(file: Path, config: LoraConfig, headers: Mapping[str, Header], module: str) -> Part:
+def _part(file: Path, config: LoraConfig, headers: Mapping[str, TensorHeader], module: str) -> LoraPart:
     a, b = (f"{PREFIX}{module}{end}" for end in ENDS)
     if missing := next((name for name in (a, b) if name not in headers), None):
         raise InputError(f"{file}: has no {missing}, whose other half is there; copy or download it again")
@@ -234,7 +234,7 @@ def _part(file: Path, config: LoraConfig, headers: Mapping[str, Header], module:
             f"{file}: {module} has A {list(headers[a].shape)} and B {list(headers[b].shape)}, and {ADAPTER} gives it "
             f"the rank {rank}; copy or download both files again"
         )
-    return Part(a, b, rank, config.scale(module))
+    return LoraPart(a, b, rank, config.scale(module))
 
 
 def _check_values(adapter: Adapter) -> None:

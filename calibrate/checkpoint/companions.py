@@ -12,7 +12,7 @@ from typing import Any
 from ...core.errors import InputError
 from ...core.files import regular_file, sha256_file
 from ..input.untrusted import AGAIN, exists, read_json
-from .config_fields import check_token_ids, shown
+from .config_fields import abbreviated, check_token_ids
 
 COMPANIONS = (
     "tokenizer*",
@@ -86,7 +86,7 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
 
 def _check_json(file: Path, content: Any, vocabulary: int) -> None:
     if not isinstance(content, dict):
-        raise InputError(f"{file}: holds no JSON object but {shown(content)}; {REMEDY}")
+        raise InputError(f"{file}: holds no JSON object but {abbreviated(content)}; {REMEDY}")
     if file.name == "generation_config.json":
         check_token_ids(file, content)
     if content.get("fast_tokenizer_files"):
@@ -97,7 +97,7 @@ def _check_json(file: Path, content: Any, vocabulary: int) -> None:
     for token, number in _ids(file.name, content):
         if isinstance(number, int) and number >= limit:
             raise InputError(
-                f"{file}: gives {shown(token)} the id {number:,}, and the model's embedding ends at "
+                f"{file}: gives {abbreviated(token)} the id {number:,}, and the model's embedding ends at "
                 f"{vocabulary - 1:,}; {REMEDY}"
             )
 

@@ -43,14 +43,16 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
             continue  # how transformers writes that no layer has one (Qwen2-MoE)
         for keys, right, kind in KINDS:
             if keys(key) and value is not None and not right(value):
-                raise InputError(f"{file}: {key} is {shown(value)}, and not {kind}; {AGAIN}")
+                raise InputError(f"{file}: {key} is {abbreviated(value)}, and not {kind}; {AGAIN}")
 
 
 def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
     """Check the ids of special tokens, as `check_fields` does, in generation_config.json."""
     for key in TOKEN_IDS:
         if config.get(key) is not None and not _ids(config[key]):
-            raise InputError(f"{file}: {key} is {shown(config[key])}, and not a token id or a list of them; {AGAIN}")
+            raise InputError(
+                f"{file}: {key} is {abbreviated(config[key])}, and not a token id or a list of them; {AGAIN}"
+            )
 
 
 def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[int, ...]]) -> None:
@@ -72,7 +74,7 @@ def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[
         raise InputError(f"{file}: {key} is {size:,}, and the weights {held}; {AGAIN}")
 
 
-def shown(value: object) -> str:
+def abbreviated(value: object) -> str:
     """A value for an error, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError
-from .weights import Coding, Header
+from .weights import Coding, TensorHeader
 
 #: Under which keys of config.json it says how a checkpoint is quantized, and the file in which ModelOpt says it.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -19,10 +19,10 @@ CODES = ("F8_", "F6_", "F4")
 
 #: Directory, what the user calls it, config.json, headers -> what the tensors stand for; None where they are numbers.
 #: Raises InputError for codes that it does not know.
-Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, Header]], Coding | None]
+Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, TensorHeader]], Coding | None]
 
 
-def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, Header]) -> None:
+def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
     """Raise InputError for a checkpoint that says that it is quantized, or holds tensors in FP8 or narrower types."""
     quantization = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), None)
     if quantization or (path / MODELOPT_FILE).is_file():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...core.errors import InputError
 from ...core.files import regular_file
 from ...core.reporter import SILENT, Reporter
-from ..input.untrusted import AGAIN, exists, foreign, local_path, one_line, read_json
+from ..input.untrusted import AGAIN, error_text, exists, foreign, local_path, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """The entry of a safetensors header for one tensor: its file, its type in safetensors' words, its shape."""
 
     file: Path
@@ -38,7 +38,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Part of a stored `tensor`: of what its first axis counts the one numbered `index`, and of that the rows from
     `start` to `end`; all of it where `index` is None.
     """
@@ -142,19 +142,21 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict(shards)
 
 
-def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
+def read_headers(files: tuple[Path, ...]) -> dict[str, TensorHeader]:
     """Tensor name -> header, in the order the tensors lie in `files`.
 
     Raises InputError, naming the file, when one is damaged or cut short, and when a tensor is in two of them.
     """
     from safetensors import safe_open
 
-    headers: dict[str, Header] = {}
+    headers: dict[str, TensorHeader] = {}
     for file in files:
         regular_file(file, AGAIN)
         with foreign(partial(_damaged, file)), safe_open(file, framework="numpy") as opened:
             views = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            found = {name: Header(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+            found = {
+                name: TensorHeader(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()
+            }
         for name in found.keys() & headers.keys():
             raise InputError(
                 f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again"
@@ -164,17 +166,17 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, Header]:
 
 
 def _damaged(file: Path, error: BaseException) -> InputError:
-    return InputError(f"{file}: is damaged or cut short ({one_line(error)}); copy or download it again")
+    return InputError(f"{file}: is damaged or cut short ({error_text(error)}); copy or download it again")
 
 
 class Coding(Protocol):
     """The numbers that the tensors of a checkpoint stand for, where some of them are codes with scales beside them."""
 
     @property
-    def beside(self) -> tuple[Path, ...]:
+    def other_files(self) -> tuple[Path, ...]:
         """The files that were read for it beside config.json and the weights."""
 
-    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
         """The numbers that the `stored` tensors stand for: scales are left out, and codes have the type of numbers."""
 
     def decoded(self, name: str, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor | None":
@@ -186,7 +188,9 @@ class Coding(Protocol):
 class Weights:
     """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
 
-    def __init__(self, files: tuple[Path, ...], coding: Coding | None = None, parts: Mapping[str, Part] | None = None):
+    def __init__(
+        self, files: tuple[Path, ...], coding: Coding | None = None, parts: Mapping[str, TensorPart] | None = None
+    ):
         """Read the headers of `files`; no tensor yet. `parts`: what to take the tensors for, by name, where some are
         several in one. Raises InputError for files that have been damaged since.
         """
@@ -210,7 +214,7 @@ class Weights:
 
     def coded(self, name: str) -> bool:
         """Tell whether a tensor is stored as codes."""
-        part = self._parts.get(name, Part(name))
+        part = self._parts.get(name, TensorPart(name))
         return self._headers[name].dtype != self._stored[part.tensor].dtype
 
     def file(self, name: str) -> Path:
@@ -221,7 +225,7 @@ class Weights:
         """A tensor as it is stored, mapped from its file: read only, its pages are the file's. What is stored as codes
         comes as the numbers they stand for, float32, in memory.
         """
-        part = self._parts.get(name, Part(name))
+        part = self._parts.get(name, TensorPart(name))
         found = self._coding.decoded(part.tensor, self.stored) if self._coding else None
         tensor = self.stored(part.tensor) if found is None else found
         return tensor if part.index is None else tensor[part.index, part.start : part.end]
@@ -236,10 +240,10 @@ class Weights:
         return tensor
 
 
-def _header(stored: Header, part: Part) -> Header:
+def _header(stored: TensorHeader, part: TensorPart) -> TensorHeader:
     """The header of a part of a tensor."""
     shape = stored.shape if part.index is None else (part.end - part.start, *stored.shape[2:])
-    return Header(stored.file, stored.dtype, shape)
+    return TensorHeader(stored.file, stored.dtype, shape)
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:

@@ -10,7 +10,7 @@ from ...core.undo import at_end
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers from logging, warning and drawing bars; the settings before are restored."""
     from transformers.utils import logging
 

@@ -50,7 +50,7 @@ def exists(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_regular(path: Path) -> Iterator[int]:
     """A descriptor of the regular file at `path`; InputError, naming it, for all that keeps it from being read."""
     regular_file(path, AGAIN)
     try:
@@ -65,7 +65,7 @@ def opened(path: Path) -> Iterator[int]:
 
 def read_bytes(path: Path, limit: int) -> bytes:
     """The content of the file at `path`. Raises InputError as `opened` does, and for more than `limit` bytes."""
-    with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+    with open_regular(path) as handle, open(handle, "rb", closefd=False) as file:
         size = os.fstat(handle).st_size
         content = file.read(min(limit, size + SPARE) + 1) if size <= limit else b""
     if max(size, len(content)) > limit:
@@ -92,7 +92,7 @@ def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
             "again"
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        raise InputError(f"{path}: does not parse: {one_line(error)}; copy or download it again") from None
+        raise InputError(f"{path}: does not parse: {error_text(error)}; copy or download it again") from None
     for place, found in walk(value) if finite else ():
         if place.count("\0") >= JSON_DEPTH:
             raise InputError(f"{path}: is nested more than {JSON_DEPTH} deep; copy or download it again")
@@ -117,7 +117,7 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
             waiting += [(f"{place}\0{key}" if depth else str(key), depth + 1, held) for key, held in inside]
 
 
-def one_line(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An exception's text on one line, without control characters, and cut where it goes on for pages."""
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(error)).split()) or type(error).__name__
     return text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"

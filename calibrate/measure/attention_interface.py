@@ -25,7 +25,7 @@ def attention_of(model: PreTrainedModel) -> Attention | None:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
+def attention_replaced(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
     """Let `attention` be called in the place of what `model` attends by."""
     name = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[name] = attention

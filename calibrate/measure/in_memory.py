@@ -7,13 +7,13 @@ from transformers import PreTrainedModel
 
 from ...core.reporter import Reporter
 from ..model.expert_modules import routed_products
-from ..model.products import observed_products, output_axis
+from ..model.products import observed_products, output_channel_axis
 from .measurement import Measurement
 from .observe import Watch, probe_groups
 from .statistics import Statistics
 
 
-def measure(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
+def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
     """Run `model` on `what`, watching every tensor that could be quantized. The output head is not run."""
     modules = observed_products(model)
     groups = probe_groups(model, modules)
@@ -23,12 +23,12 @@ def measure(model: PreTrainedModel, what: Measurement, report: Reporter) -> Stat
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)
     weights = {name: weight_amax(module) for name, module in modules.items()}
-    return what.found(groups, watch.statistics(), weights, routed_products(model))
+    return what.statistics(groups, watch.statistics(), weights, routed_products(model))
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:
     """Largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    amax: npt.NDArray[np.float32] = weight.detach().abs().amax(1 - output_axis(module)).float().cpu().numpy()
+    amax: npt.NDArray[np.float32] = weight.detach().abs().amax(1 - output_channel_axis(module)).float().cpu().numpy()
     return amax

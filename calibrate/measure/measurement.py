@@ -38,7 +38,7 @@ class Measurement:
         """The number of tokens that run through the model."""
         return sum(ids.size for ids in self.parts.values())
 
-    def found(
+    def statistics(
         self,
         groups: dict[str, list[str]],
         tensors: dict[str, TensorStatistics],

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..model.expert_modules import Shown, experts_of, routed_products, seen_at, showing
+from ..model.expert_modules import TokensShown, experts_of, routed_products, show_tokens, whole_input_module
 from ..model.products import attention_modules
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments
@@ -35,13 +35,13 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
     A module that two tokens do not reach is a group of its own.
     """
-    with noting_groups(modules) as groups, showing(experts_of(model).values(), "all"), torch.inference_mode():
+    with recorded_groups(modules) as groups, show_tokens(experts_of(model).values(), "all"), torch.inference_mode():
         model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
     return groups
 
 
 @contextmanager
-def noting_groups(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[str]]]:
+def recorded_groups(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[str]]]:
     """The groups of `modules` in the forward pass that runs in the block: empty until it ends."""
     received: dict[int, list[str]] = {}
     alive: list[torch.Tensor] = []  # an object that is kept cannot share its id with a later one
@@ -75,7 +75,7 @@ def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Itera
             handle.remove()
 
 
-def count(patterns: torch.Tensor) -> torch.Tensor:
+def count_patterns(patterns: torch.Tensor) -> torch.Tensor:
     """Count each of the 32,768 patterns in `patterns` int16 [values], int64 [32768].
 
     torch counts on one thread; on a CPU the values are shared out to as many as its products use. Sums do not depend on
@@ -109,7 +109,7 @@ class Observer:
     def update(self, x: torch.Tensor, batch: int) -> None:
         """Take `x` [..., width], any float type (rounded to BF16), measured in batch number `batch`."""
         patterns = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten(0, -2)
-        counts = count(patterns.flatten())
+        counts = count_patterns(patterns.flatten())
         channels = patterns.amax(0)
         largest = int(channels.amax())
         if largest >= INFINITY:  # then the largest finite one is found among all patterns, which takes longer
@@ -165,9 +165,9 @@ class Watch:
         second moments of the inputs too; `all_experts`: show every expert every token.
         """
         self.model, self.groups, self.moments = model, groups, moments
-        self.modules = {first: seen_at(model, first) for first in groups}
+        self.modules = {first: whole_input_module(model, first) for first in groups}
         self.experts = list(experts_of(model).values())
-        self.shown: Shown = "every" if all_experts else "routed"
+        self.shown: TokensShown = "every" if all_experts else "routed"
         routed = {name for names in routed_products(model).values() for name in names} & groups.keys()
         self.widths = {f"{name}.input": modules[name].get_parameter("weight").shape[1] for name in routed}
         self.attention = attention_modules(model)
@@ -203,7 +203,7 @@ class Watch:
         cache = DynamicCache()
         cache.layers = [ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
         with (
-            showing(self.experts, self.shown),
+            show_tokens(self.experts, self.shown),
             hooked({first: see_input(first) for first in self.groups}, self.modules),
         ):
             yield cache

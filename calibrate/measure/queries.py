@@ -1,9 +1,9 @@
 """Watch the queries of attention, which nothing but attention in FP8 needs: a run's statistics have keys and values,
 where the cache is written, and no queries.
 
-Queries are seen after the rotary embedding, where transformers calls its attention function: that function is wrapped
-while a batch runs, and computes what it always did. So this works for every architecture whose attention goes through
-transformers' interface, which is all that can be exported.
+Queries are recorded after the rotary embedding, where transformers calls its attention function: that function is
+wrapped while a batch runs, and computes what it always did. So this works for every architecture whose attention goes
+through transformers' interface, which is all that can be exported.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..model.products import attention_modules
-from .attention_interface import attending, attention_of
+from .attention_interface import attention_of, attention_replaced
 from .observe import Observer
 from .statistics import TensorStatistics
 
 
-def measure_queries(
+def query_statistics(
     model: PreTrainedModel, windows: npt.NDArray[np.int64], batch_size: int, report: Reporter
 ) -> dict[str, TensorStatistics]:
     """Run `model` on `windows` int64 [windows, seq_len]; `<attention>.q` -> what was measured of its queries.
@@ -36,9 +36,9 @@ def measure_queries(
     observers = {name: Observer(len(parts)) for name in names.values()}
     with report.track("Measuring queries", windows.size, "tokens") as advance, torch.inference_mode():
         for batch, ids in enumerate(parts):
-            with seeing_queries(model) as seen:
+            with recorded_queries(model) as queries:
                 model.base_model(input_ids=torch.from_numpy(ids).to(model.device), use_cache=False)
-            for module, query in seen:
+            for module, query in queries:
                 observers[names[id(module)]].update(query, batch)
             advance(ids.size)
     measured = {f"{name}.q": observer.statistics() for name, observer in observers.items()}
@@ -46,9 +46,9 @@ def measure_queries(
 
 
 @contextmanager
-def seeing_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, torch.Tensor]]]:
+def recorded_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, torch.Tensor]]]:
     """The attention modules that run in the block, and their queries [batch, seq, heads · size]."""
-    plain, seen = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
+    plain, queries = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
     if plain is None:
         raise InputError(
             f"--attention fp8: {type(model).__name__} attends by its own code ({model.config._attn_implementation}), "
@@ -56,8 +56,8 @@ def seeing_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, tor
         )
 
     def noting(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        seen.append((module, query.transpose(1, 2).flatten(2)))
+        queries.append((module, query.transpose(1, 2).flatten(2)))
         return plain(module, query, *arguments, **options)
 
-    with attending(model, noting):
-        yield seen
+    with attention_replaced(model, noting):
+        yield queries

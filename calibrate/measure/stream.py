@@ -12,6 +12,7 @@ other, and ends with its own statistics in a file of its own; a killed run goes 
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 
@@ -22,10 +23,20 @@ from transformers import DynamicCache
 
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from ..input.silence import quiet
-from ..model.adapter_addition import lay_beside
+from ..input.silence import quiet_transformers
+from ..model.adapter_addition import attach_adapter
 from ..model.bf16_products import widen_products
-from ..model.decoder import Answer, Call, answer_of, equal_calls, find_layers, record_calls, refusal, run_after, trace
+from ..model.decoder import (
+    LayerCall,
+    LayerOutput,
+    NoChainError,
+    common_output,
+    equal_calls,
+    find_layers,
+    record_calls,
+    run_after,
+    trace_layers,
+)
 from ..model.expert_modules import routed_products
 from ..model.materialize import Materializer
 from ..model.products import language_modules, observed_products, output_head
@@ -33,7 +44,7 @@ from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
 from .in_memory import weight_amax
 from .measurement import Measurement
-from .observe import Watch, noting_groups
+from .observe import Watch, recorded_groups
 from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
@@ -52,7 +63,7 @@ def measure_streamed(
     stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
     weights = {name: weights[name] for name in stream.products}
-    return what.found(stream.groups, tensors, weights, routed_products(stream.model))
+    return what.statistics(stream.groups, tensors, weights, routed_products(stream.model))
 
 
 def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
@@ -71,12 +82,12 @@ class HiddenStates:
     dropped from memory.
     """
 
-    def __init__(self, path: Path, batches: Batches, answer: Answer):
+    def __init__(self, path: Path, batches: Batches, output: LayerOutput):
         """Map the file at `path`; one that is not there, or has another size, is made, its blocks taken from the disk
         at once: a mapped write cannot fail politely.
         """
-        self.path, self.dtype = path, answer.dtype
-        self.shapes = {batch: (*ids.shape, answer.width) for batch, ids in batches.items()}
+        self.path, self.dtype = path, output.dtype
+        self.shapes = {batch: (*ids.shape, output.width) for batch, ids in batches.items()}
         self.starts = dict(zip(batches, np.cumsum([0, *self._sizes()]).tolist()))
         with open(path, "ab+") as handle:
             os.posix_fallocate(handle.fileno(), 0, sum(self._sizes()))
@@ -115,11 +126,11 @@ class Chain:
 
         Raises InputError for a model that is no chain of layers.
         """
-        with quiet():
+        with quiet_transformers():
             self.model = skeleton(deepcopy(source.config), dtype)
         widen_products(self.model, dtype, device)
         if source.on:
-            lay_beside(self.model, source.on, dtype, device)
+            attach_adapter(self.model, source.on, dtype, device)
         self.source, self.device = source, device
         self.products = observed_products(self.model)
         self.weights = Materializer(self.model, source, device, dtype, rounded)
@@ -129,40 +140,46 @@ class Chain:
             for name in language_modules(self.model)
             if self.layers.index(name) is None and name != output_head(self.model)
         ]
-        self.groups, self.answer = self._probe()
+        self.groups, self.layer_output = self._probe()
 
-    def _probe(self) -> tuple[dict[str, list[str]], Answer]:
+    def _probe(self) -> tuple[dict[str, list[str]], LayerOutput]:
         """The groups of modules that receive the same tensor, and what layers return, without any layer's weights."""
         meta = meta_model(self.source)
         inside = observed_products(meta)
         modules = {
             name: module if self.layers.index(name) is None else inside[name] for name, module in self.products.items()
         }
-        with self.weights.filled(self.outside, resident=False), noting_groups(modules) as groups:
-            calls = trace(self.model, meta, self.layers, self.device)
-        return groups, answer_of(calls, self.layers, self.source)
+        with self.weights.filled(self.outside, resident=False), recorded_groups(modules) as groups:
+            calls = trace_layers(self.model, meta, self.layers, self.device)
+        return groups, common_output(calls, self.layers, self.source)
 
     def inside(self, layer: int) -> list[str]:
         """The names of all modules of one layer."""
         return [name for name, _ in self.model.named_modules() if self.layers.index(name) == layer]
 
     def enter(
-        self, batches: Batches, keep: Callable[[int, torch.Tensor], None] | None
-    ) -> dict[tuple[int, ...], list[Call]]:
-        """From tokens to the hidden states that the first layer gets, which `keep` is handed batch by batch (None: a
-        batch of each shape is enough); returns the layers' calls for each shape of batch.
+        self,
+        batches: Batches,
+        keep: Callable[[int, torch.Tensor], None] | None,
+        observing: Callable[[int], AbstractContextManager[DynamicCache]] = lambda batch: nullcontext(DynamicCache()),
+    ) -> dict[tuple[int, ...], list[LayerCall]]:
+        """Record the arguments that all layers are called with, for each shape of batch.
 
-        Raises NoChainError when what the layers are called with depends on the text.
+        `keep` takes each batch's hidden states that enter the first layer; where it is None, one batch of each shape is
+        run. `observing` gives the cache that a batch runs with, by its number.
+
+        Raises NoChainError when the arguments depend on the text.
         """
-        calls: dict[tuple[int, ...], list[Call]] = {}
+        calls: dict[tuple[int, ...], list[LayerCall]] = {}
         with self.weights.filled(self.outside, resident=False):
             for batch, ids in batches.items():
                 if keep is None and ids.shape in calls:
                     continue
                 tokens = torch.from_numpy(ids).to(self.device)
-                made, hidden = record_calls(self.model, self.layers, self.answer, tokens, DynamicCache())
-                if not equal_calls(calls.setdefault(ids.shape, made), made):
-                    raise refusal(self.source, "gives its decoder layers more of the text than hidden states")
+                with observing(batch) as cache:
+                    recorded, hidden = record_calls(self.model, self.layers, self.layer_output, tokens, cache)
+                if not equal_calls(calls.setdefault(ids.shape, recorded), recorded):
+                    raise NoChainError(self.source, "gives its decoder layers more of the text than hidden states")
                 if keep is not None:
                     keep(batch, hidden)
         return calls
@@ -181,10 +198,10 @@ class Stream(Chain):
         """
         super().__init__(source, device)
         self.what, self.folder = what, folder
-        size = what.tokens * self.answer.width * self.answer.dtype.itemsize
+        size = what.tokens * self.layer_output.width * self.layer_output.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
         check_space(folder, files, size, "--stream")
-        self.hidden = [HiddenStates(file, what.parts, self.answer) for file in files]
+        self.hidden = [HiddenStates(file, what.parts, self.layer_output) for file in files]
 
     def run(self, report: Reporter) -> None:
         """Do the steps that are not done."""
@@ -221,31 +238,24 @@ class Stream(Chain):
     def _tokens(self, batch: int) -> torch.Tensor:
         return torch.from_numpy(self.what.parts[batch]).to(self.device)
 
-    def _before(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
-        """Step 0: from tokens to the hidden states that the first layer gets; returns the layers' calls for each shape
-        of batch.
+    def _before(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
+        """Step 0: write the hidden states that enter the first layer; return the arguments of all layers by shape.
 
-        `done`: a batch of each shape is enough. Raises InputError when what the layers are called with depends on the
-        text.
+        `done`: the hidden states are written, and one batch of each shape is run. Raises InputError when the arguments
+        depend on the text.
         """
-        calls: dict[tuple[int, ...], list[Call]] = {}
         watch = self._watch(None, again=done)
-        with self.weights.filled(self.outside, resident=False):
-            for batch, ids in self.what.parts.items():
-                if done and ids.shape in calls:
-                    continue
-                with watch.observing(batch) as cache:
-                    made, hidden = record_calls(self.model, self.layers, self.answer, self._tokens(batch), cache)
-                if not equal_calls(calls.setdefault(ids.shape, made), made):
-                    raise refusal(self.source, "gives its decoder layers more of the text than hidden states")
-                if not done:
-                    self.hidden[0].write(batch, hidden)
-            if not done:
-                self.hidden[0].flush()
+        calls = self.enter(self.what.parts, None if done else self.hidden[0].write, watch.observing)
+        if not done:
+            self.hidden[0].flush()
+            outside = [name for name in self.products if self.layers.index(name) is None]
+            with self.weights.filled(outside, resident=False):
                 self._save(0, watch, self._weight_amax(None))
         return calls
 
-    def _layer(self, step: int, calls: Mapping[tuple[int, ...], list[Call]], advance: Callable[[int], None]) -> None:
+    def _layer(
+        self, step: int, calls: Mapping[tuple[int, ...], list[LayerCall]], advance: Callable[[int], None]
+    ) -> None:
         """Step n: all batches through decoder layer n - 1."""
         index = step - 1
         before, after = self.hidden[index % 2], self.hidden[step % 2]
@@ -272,7 +282,7 @@ class Stream(Chain):
                 run_after(
                     self.model,
                     self.layers,
-                    self.answer,
+                    self.layer_output,
                     self._tokens(batch),
                     leaving.read(batch, self.device),
                     watch.observing(batch),

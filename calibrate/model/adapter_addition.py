@@ -27,15 +27,15 @@ class Addition:
     def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         """`output` [..., out] of `module` with it."""
         with widened_products():
-            return beside(output, inputs[0], self.a, self.b, self.scale)
+            return add_lora_product(output, inputs[0], self.a, self.b, self.scale)
 
 
-def beside(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def add_lora_product(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """y + B (s · (A x)), of `x` [..., in] and `y` [..., out]."""
     return y + torch.matmul(torch.matmul(x, a.t()) * scale, b.t())
 
 
-def lay_beside(model: nn.Module, adapter: Adapter, dtype: torch.dtype, device: str) -> None:
+def attach_adapter(model: nn.Module, adapter: Adapter, dtype: torch.dtype, device: str) -> None:
     """Let the products of `model`, which computes in `dtype` on `device`, add what `adapter` gives, for good."""
     for module, part in adapter.parts.items():
         a, b = (tensor.to(device, dtype) for tensor in adapter.read(module))

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from ...core.errors import InputError
 from ..checkpoint.adapter import TENSORS, Adapter, check_names, open_adapter
-from ..checkpoint.weights import Header
-from .products import matrix_products, output_axis, output_head
+from ..checkpoint.weights import TensorHeader
+from .products import matrix_products, output_channel_axis, output_head
 from .source import Source, meta_model
 
 Mode = Literal["merge", "beside"]
@@ -32,9 +32,9 @@ class Merging:
 
     adapter: Adapter
     modules: Mapping[str, tuple[str, Literal[0, 1]]]
-    beside: tuple[Path, ...] = ()
+    other_files: tuple[Path, ...] = ()
 
-    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
+    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
         """Return the headers of the same tensors; those merged into others than BF16 they are F32."""
         return {
             name: replace(header, dtype="F32") if name in self.modules and header.dtype != "BF16" else header
@@ -66,7 +66,7 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
         return source
     model = meta_model(source)
     for adapter in adapters:
-        check_fits(adapter, source, model)
+        check_adapter_fits(adapter, source, model)
     if mode == "beside":
         check_names(adapters)
         return replace(source, adapters=adapters)
@@ -80,11 +80,11 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
 
 def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging:
     """Plan how the stored weights of `source`, whose modules are those of `model`, take `adapter`."""
-    axes = {module: output_axis(model.get_submodule(module)) for module in adapter.parts}
+    axes = {module: output_channel_axis(model.get_submodule(module)) for module in adapter.parts}
     return Merging(adapter, {source.stored(f"{module}.weight"): (module, axis) for module, axis in axes.items()})
 
 
-def check_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None:
+def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None:
     """Raise InputError where `adapter` is of modules that `model`, made of `source`, does not have, or has in other
     sizes, and where it would change an embedding that is tied to the output head.
     """
@@ -97,7 +97,7 @@ def check_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None
             )
         weight = products[module].weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-        out, width = tuple(weight.shape)[:: -1 if output_axis(products[module]) else 1]
+        out, width = tuple(weight.shape)[:: -1 if output_channel_axis(products[module]) else 1]
         found = (adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1])
         if found != (out, width):
             raise InputError(
@@ -112,7 +112,7 @@ def check_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None
         )
 
 
-def remarks(source: Source) -> list[str]:
+def adapter_remarks(source: Source) -> list[str]:
     """List remarks for the user about the adapters of `source`: whose base has another name, and what vLLM would make
     of ranks and alphas that single modules have, which it does not read.
     """

@@ -1,8 +1,8 @@
-"""Tell which models can be calibrated from config.json and the model's modules, before any work.
+"""Refuse models that cannot be calibrated, by config.json and the model's modules, before any work.
 
-fp8q does decoder-only transformers, dense ones and mixtures of experts of one form (`expert_modules`), and those inside
-models that see or hear. Whatever else transformers can load is refused by name: an encoder would run without its mask,
-a recurrent state is no KV cache.
+fp8q calibrates decoder-only transformers: dense ones, mixtures of experts of one form (`expert_modules`), and the
+language models inside models of images or audio. Other models that transformers can load are refused by name: an
+encoder would run without its mask, and a recurrent state is no KV cache.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import InputError
 from ..checkpoint.config_fields import POSITIONS, check_fields
 from ..checkpoint.recognizer import QUANTIZATION_KEYS
-from ..input.untrusted import exists, foreign, one_line, read_json
+from ..input.untrusted import error_text, exists, foreign, read_json
 from .classes import nested, own_attention
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ _OTHER_SENSES = re.compile(r"(vision|audio|speech|image|video)\w*_config")
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
-    """config.json of the checkpoint in the directory `path`, which the user calls `name`, as it is written.
+    """Read config.json of the checkpoint in the directory `path`, which the user calls `name`.
 
-    Raises InputError when there is none, it does not parse, it names no model type, or a value in it is of the wrong
-    kind.
+    Raises InputError when there is none, it does not parse, names no model type, or holds a value of the wrong type.
     """
     file = path / "config.json"
     if not exists(file):
@@ -46,19 +45,16 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of config.json that describe the language model, where that is a part of the model; nothing
-    where it is all.
-    """
+    """The fields of config.json for the language model, where that is a part of the model; empty where it is all."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else {}
 
 
 def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrainedConfig", str]:
-    """The configuration and the architecture (class name) of the checkpoint in `path`, whose config.json is `raw`.
+    """Make the configuration of the checkpoint in `path`, whose config.json is `raw`; return it and the class name.
 
-    Raises InputError when the model's class is not in transformers, and when it is no text-only
-    causal language model. Code that came with the checkpoint is never run here: the stages after calibration build the
-    model of what is in the run, which holds none.
+    Raises InputError when the model's class is not in transformers, and when it is no causal language model. Code that
+    came with the checkpoint is never run: later stages build the model from the run, which contains no such code.
     """
     import transformers
     from transformers import AutoConfig
@@ -80,25 +76,22 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"{path / 'config.json'}: does not make a {model_type} configuration: {one_line(error)}; copy or download "
-            "it again"
+            f"{path / 'config.json'}: does not make a {model_type} configuration: {error_text(error)}; copy or "
+            "download it again"
         )
 
     with foreign(refusal):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    for key in QUANTIZATION_KEYS:  # transformers is handed numbers
+    for key in QUANTIZATION_KEYS:  # transformers gets dequantized tensors
         vars(config).pop(key, None)
     with foreign(refusal):
         named = _causal_class(config, name, architecture)
-    config._attn_implementation = own_attention(config)  # what it was trained with may not be installed
+    config._attn_implementation = own_attention(config)  # the attention of its training may not be installed
     return config, named
 
 
 def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | None) -> str:
-    """Name of transformers' class for `config`.
-
-    Raises InputError when that is no text-only, decoder-only transformer.
-    """
+    """The name of transformers' class for `config`; raises InputError when that is no decoder-only language model."""
     from transformers.models.auto import modeling_auto as auto
 
     try:
@@ -148,9 +141,7 @@ def _not_causal(name: str, architecture: str) -> InputError:
 
 
 def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
-    """Raise InputError when `model` (the meta device will do) is a mixture of experts in a form that could not be taken
-    apart.
-    """
+    """Raise InputError when `model`, on the meta device or not, has experts that `unfold` could not take apart."""
     from .expert_modules import Experts
 
     taken: tuple[str, ...] = ()
@@ -166,26 +157,26 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
 
 
 def _holds_experts(name: str, module: "nn.Module") -> bool:
-    """Tell whether a module says that it is several experts. Shared ones are a feed-forward block like others."""
+    """Tell whether a module holds several experts, by its names; a shared expert is an ordinary feed-forward block."""
     if name.startswith("shared_expert") and not any(each.dim() > 2 for each in module.parameters()):
         return False
     return "expert" in name.lower() or "expert" in type(module).__name__.lower()
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the number of positions that the model of that config.json can tell apart; None where nothing limits them
-    (ALiBi) or the configuration does not say.
+    """The number of positions that the model of this config.json can tell apart.
 
-    A sliding window is no limit: it bounds what a position sees, not how many there are.
+    None where nothing limits them (ALiBi) or the configuration does not say. A sliding window is no limit: it bounds
+    the positions that one attends to, not the length of the text.
     """
-    found = (config.get(key) for key in POSITIONS)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    values = (config.get(key) for key in POSITIONS)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def one_frequency(text: "PreTrainedConfig") -> int | None:
-    """Return the number of positions for which the rotary frequencies of that language model are the same, where it has
-    two sets of them (`longrope`); None where it has one. `dynamic` ones change beyond the model's own number of
-    positions.
+    """The number of positions up to which a language model with two sets of rotary frequencies (`longrope`) uses one.
+
+    None where it has one set. `dynamic` frequencies change beyond the model's own number of positions.
     """
     kinds = getattr(text, "rope_parameters", None) or {}
     parts = [kinds, *(each for each in kinds.values() if isinstance(each, dict))]

@@ -28,7 +28,7 @@ def nested(config: "PreTrainedConfig") -> bool:
     return config.get_text_config() is not config
 
 
-def made(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
+def new_model(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
     """The model of `config` (changed in place: its type, its attention) in `dtype`, evaluating, on the default device:
     a causal language model, or one of more than text that holds one.
     """
@@ -63,7 +63,7 @@ def code_of(model: "PreTrainedModel") -> ModuleType:
     return sys.modules[type(model.get_decoder() if nested(model.config) else model).__module__]
 
 
-def beside(model: "PreTrainedModel") -> dict[str, "nn.Module"]:
+def non_text_modules(model: "PreTrainedModel") -> dict[str, "nn.Module"]:
     """The modules of `model` that text does not reach: of a vision tower, of what projects images; by name."""
     if not (inside := decoder(model)):
         return {}

@@ -1,10 +1,10 @@
-"""The decoder of a model without weights: its list of layers, and what each is called with.
+"""The decoder layers of a model without weights, and the arguments that the model calls each of them with.
 
-Layer by layer is right only for a model that is a chain: each layer gets the hidden states that the one before it
-returned, and nothing else that depends on the text. No list of architectures says so. A two-token pass, the layers on
-the meta device, shows which object each layer receives and returns, and a pass of every batch with the layers taken
-out, which costs no more than the embedding, records the masks and position embeddings that the model itself makes for
-each layer and shows that they are the same for all batches of a shape.
+A model can run layer by layer only if its layers are a chain: each layer gets the hidden states that the layer before
+it returned, and nothing else that depends on the text. This is tested, and needs no list of architectures. A pass of
+two tokens, with the layers on the meta device, shows which objects each layer receives and returns. A pass of every
+batch without the layers, which costs no more than the embedding, records the masks and position embeddings that the
+model makes for each layer, and shows that they are the same for all batches of a shape.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +21,21 @@ from ...core.errors import InputError
 from .products import language_modules
 from .source import Source
 
-#: Stand for the hidden states and for the cache in the recorded arguments of a layer.
+#: Placeholders for the hidden states and the cache in the recorded arguments of a layer.
 HIDDEN, CACHE = object(), object()
 Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arguments a layer is called with for batches of one shape; HIDDEN and CACHE stand where those go."""
+class LayerCall:
+    """The arguments of a layer for batches of one shape, with HIDDEN and CACHE in the places of these two."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["Call", torch.Tensor]:
-        """The call, and the hidden states that were in it: the first argument, or the one of that name."""
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["LayerCall", torch.Tensor]:
+        """Separate the hidden states, the first argument or the one of that name, from the other arguments."""
         hidden = args[0] if args else kwargs["hidden_states"]
         first = (HIDDEN,) if args else ()
         names = {} if args else {"hidden_states": HIDDEN}
@@ -44,11 +44,11 @@ class Call:
         ), hidden
 
     def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """The hidden states that `layer` makes of `hidden`."""
-        stands = {id(HIDDEN): hidden, id(CACHE): cache}
+        """Call `layer` on `hidden` with these arguments; return its hidden states."""
+        values = {id(HIDDEN): hidden, id(CACHE): cache}
         out = layer(
-            *(stands.get(id(value), value) for value in self.args),
-            **{name: stands.get(id(value), value) for name, value in self.kwargs.items()},
+            *(values.get(id(value), value) for value in self.args),
+            **{name: values.get(id(value), value) for name, value in self.kwargs.items()},
         )
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
@@ -70,15 +70,16 @@ class Layers:
         return [model.get_submodule(f"{self.prefix}.{index}") for index in range(self.count)]
 
     def index(self, module: str) -> int | None:
-        """Index of the layer that holds the module of that name; None for what is before or after the layers."""
+        """The index of the layer that contains `module`; None for a module outside the layers."""
         rest = module.removeprefix(f"{self.prefix}.")
         return int(rest.partition(".")[0]) if rest != module else None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The output of each layer: hidden states of `width` values in `dtype`, the first of a tuple of `outputs` where
-    that is not 0.
+class LayerOutput:
+    """The form of a layer's output: hidden states of `width` values in `dtype`.
+
+    `outputs`: the length of the tuple whose first element they are; 0 where the layer returns them alone.
     """
 
     outputs: int
@@ -86,13 +87,13 @@ class Answer:
     dtype: torch.dtype
 
     def of(self, hidden: torch.Tensor) -> Any:
-        """`hidden` as a layer returns it."""
+        """Put `hidden` into the form that a layer returns."""
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
 @dataclass(frozen=True)
-class Traced:
-    """One call of a layer: its index, what went in and what came out."""
+class TracedCall:
+    """One recorded call of a layer: its index, arguments and output."""
 
     index: int
     args: tuple[Any, ...]
@@ -101,30 +102,25 @@ class Traced:
 
     @property
     def hidden(self) -> Any:
-        """The hidden states that came out."""
+        """The hidden states in the output."""
         return self.out[0] if isinstance(self.out, tuple) else self.out
 
 
 class NoChainError(InputError):
-    """The model is no chain of decoder layers, because of `what` it does."""
+    """The model is no chain of decoder layers; `what` says why."""
 
     def __init__(self, source: Source, what: str):
-        """Say how to calibrate it all the same."""
+        """Name the model and the reason, and how to calibrate it all the same."""
         self.what = f"{source.name}: {source.architecture} {what}"
         super().__init__(
             f"{self.what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
         )
 
 
-def refusal(source: Source, what: str) -> NoChainError:
-    """The error for a model that cannot be streamed because of `what` it does."""
-    return NoChainError(source, what)
-
-
 def find_layers(model: PreTrainedModel, source: Source) -> Layers:
-    """The decoder layers of `model`: the outermost list of as many modules as its configuration says.
+    """Find the decoder layers of `model`: the outermost list of as many modules as its configuration says.
 
-    Raises InputError where there is none.
+    Raises NoChainError where there is no such list, and where the model keeps some of its modules in FP32.
     """
     count = source.text_config.num_hidden_layers
     modules = language_modules(model)
@@ -132,19 +128,19 @@ def find_layers(model: PreTrainedModel, source: Source) -> Layers:
         (name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count), None
     )
     if prefix is None:
-        raise refusal(source, f"has no list of {count} decoder layers")
+        raise NoChainError(source, f"has no list of {count} decoder layers")
     if model._keep_in_fp32_modules_strict:
-        raise refusal(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
+        raise NoChainError(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
     return Layers(prefix, count)
 
 
-def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[Traced]:
-    """Run `model` on two tokens, its layers on the meta device: `model` needs weights outside its layers only, `meta`
-    none.
+def trace_layers(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device: str) -> list[TracedCall]:
+    """Run `model` on two tokens and record the call of each layer; the layers themselves run on the meta device.
 
-    Each layer is answered for with zeros of the shape that `meta`'s gives.
+    `model` needs weights outside its layers only, `meta`, the same model on the meta device, none at all. In place of a
+    layer's output the model gets zeros of the shape of the output on the meta device.
     """
-    calls: list[Traced] = []
+    calls: list[TracedCall] = []
     cache = DynamicCache()
 
     def to_meta(leaf: Any) -> Any:
@@ -156,7 +152,7 @@ def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device:
             out = tree_map_only(
                 torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=device), layer(*meta_args, **meta_kwargs)
             )
-            calls.append(Traced(index, args, kwargs, out))
+            calls.append(TracedCall(index, args, kwargs, out))
             return out
 
         return call
@@ -173,38 +169,35 @@ def trace(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, device:
     return calls
 
 
-def answer_of(calls: Sequence[Traced], layers: Layers, source: Source) -> Answer:
-    """Find the output that the layers of a chain share, from a trace.
+def common_output(calls: Sequence[TracedCall], layers: Layers, source: Source) -> LayerOutput:
+    """Check that recorded `calls` are those of a chain, and return the form of output that the layers share.
 
-    Raises InputError, naming what the model does, for one that is no chain.
-
-    Objects are told apart by identity; `calls` keeps them alive.
+    Raises NoChainError, naming the reason, for a model that is no chain. Tensors are compared by identity; `calls`
+    keeps them alive.
     """
     if [call.index for call in calls] != list(range(layers.count)):
-        raise refusal(source, "does not call its decoder layers one after the other")
-    made: set[int] = set()
+        raise NoChainError(source, "does not call its decoder layers one after the other")
+    outputs: set[int] = set()
     for index, traced in enumerate(calls):
         if not traced.args and "hidden_states" not in traced.kwargs:
-            raise refusal(source, f"does not give layer {index} its hidden states as the first argument")
-        call, hidden = Call.of(traced.args, traced.kwargs)
+            raise NoChainError(source, f"does not give layer {index} its hidden states as the first argument")
+        call, hidden = LayerCall.of(traced.args, traced.kwargs)
         if index and hidden is not calls[index - 1].hidden:
-            raise refusal(source, f"changes the hidden states between layer {index - 1} and layer {index}")
-        if any(id(leaf) in made for leaf in tree_leaves((call.args, call.kwargs))):
-            raise refusal(source, f"gives layer {index} more of an earlier layer than its hidden states")
-        made |= {id(leaf) for leaf in tree_leaves(traced.out) if isinstance(leaf, torch.Tensor)}
+            raise NoChainError(source, f"changes the hidden states between layer {index - 1} and layer {index}")
+        if any(id(leaf) in outputs for leaf in tree_leaves((call.args, call.kwargs))):
+            raise NoChainError(source, f"gives layer {index} more of an earlier layer than its hidden states")
+        outputs |= {id(leaf) for leaf in tree_leaves(traced.out) if isinstance(leaf, torch.Tensor)}
     out, hidden = calls[-1].out, calls[-1].hidden
-    return Answer(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
+    return LayerOutput(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
 
 
 class LayersReached(Exception):  # noqa: N818  # it stops a forward pass and is no error
-    """Stops a forward pass where its last decoder layer would have run."""
+    """Stops a forward pass at its last decoder layer."""
 
 
 @contextmanager
 def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Iterator[None]:
-    """Let `forwards` be called in place of the layers' own; everything else about the layers stays visible to the
-    model.
-    """
+    """Replace the forward function of each layer in this block; the model still sees all else about the layers."""
     for layer, forward in zip(layers, forwards, strict=True):
         vars(layer)["forward"] = forward
     try:
@@ -215,21 +208,21 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
 
 
 def record_calls(
-    model: PreTrainedModel, layers: Layers, answer: Answer, input_ids: torch.Tensor, cache: DynamicCache
-) -> tuple[list[Call], torch.Tensor]:
-    """Record the arguments of each layer for `input_ids` int64 [windows, seq_len], and the hidden states that the first
-    one gets.
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, input_ids: torch.Tensor, cache: DynamicCache
+) -> tuple[list[LayerCall], torch.Tensor]:
+    """Record the arguments of each layer for `input_ids` int64 [windows, seq_len], and the hidden states that enter the
+    first layer.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
     entering: list[torch.Tensor] = []
 
     def pass_on(*args: Any, **kwargs: Any) -> Any:
-        call, hidden = Call.of(args, kwargs)
+        call, hidden = LayerCall.of(args, kwargs)
         calls.append(call)
         entering.append(hidden)
         if len(calls) == layers.count:
             raise LayersReached
-        return answer.of(hidden)
+        return output.of(hidden)
 
     with standing_in(layers.of(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
         model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
@@ -239,28 +232,29 @@ def record_calls(
 def run_after(
     model: PreTrainedModel,
     layers: Layers,
-    answer: Answer,
+    output: LayerOutput,
     input_ids: torch.Tensor,
     leaving: torch.Tensor,
     observing: AbstractContextManager[DynamicCache],
 ) -> None:
-    """Run what follows the layers on `leaving`, the hidden states of the last one; `observing` is entered where that
-    begins.
+    """Run the modules behind the layers on `leaving`, the hidden states of the last layer.
+
+    `observing` is entered just before they run.
     """
     with ExitStack() as stack, torch.inference_mode():
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return answer.of(Call.of(args, kwargs)[1])
+            return output.of(LayerCall.of(args, kwargs)[1])
 
         def leave(*args: Any, **kwargs: Any) -> Any:
             stack.enter_context(observing)
-            return answer.of(leaving)
+            return output.of(leaving)
 
         stack.enter_context(standing_in(layers.of(model), [pass_on] * (layers.count - 1) + [leave]))
         model.base_model(input_ids=input_ids, past_key_values=DynamicCache(), use_cache=True)
 
 
-def equal_calls(mine: Sequence[Call], theirs: Sequence[Call]) -> bool:
+def equal_calls(mine: Sequence[LayerCall], theirs: Sequence[LayerCall]) -> bool:
     """Tell whether all layers are called with the same values."""
     compared: set[tuple[int, int]] = set()
     for one, other in zip(mine, theirs, strict=True):

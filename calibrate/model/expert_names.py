@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ..checkpoint.weights import Part
+from ..checkpoint.weights import TensorPart
 from .expert_modules import FUSED, experts_of
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ def expert_names(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, s
     """The name that `model`, whose experts are modules of their own, has for each weight of an expert -> its name among
     those that are `stored`.
     """
-    return Conversions(model).found(stored)
+    return Conversions(model).stored_names(stored)
 
 
-def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
+def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPart]:
     """The name of each tensor -> the part of a stored one (of these `shapes`) that it is, where experts of `model` are
     stored fused; empty where none are.
     """
     conversions = Conversions(model)
     fused = {name: own for name in shapes if (own := conversions.own(name)[0]) in conversions.fused}
     fused = {name: own for name, own in fused.items() if len(shapes[name]) == 3}
-    found: dict[str, Part] = {}
+    found: dict[str, TensorPart] = {}
     for name, shape in shapes.items():
         if name not in fused:
-            found[conversions.original(name) if conversions.beside_experts(name) else name] = Part(name)
+            found[conversions.original(name) if conversions.beside_experts(name) else name] = TensorPart(name)
             continue
         experts, _, tensor = fused[name].rpartition(".")
         products = FUSED[tensor]
@@ -44,7 +44,7 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
         for expert in range(shape[0]):
             for half, product in enumerate(products):
                 under = conversions.original_of(experts, expert, product)
-                found[under] = Part(name, expert, half * rows, (half + 1) * rows)
+                found[under] = TensorPart(name, expert, half * rows, (half + 1) * rows)
     return found if fused else {}
 
 
@@ -73,7 +73,7 @@ class Conversions:
 
         return rename_source_key(stored, self._renamings, self._converters, self._prefix, self._places)
 
-    def found(self, stored: Iterable[str]) -> dict[str, str]:
+    def stored_names(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the names of experts' weights, as `expert_names` does."""
         found: dict[str, str] = {}
         for name in stored:
@@ -137,4 +137,6 @@ class Conversions:
             return ours
         pattern = made.source_patterns[FUSED[tensor].index(product)]
         full = f"{experts}.{tensor}".removesuffix(made.target_patterns[0]) + pattern.replace("*", str(number))
-        return next((name for name in (self._renamed_back(full), full) if self.found([name]) == {ours: name}), ours)
+        return next(
+            (name for name in (self._renamed_back(full), full) if self.stored_names([name]) == {ours: name}), ours
+        )

@@ -1,7 +1,7 @@
-"""Classify the modules of a model: those that multiply by a matrix, make the logits, or write the cache.
+"""Classify the modules of a model: matrix products, the output head, routers, and attention that writes the cache.
 
-A linear layer is known by its forward pass, not by its class: a subclass whose own forward pass computes anything else
-stays in BF16. ModelOpt's registry answers alike, by a list of classes, and is the oracle in the tests.
+A linear layer is known by its forward pass, not by its class: a subclass whose own forward pass computes another result
+stays in BF16. ModelOpt's registry gives the same answers by a list of classes, and is the oracle in the tests.
 """
 
 import re
@@ -14,43 +14,42 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .classes import beside, decoder
+from .classes import decoder, non_text_modules
 from .expert_modules import experts_of
 
 #: The classes whose forward pass multiplies by a weight and adds a bias.
 LINEAR = (nn.Linear, Conv1D)
-#: How classes end whose parameters, of whatever shape, are multiplied by element or looked up: Qwen3RMSNorm,
-#: OPTLearnedPositionalEmbedding, but no NormalProjection.
+#: The ends of class names whose parameters are multiplied element by element or looked up: Qwen3RMSNorm,
+#: OPTLearnedPositionalEmbedding, but not NormalProjection.
 NO_PRODUCT = re.compile(r"(?:[Nn]orm|Embeddings?)$")
 
 
 def matrix_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of the language model in `model` that multiplies by a weight matrix: linear layers, and GPT's
-    Conv1D, by name.
-    """
+    """The linear layers of the language model in `model`, and GPT's Conv1D, by name."""
     return {name: module for name, module in language_modules(model).items() if isinstance(module, LINEAR)}
 
 
 def language_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules that text reaches, by name."""
-    others = beside(model)
+    """The modules of `model` that text reaches, by name."""
+    others = non_text_modules(model)
     return {name: module for name, module in model.named_modules() if name not in others}
 
 
 def observed_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The matrix products that are measured, by name: all but the output head."""
+    """The matrix products whose inputs are measured, by name: all but the output head."""
     head = output_head(model)
     return {name: module for name, module in matrix_products(model).items() if name != head}
 
 
-def output_axis(module: nn.Module) -> Literal[0, 1]:
-    """Axis of the output channels of a product's weight: Conv1D stores it [in, out], a linear layer [out, in]."""
+def output_channel_axis(module: nn.Module) -> Literal[0, 1]:
+    """The axis of the output channels in a product's weight: Conv1D stores [in, out], a linear layer [out, in]."""
     return 1 if isinstance(module, Conv1D) else 0
 
 
 def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module of the language model with a matrix (or more) of its own that is neither a linear layer, nor an
-    embedding or a norm: a convolution, or a class of its own.
+    """Map the names of other modules with a matrix to the modules: convolutions, and classes of the architecture.
+
+    Linear layers, embeddings and norms are not among them.
     """
     products = matrix_products(model)
     return {
@@ -64,27 +63,26 @@ def other_products(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def routers(model: PreTrainedModel) -> set[str]:
-    """The modules beside experts that choose among them or weigh them: matrices with a row for each expert, or with
-    one.
-    """
-    found: set[str] = set()
-    for place, experts in experts_of(model).items():
-        block = place.removesuffix(place.rpartition(".")[2])
+    """The products that choose or weigh experts: in the block of the experts, with a row for each of them, or one."""
+    names: set[str] = set()
+    for holder, experts in experts_of(model).items():
+        block = holder.removesuffix(holder.rpartition(".")[2])
         for name, module in (matrix_products(model) | other_products(model)).items():
             weight = getattr(module, "weight", None)
             if (
                 name.startswith(block)
-                and not name.startswith(f"{place}.")
+                and not name.startswith(f"{holder}.")
                 and isinstance(weight, torch.Tensor)
-                and weight.shape[output_axis(module)] in {1, len(experts.experts)}
+                and weight.shape[output_channel_axis(module)] in {1, len(experts.experts)}
             ):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def multiplies_as_linear(module: nn.Module) -> bool:
-    """Tell whether the forward pass of `module` is that of a linear layer or of GPT's Conv1D, by name or by value: a
-    subclass with one of its own (Falcon's) is tried on random numbers.
+    """Tell whether `module` computes as a linear layer or GPT's Conv1D does.
+
+    A subclass with a forward pass of its own (Falcon's) is tried on random numbers.
     """
     forward = unwrap(type(module).forward)
     return forward in {kind.forward for kind in LINEAR} or (
@@ -93,7 +91,7 @@ def multiplies_as_linear(module: nn.Module) -> bool:
 
 
 def _gives_the_product(module: nn.Linear, biased: bool) -> bool:
-    """Compare a copy of `module`, with a random weight [5, 7] and bias, with the product that a linear layer gives."""
+    """Compare a copy of `module`, with a random weight [5, 7] and bias, with a linear layer of the same weight."""
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -104,27 +102,27 @@ def _gives_the_product(module: nn.Linear, biased: bool) -> bool:
     trial._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
     try:
         with torch.inference_mode():
-            given = trial(x)
+            output = trial(x)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     wanted = nn.functional.linear(x, weight, bias)
-    return isinstance(given, torch.Tensor) and given.shape == wanted.shape and torch.allclose(given, wanted)
+    return isinstance(output, torch.Tensor) and output.shape == wanted.shape and torch.allclose(output, wanted)
 
 
 def output_head(model: PreTrainedModel) -> str | None:
-    """Name of the module that makes the logits."""
+    """The name of the output head, which makes the logits; None where there is none."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
-    """Layer index -> name of the module that writes that layer of the cache; none where there are gaps between them,
-    since a cache has none.
+    """Map layer index to the name of the attention module that writes this layer of the cache.
 
-    Of one within another the inner one writes; of two side by side the first, for the second is cross-attention, which
-    a decoder alone does not run.
+    Empty where indices are missing, since a cache has a layer for each. Of two modules of one layer, the inner one
+    writes the cache where one contains the other; otherwise the first, since the second is cross-attention, which a
+    decoder alone does not run.
     """
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     inside = decoder(model)
     for name, module in model.named_modules():
         if not name.startswith(inside):
@@ -132,6 +130,6 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or "attention" not in type(module).__name__.lower():
             continue
-        if layer not in found or name.startswith(f"{found[layer]}."):
-            found[layer] = name
-    return found if sorted(found) == list(range(len(found))) else {}
+        if layer not in names or name.startswith(f"{names[layer]}."):
+            names[layer] = name
+    return names if sorted(names) == list(range(len(names))) else {}

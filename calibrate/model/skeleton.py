@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .classes import made
+from .classes import new_model
 from .expert_modules import unfold
 from .latent_attention import cache_heads
 
@@ -29,7 +29,7 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Make the model of `config` without values, in buffers either. Experts are modules of their own."""
     with torch.device("meta"):
-        model = made(config, dtype)
+        model = new_model(config, dtype)
     unfold(model)
     cache_heads(model)
     model.eval()

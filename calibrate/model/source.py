@@ -1,10 +1,10 @@
-"""The source checkpoint: everything that can be wrong with it is found here, before any work.
+"""Open the source checkpoint, and find everything that is wrong with it before any work.
 
-`open_source` looks from the cheap to the dear: the directory, config.json, the headers of the weights, the tokenizer's
-files, then the model itself on the meta device, where loading costs no memory and still tells of missing, unexpected
-and misshapen tensors. Last it reads every byte once, for the fingerprint that ties statistics, scales and engines to
-just these weights. transformers never chooses a file: it is handed the tensors of these, codes as the numbers they
-stand for (`checkpoint.recognizer`).
+`open_source` checks cheap things first: the directory, config.json, the headers of the weights, the tokenizer's files,
+then the model itself on the meta device, where loading costs no memory and still finds missing, unexpected and
+misshapen tensors. Last it reads every byte once, for the fingerprint that ties statistics, scales and engines to these
+weights. transformers never chooses a file: it gets the tensors of the files found here, with codes dequantized
+(`checkpoint.recognizer`).
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from ...core.reporter import SILENT, Reporter
 from ..checkpoint.companions import check_companions, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.recognizer import Recognizer, no_codes
-from ..checkpoint.weights import Coding, Part, Weights, find_weights, read_headers
+from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read_headers
 from ..input.hub import fetch_model, is_hub_name
-from ..input.silence import quiet
-from ..input.untrusted import foreign, local_path, one_line
+from ..input.silence import quiet_transformers
+from ..input.untrusted import error_text, foreign, local_path
 from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
     from ..checkpoint.adapter import Adapter
 
-#: Bytes hashed at a time, and how many such pieces at once at most: 64 MB of memory.
+#: Bytes that are hashed at a time, and the most such pieces at once: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
-#: Names of directories that say nothing of the model in them.
+#: Names of directories that do not describe the model in them.
 GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that has been looked through. `name` as the user gave it; `revision` the commit, of a hub model."""
+    """A checkpoint that was checked; `name`: as the user gave it; `revision`: the commit, of a hub model."""
 
     path: Path
     name: str
@@ -53,28 +53,28 @@ class Source:
     architecture: str
     weight_files: tuple[Path, ...]
     fingerprint: str
-    # tensors that are stored under another name than the model's own
+    # the model's name of a tensor -> its name in the files, where they differ
     renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
-    # what the tensors stand for, where some are codes
+    # how to dequantize the tensors, where some are codes
     coding: Coding | None = field(default=None, compare=False)
-    # what to take the tensors for, where some hold all experts of a layer
-    parts: Mapping[str, Part] = field(default_factory=dict, compare=False)
-    # the adapter whose sum with the base the weights are
+    # tensor -> the part of a stored tensor that it is, where some hold all experts of a layer
+    parts: Mapping[str, TensorPart] = field(default_factory=dict, compare=False)
+    # the adapter that is merged into the weights
     merged: "Adapter | None" = field(default=None, compare=False)
-    # those that are served beside it, and the one that is on
+    # the adapters that are served beside the base, and the one that is on
     adapters: "tuple[Adapter, ...]" = field(default=(), compare=False)
     on: "Adapter | None" = field(default=None, compare=False)
 
     @property
     def title(self) -> str:
-        """The name of the model in files: a hub name, or the last part of a directory's path that says something."""
+        """The model's name in reports: a hub name, or the last part of a directory's path that describes the model."""
         if not Path(self.name).expanduser().is_dir():
             return self.name
         return [part for part in self.path.resolve().parts if part not in GENERIC_NAMES][-1]
 
     @property
     def text_config(self) -> "PreTrainedConfig":
-        """The language model's part of the configuration: the configuration itself, where nothing is nested."""
+        """The configuration of the language model: the whole configuration where nothing is nested."""
         return self.config.get_text_config()
 
     @property
@@ -84,7 +84,7 @@ class Source:
 
     @property
     def served_positions(self) -> int | None:
-        """The number of positions that a graph serves: those that its one set of rotary frequencies is right for."""
+        """The number of positions that a graph serves: those for which one set of rotary frequencies is right."""
         limits = [limit for limit in (self.max_positions, one_frequency(self.text_config)) if limit is not None]
         return min(limits, default=None)
 
@@ -94,25 +94,25 @@ class Source:
 
     @property
     def variants(self) -> "tuple[Source, ...]":
-        """The base alone, and with each of the adapters beside it on."""
+        """The base alone, and the base with each of the adapters on."""
         return (self, *(replace(self, on=adapter) for adapter in self.adapters))
 
     @property
     def identity(self) -> str:
-        """The fingerprint, and those of the adapters beside it, as one; empty where the weights were not read."""
+        """One fingerprint of the base and the adapters beside it; empty where the weights were not read."""
         if not self.adapters or not self.fingerprint:
             return self.fingerprint
         beside = {f"adapter {adapter.name}": adapter.fingerprint for adapter in self.adapters}
         return _combined({"base": self.fingerprint, **beside})
 
     def merged_with(self, adapter: "Adapter", coding: Coding) -> "Source":
-        """The model whose weights are those of this one with `adapter`, as `coding` has them."""
+        """This source with `adapter` merged into its weights by `coding`."""
         both = {"base": self.fingerprint, "adapter": adapter.fingerprint}
         fingerprint = _combined(both) if self.fingerprint else ""
         return replace(self, merged=adapter, coding=coding, fingerprint=fingerprint)
 
     def weights(self) -> Weights:
-        """The tensors, as numbers."""
+        """Open the tensors, dequantized."""
         return Weights(self.weight_files, self.coding, self.parts)
 
     @cached_property
@@ -129,12 +129,11 @@ def open_source(
     fingerprinted: bool = True,
     recognize: Recognizer = no_codes,
 ) -> Source:
-    """Look through the checkpoint `model`, a directory or a hub name; `revision` (branch, tag or commit) is for hub
-    names.
+    """Open and check the checkpoint `model`, a directory or a hub name.
 
-    `fingerprinted` False leaves the fingerprint empty, and the weights unread. `recognize` says what its tensors stand
-    for, where they are codes.
-    Raises InputError, one line with the remedy, for whatever keeps it from being calibrated.
+    `revision`: branch, tag or commit of a hub name. `fingerprinted` False leaves the fingerprint empty and the weights
+    unread. `recognize` returns how to dequantize the tensors, where they are codes. Raises InputError for a checkpoint
+    that cannot be calibrated.
     """
     path, commit = _locate(model, revision, trust_remote_code, report)
     raw = read_config(path, model)
@@ -144,19 +143,19 @@ def open_source(
     shapes = [weights.shape(tensor) for tensor in weights.names()]
     for fields in (raw, text_fields(raw)):
         check_sizes(path / "config.json", fields, shapes)
-    with quiet():
+    with quiet_transformers():
         config, architecture = load_config(path, model, raw)
     check_companions(path, model, config.get_text_config().vocab_size)
     source = Source(path, model, commit, trust_remote_code, config, architecture, files, fingerprint="", coding=coding)
-    source = _looked_through(source)
+    source = _check_model(source)
     if not fingerprinted:
         return source
-    said = [path / "config.json", *(coding.beside if coding else ())]
-    return replace(source, fingerprint=_combined(_file_digests([*said, *files], report)))
+    configured = [path / "config.json", *(coding.other_files if coding else ())]
+    return replace(source, fingerprint=_combined(_file_digests([*configured, *files], report)))
 
 
 def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
-    """Directory of `model`, and the commit where it came from the hub."""
+    """Find the directory of `model`, and its commit where it is a hub model."""
     path = local_path(model)
     if path.is_dir():
         if revision is not None:
@@ -173,7 +172,7 @@ def _locate(model: str, revision: str | None, with_code: bool, report: Reporter)
 
 
 def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
-    """File name -> SHA-256 of the SHA-256s of its pieces: in pieces, all processors hash one large file together."""
+    """File name -> SHA-256 of the SHA-256s of its pieces, so that all processors can hash one large file together."""
     pieces = [(file, start) for file in files for start in range(0, file.stat().st_size, PIECE)]
     digests = {file.name: hashlib.sha256() for file in files}
 
@@ -189,8 +188,8 @@ def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
         report.track("Fingerprinting the weights", total, "bytes") as advance,
         ThreadPoolExecutor(min(os.cpu_count() or 1, PIECES_AT_ONCE)) as pool,
     ):
-        for (file, _), (found, size) in zip(pieces, pool.map(digest, pieces), strict=True):
-            digests[file.name].update(found)
+        for (file, _), (of_piece, size) in zip(pieces, pool.map(digest, pieces), strict=True):
+            digests[file.name].update(of_piece)
             advance(size)
     return {name: digest.hexdigest() for name, digest in digests.items()}
 
@@ -201,27 +200,27 @@ def _combined(digests: dict[str, str]) -> str:
 
 
 def meta_model(source: Source) -> "PreTrainedModel":
-    """The model in BF16 on the meta device, evaluating: all modules and shapes, no values, no memory."""
+    """Make the model in BF16 on the meta device, in evaluation mode: all modules and shapes, without values."""
     import torch
 
     from .skeleton import empty
 
-    with foreign(partial(no_model, source)), quiet():
+    with foreign(partial(no_model, source)), quiet_transformers():
         return empty(deepcopy(source.config), torch.bfloat16)  # from_config writes the type into it
 
 
 def no_model(source: Source, error: BaseException) -> InputError:
     """Turn an exception of transformers, raised while it makes a model of config.json, into an InputError."""
     return InputError(
-        f"{source.path / 'config.json'}: does not make a {source.architecture}: {one_line(error)}; copy or download it "
-        "again"
+        f"{source.path / 'config.json'}: does not make a {source.architecture}: {error_text(error)}; copy or download "
+        "it again"
     )
 
 
 def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "PreTrainedModel":
-    """The model in `dtype` on `device`, evaluating, its cache off; with the adapter that is on.
+    """Load the model in `dtype` on `device`, in evaluation mode, without a cache, with the adapter that is on.
 
-    Raises InputError when files and model do not fit, BackendError when the device's memory does not hold it.
+    Raises InputError when files and model do not match, BackendError when the device's memory does not hold it.
     """
     import torch
 
@@ -229,7 +228,7 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
 
     weights = source.weights()
     tensors = {
-        # what is mapped takes no memory; what is decoded does, once
+        # mapped tensors take no memory; dequantized ones are cast at once, so that both types are not held
         name: weights.tensor(name).to(dtype) if weights.coded(name) else weights.tensor(name)
         for name in weights.names()
     }
@@ -243,16 +242,17 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     model.config.use_cache = False
     widen_products(model, dtype, device)
     if source.on:
-        from .adapter_addition import lay_beside
+        from .adapter_addition import attach_adapter
 
-        lay_beside(model, source.on, dtype, device)
+        attach_adapter(model, source.on, dtype, device)
     return model
 
 
-def _looked_through(source: Source) -> Source:
-    """Make the model, and load the headers alone, on the meta device: that tells of experts, of buffers that
-    config.json makes no numbers of, and of missing, unexpected and misshapen tensors, and reads no weights. Returns
-    the source with what its tensors are called, and are parts of.
+def _check_model(source: Source) -> Source:
+    """Make the model on the meta device and load the headers into it, without reading weights.
+
+    This finds experts in an unknown form, buffers without finite values, and missing, unexpected and misshapen tensors.
+    Returns the source with the names of its tensors and the parts of stored tensors that they are.
     """
     from .expert_names import views
     from .skeleton import check_buffers
@@ -266,7 +266,7 @@ def _looked_through(source: Source) -> Source:
     shapes = {name: weights.shape(name) for name in weights.names()}
     stored = headers(shapes)
     loaded = _load(source, skeleton, stored, HEADER_TYPE, "meta")
-    with foreign(partial(no_model, source)), quiet():
+    with foreign(partial(no_model, source)), quiet_transformers():
         wrong = check_buffers(skeleton, sum(map(prod, shapes.values())))
     if wrong:
         raise InputError(f"{source.path / 'config.json'}: {wrong}; copy or download it again")
@@ -280,8 +280,9 @@ def _load(
     dtype: "torch.dtype",
     device: str,
 ) -> "PreTrainedModel":
-    """`load_tensors` of the model that is `skeleton` on the meta device, with an InputError for tensors that it lacks,
-    does not know, or has in another shape. Tied weights count as one.
+    """Load `tensors` into a model like `skeleton`, which is on the meta device.
+
+    Raises InputError for tensors that are missing, unknown, or of another shape. Tied weights count as one.
     """
     import torch
 
@@ -289,11 +290,11 @@ def _load(
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"{source.name}: does not load as {source.architecture}: {one_line(error)}; copy or download the "
+            f"{source.name}: does not load as {source.architecture}: {error_text(error)}; copy or download the "
             "checkpoint again"
         )
 
-    with foreign(refusal, torch.OutOfMemoryError), quiet():
+    with foreign(refusal, torch.OutOfMemoryError), quiet_transformers():
         model, misfits = load_tensors(skeleton, source.config, tensors, dtype, device)
     if misfits:
         more = f" (and {len(misfits) - 1} more do not fit)" if len(misfits) > 1 else ""

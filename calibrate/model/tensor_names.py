@@ -12,7 +12,7 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..input.silence import quiet
+from ..input.silence import quiet_transformers
 from .load import load_tensors
 from .skeleton import empty
 
@@ -45,7 +45,7 @@ def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) 
     (its scales, which the model does not know) is renamed with it.
     """
     stored = headers(shapes)
-    with quiet():
+    with quiet_transformers():
         loaded, _ = load_tensors(empty(deepcopy(config), HEADER_TYPE), config, stored, HEADER_TYPE, "meta")
     found = renamed_tensors(loaded, stored)
     owners = {

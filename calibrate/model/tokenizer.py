@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ..checkpoint.companions import REMEDY
-from ..input.silence import muted, quiet
-from ..input.untrusted import foreign, one_line
+from ..input.silence import muted, quiet_transformers
+from ..input.untrusted import error_text, foreign
 from .source import Source
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
                 f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with "
                 "--trust-remote-code"
             )
-        return InputError(f"{source.name}: its tokenizer does not load: {one_line(error)}; {REMEDY}")
+        return InputError(f"{source.name}: its tokenizer does not load: {error_text(error)}; {REMEDY}")
 
-    with foreign(refusal), quiet(), muted():
+    with foreign(refusal), quiet_transformers(), muted():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.path, local_files_only=True, trust_remote_code=source.trust_remote_code
         )
     with (
         foreign(refusal),
-        quiet(),
+        quiet_transformers(),
         muted(),
         suppress(Exception),
     ):  # one without a word for this may have one for the text

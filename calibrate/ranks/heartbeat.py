@@ -26,7 +26,7 @@ INTERVAL_S, SILENCE_S, PATIENCE_S = 1.0, 30.0, 10.0
 BEAT_BYTES, LONGEST_MESSAGE = 4096, 900
 
 
-class Failure(Strict):
+class RankFailure(Strict):
     """The rank that failed; `message` None: it said nothing."""
 
     rank: int
@@ -39,20 +39,20 @@ class Beat(Strict):
     """The state that a rank tells rank 0 of itself, and rank 0 tells each of all."""
 
     done: bool = False
-    failure: Failure | None = None
+    failure: RankFailure | None = None
 
 
 class RankError(Fp8qError):
-    """Another rank failed; the exit code is that rank's. `told`: it has said why itself, on its own standard error."""
+    """Another rank failed; the exit code is that rank's. `reported`: it has said why on its own standard error."""
 
-    def __init__(self, failure: Failure):
+    def __init__(self, failure: RankFailure):
         """Name the rank, and the cause where it is known."""
         silent = (
             "died without a word (killed, out of memory, or its machine is gone); what started it has its exit code; "
             "the same command goes on from what is finished"
         )
         super().__init__(f"{failure.name}: {failure.message}" if failure.message else f"{failure.name} {silent}")
-        self.exit_code, self.told = failure.code, failure.message is not None
+        self.exit_code, self.reported = failure.code, failure.message is not None
 
 
 class Stopped(BaseException):
@@ -76,7 +76,7 @@ class Heartbeat:
         """Beat for `rank`, in a gloo process `group` of its own; `names`: what to call each rank."""
         self.rank, self.names, self.group = rank, names, group
         self.own, self.ended = Beat(), False
-        self.failure: Failure | None = None
+        self.failure: RankFailure | None = None
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="fp8q-heartbeat", daemon=True)
         self._handler = (
@@ -100,7 +100,7 @@ class Heartbeat:
         told = (
             None
             if error is None
-            else Failure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=code)
+            else RankFailure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=code)
         )
         self.own = Beat(done=error is None, failure=told)
         self._changed.set()
@@ -176,7 +176,7 @@ class Heartbeat:
         try:
             self.group.recv([content], rank, 0).wait(timedelta(seconds=max(0.1, deadline - time.monotonic())))
         except RuntimeError:
-            return Beat(failure=Failure(rank=rank, name=self.names[rank]))
+            return Beat(failure=RankFailure(rank=rank, name=self.names[rank]))
         return Beat.model_validate_json(content.numpy().tobytes())
 
 
@@ -194,6 +194,6 @@ def line_of(error: BaseException) -> str:
     return " ".join(text.split())[:LONGEST_MESSAGE]
 
 
-def name_of(rank: int, host: str) -> str:
+def rank_name(rank: int, host: str) -> str:
     """Name this process by its `rank` and `host`, for messages."""
     return f"rank {rank} (process {os.getpid()} on {host})"

@@ -11,7 +11,7 @@ from ...core.errors import InputError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessRank:
     """The rank of this process among `ranks`, and among those on its machine."""
 
     rank: int = 0
@@ -20,14 +20,14 @@ class Place:
     local_ranks: int = 1
 
 
-def place(environment: Mapping[str, str] | None = None) -> Place:
+def process_rank(environment: Mapping[str, str] | None = None) -> ProcessRank:
     """This process's place, by the variables that torchrun sets; alone where there are none.
 
     Raises InputError for variables that make no sense.
     """
     env = os.environ if environment is None else environment
     if "RANK" not in env or env.get("WORLD_SIZE", "1") == "1":
-        return Place()
+        return ProcessRank()
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise InputError(
@@ -48,4 +48,4 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
         raise InputError(
             f"RANK is {rank} of {ranks}, and the last is {ranks - 1}; start the ranks with torchrun, or unset RANK"
         )
-    return Place(rank, ranks, local_rank, local_ranks)
+    return ProcessRank(rank, ranks, local_rank, local_ranks)

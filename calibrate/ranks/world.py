@@ -24,8 +24,8 @@ from ...core.record import library_versions
 from ...core.undo import at_end
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
-from .heartbeat import Heartbeat, RankError, Stopped, line_of, name_of
-from .torchrun import Place, place
+from .heartbeat import Heartbeat, RankError, Stopped, line_of, rank_name
+from .torchrun import ProcessRank, process_rank
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,12 @@ MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
 class World:
     """All ranks of one measurement, seen from one of them; of one rank, every method is the identity."""
 
-    def __init__(self, place: Place = Place(), device: str = "cpu", group: Any = None):
-        """The ranks of the process `group`, this one at `place`, whose products run on `device`."""
-        self.place, self.device, self.group = place, device, group
-        self.rank, self.size = place.rank, place.ranks
+    def __init__(self, process: ProcessRank = ProcessRank(), device: str = "cpu", group: Any = None):
+        """The ranks of the process `group`, this one being `process`, whose products run on `device`."""
+        self.process, self.device, self.group = process, device, group
+        self.rank, self.size = process.rank, process.ranks
         self.heartbeat: Heartbeat | None = None
-        self.members: list[dict[str, Any]] = [_self_description(place, device)]
+        self.members: list[dict[str, Any]] = [_self_description(process, device)]
 
     def machine(self) -> dict[str, Any]:
         """Describe the machines for the record: device, threads of each rank, ranks, hosts."""
@@ -171,7 +171,7 @@ class World:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined_ranks() -> Iterator[World]:
     """Meet the other ranks that were started with this one, and watch over them until the block ends, on all of them.
 
     Raises InputError when they are not alike, BackendError when they do not meet, RankError when another fails, then or
@@ -179,7 +179,7 @@ def joined() -> Iterator[World]:
     """
     import torch
 
-    here = place()
+    here = process_rank()
     if here.ranks == 1:
         yield World(here, _device(here))
         return
@@ -193,7 +193,7 @@ def joined() -> Iterator[World]:
         world.members = world.gathered(world.members[0])
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise BackendError(
-            f"{name_of(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at "
+            f"{rank_name(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
             f"{' '.join(str(error).split())[:300]}; see that all were started, and that this address can be reached"
         ) from None
@@ -213,7 +213,7 @@ def joined() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _device(here: Place) -> str:
+def _device(here: ProcessRank) -> str:
     """The GPU of this rank, made the current one; the CPU where there is none.
 
     Raises InputError when the machine has fewer GPUs than ranks.
@@ -232,7 +232,7 @@ def _device(here: Place) -> str:
     return "cuda"
 
 
-def _self_description(here: Place, device: str) -> dict[str, Any]:
+def _self_description(here: ProcessRank, device: str) -> dict[str, Any]:
     import torch
 
     from ... import __version__
@@ -245,7 +245,7 @@ def _self_description(here: Place, device: str) -> dict[str, Any]:
         "fp8q": __version__, **library_versions(), "threads": torch.get_num_threads(), "device": kind,
         "arithmetic of BF16 products": units,
     }  # fmt: skip
-    return {"name": name_of(here.rank, host), "host": host, "alike": alike}
+    return {"name": rank_name(here.rank, host), "host": host, "alike": alike}
 
 
 def _check_alike(members: Sequence[Mapping[str, Any]]) -> None:

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InputError
-from ..input.untrusted import one_line
+from ..input.untrusted import error_text
 from .rows import Render, fault
 from .template import Template, TemplateError
 
@@ -46,7 +46,7 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
             return template.render(chat)
         except TemplateError as error:
             raise InputError(
-                f"{where}: the tokenizer's chat template refuses it: {one_line(error)}; mend the row, or leave it out"
+                f"{where}: the tokenizer's chat template refuses it: {error_text(error)}; mend the row, or leave it out"
             ) from None
 
     return render

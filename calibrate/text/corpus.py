@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ..input.silence import muted
-from ..input.untrusted import foreign, one_line
+from ..input.untrusted import error_text, foreign
 from .documents import load_documents, load_texts
 from .overlap import check_disjoint
 from .packing import Packing
@@ -29,9 +29,9 @@ __all__ = [
     "Documents",
     "Reading",
     "check_disjoint",
-    "encode",
+    "encode_texts",
     "fingerprint",
-    "hold_out",
+    "hold_out_tail",
     "load_documents",
     "load_texts",
     "lower_default",
@@ -54,7 +54,7 @@ def fingerprint(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def encode(
+def encode_texts(
     texts: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     vocabulary: int | None = None,
@@ -86,7 +86,7 @@ def encode(
 def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_tokens: bool) -> list[list[int]]:
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"the tokenizer cannot read the text: {one_line(error)}; put the tokenizer the model was trained with "
+            f"the tokenizer cannot read the text: {error_text(error)}; put the tokenizer the model was trained with "
             "beside config.json"
         )
 
@@ -136,7 +136,7 @@ def _parts(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def hold_out(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
+def hold_out_tail(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
     """Split tokens into those to calibrate on and the last `fraction` of them, to evaluate on."""
     kept = len(ids) - int(len(ids) * fraction)
     return ids[:kept], ids[kept:]

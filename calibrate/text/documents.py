@@ -15,9 +15,9 @@ from ...core.errors import InputError
 from ...core.files import regular_file
 from ...core.reporter import SILENT, Reporter
 from ..input.hub import is_hub_name
-from ..input.untrusted import AGAIN, exists, local_path, one_line, read_bytes
-from .excerpts import Piece, is_larger, line_pieces, text_pieces, told
-from .rows import Documents, Reading, choose_column, documents, kinds_of
+from ..input.untrusted import AGAIN, error_text, exists, local_path, read_bytes
+from .excerpts import Excerpt, excerpt_note, is_larger, line_pieces, text_pieces
+from .rows import Documents, Reading, choose_column, column_kinds, documents
 from .tables import read_hub, read_parquet, read_saved
 
 FORMS = (
@@ -61,7 +61,7 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
     return found
 
 
-def _decode(path: Path, piece: Piece) -> str:
+def _decode(path: Path, piece: Excerpt) -> str:
     content, offset = piece.content, piece.offset
     if offset == 0 and content.startswith(BOM_UTF8):
         content, offset = content[len(BOM_UTF8) :], len(BOM_UTF8)
@@ -92,15 +92,15 @@ def _likely(content: bytes) -> str:
 
 def _txt(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     if not is_larger(path, reading.limit):
-        return Documents([_decode(path, Piece(0, read_bytes(path, reading.limit)))])
+        return Documents([_decode(path, Excerpt(0, read_bytes(path, reading.limit)))])
     pieces = list(text_pieces(path, reading.limit))
-    report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
+    report.note(excerpt_note(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
     return Documents([_decode(path, piece) for piece in pieces])
 
 
 def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     lines = _lines(path, spec, reading, report)
-    kinds = kinds_of(row for _, row in _parsed(path, lines))
+    kinds = column_kinds(row for _, row in _parsed(path, lines))
     if not kinds and not any(True for _ in _parsed(path, lines)):
         return Documents([])
     return documents(spec, _parsed(path, lines), choose_column(spec, kinds, reading), reading)
@@ -109,10 +109,10 @@ def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documen
 def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tuple[str, str]]:
     """The lines of the file that are read, each with what the user calls it."""
     if not is_larger(path, reading.limit):
-        lines = _decode(path, Piece(0, read_bytes(path, reading.limit))).split("\n")
+        lines = _decode(path, Excerpt(0, read_bytes(path, reading.limit))).split("\n")
         return [(f"line {number:,}", line) for number, line in enumerate(lines, 1)]
     pieces = list(line_pieces(path, reading.limit))
-    report.note(told(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
+    report.note(excerpt_note(spec, sum(len(piece.content) for piece in pieces), path.stat().st_size))
     return [(f"the line at byte {piece.offset:,}", _decode(path, piece).removesuffix("\n")) for piece in pieces]
 
 
@@ -131,7 +131,7 @@ def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str,
             ) from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
             raise InputError(
-                f"{path}: {where} is no JSON that can be read ({one_line(error)}); each line must be one object"
+                f"{path}: {where} is no JSON that can be read ({error_text(error)}); each line must be one object"
             ) from None
         if not isinstance(row, dict):
             raise InputError(

@@ -17,7 +17,7 @@ PIECES = 1024
 
 
 @dataclass(frozen=True)
-class Piece:
+class Excerpt:
     """Bytes of a file from `offset` on."""
 
     offset: int
@@ -29,7 +29,7 @@ def is_larger(path: Path, limit: int) -> bool:
     return path.stat().st_size > limit
 
 
-def told(spec: str, read: int, size: int, unit: str = "bytes") -> str:
+def excerpt_note(spec: str, read: int, size: int, unit: str = "bytes") -> str:
     """The note for the user that not all of `spec` is read."""
     return f"{spec}: {read:,} of its {size:,} {unit} are read, evenly spread over it"
 
@@ -40,49 +40,49 @@ def spread(count: int, most: int) -> list[int]:
     return [number * count // most for number in range(most)]
 
 
-def text_pieces(path: Path, limit: int) -> Iterator[Piece]:
+def text_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
     """Pieces of a text file, some `limit` bytes together, that begin and end with lines, or between two characters
     where a line has no end in sight.
     """
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
-        for start in spread(size, PIECES):
-            if start < handle.tell():
-                continue
-            _to_line(handle, start, share)
-            offset = handle.tell()
+        for offset in _seek_lines(handle, size, share):
             content = handle.read(share)
             if content and not content.endswith(b"\n"):
                 content += handle.readline(share)
-            yield _whole_characters(Piece(offset, content), at_end=handle.tell() >= size)
+            yield _whole_characters(Excerpt(offset, content), at_end=handle.tell() >= size)
 
 
-def line_pieces(path: Path, limit: int) -> Iterator[Piece]:
+def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
     """Whole lines of a file, some `limit` bytes together. Raises InputError for a line longer than `limit`."""
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
-        for start in spread(size, PIECES):
-            if start < handle.tell():
-                continue
-            _to_line(handle, start, limit)
-            end = handle.tell() + share
+        for start in _seek_lines(handle, size, limit):
+            end = start + share
             while (offset := handle.tell()) < end and (line := handle.readline(limit)):
                 if not line.endswith(b"\n") and len(line) == limit:
                     raise InputError(
                         f"{path}: the line at byte {offset:,} is longer than {limit:,} bytes; each line must be one "
                         "document"
                     )
-                yield Piece(offset, line)
+                yield Excerpt(offset, line)
 
 
-def _to_line(handle: BinaryIO, start: int, reach: int) -> None:
-    """Go to the first line that begins at `start` or after it, or to `start` + `reach` where none begins before."""
-    handle.seek(max(start - 1, 0))
-    if start:
-        handle.readline(reach)
+def _seek_lines(handle: BinaryIO, size: int, reach: int) -> Iterator[int]:
+    """Seek to the beginning of a line at each of `PIECES` offsets, evenly spread over `size` bytes; yield its offset.
+
+    A line may begin up to `reach` bytes behind the offset; where none does, reading begins there in the middle of one.
+    Offsets that were read past already are left out.
+    """
+    for start in spread(size, PIECES):
+        if start >= handle.tell():
+            handle.seek(max(start - 1, 0))
+            if start:
+                handle.readline(reach)
+            yield handle.tell()
 
 
-def _whole_characters(piece: Piece, at_end: bool) -> Piece:
+def _whole_characters(piece: Excerpt, at_end: bool) -> Excerpt:
     """The piece without the parts of UTF-8 characters that it was cut through."""
     content = piece.content
     skipped = next((number for number, byte in enumerate(content[:4]) if byte & 0xC0 != 0x80), 0)
@@ -98,4 +98,4 @@ def _whole_characters(piece: Piece, at_end: bool) -> Piece:
             else 4
         )
         content = content[:-last] if last and needed > last else content
-    return Piece(piece.offset + skipped, content[skipped:])
+    return Excerpt(piece.offset + skipped, content[skipped:])

@@ -20,14 +20,14 @@ _WEIGHT = re.compile(r"(.+)=([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedText:
     """One text of a corpus: its name (a file, a directory, a hub data set) and its weight."""
 
     spec: str
     weight: Fraction = Fraction(1)
 
 
-def parse(data: str | Sequence[str]) -> list[Part]:
+def parse(data: str | Sequence[str]) -> list[WeightedText]:
     """The parts that --data names: each `TEXT` or `TEXT=WEIGHT`.
 
     What exists under the whole name, equals sign and all, is a text without a weight.
@@ -44,17 +44,17 @@ def parse(data: str | Sequence[str]) -> list[Part]:
     return parts
 
 
-def _part(text: str) -> Part:
+def _part(text: str) -> WeightedText:
     found = None if local_path(text).exists() else _WEIGHT.fullmatch(text)
     if found is None:
-        return Part(text)
+        return WeightedText(text)
     spec, weight = found[1], Fraction(found[2])
     if weight <= 0:
         raise InputError(f"--data {text}: its weight is {found[2]}; give one above 0, or leave the text out")
-    return Part(spec, weight)
+    return WeightedText(spec, weight)
 
 
-def shares(total: int, weights: Sequence[Fraction]) -> list[int]:
+def apportion(total: int, weights: Sequence[Fraction]) -> list[int]:
     """`total` given out in proportion to `weights`, by the largest remainder; of equal ones the earlier comes first."""
     quotas = [total * weight / sum(weights) for weight in weights]
     given = [int(quota) for quota in quotas]
@@ -81,7 +81,7 @@ def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: 
     fits = (
         total
         for total in range(bound, floor, -1)
-        if all(share <= count for share, count in zip(shares(total, weights), available, strict=True))
+        if all(share <= count for share, count in zip(apportion(total, weights), available, strict=True))
     )
     return next(fits, floor)
 

@@ -77,7 +77,7 @@ def check_disjoint(
 
     `data` and `eval_data` are how the user calls them.
     """
-    found = overlap(calibration, evaluation)
+    found = measure_overlap(calibration, evaluation)
     what, where = (eval_data, data) if found.of_second >= found.of_first else (data, eval_data)
     if found.too_much and not allowed:
         raise InputError(
@@ -90,7 +90,7 @@ def check_disjoint(
     return found
 
 
-def overlap(first: Sequence[str], second: Sequence[str], window: int | None = None) -> Overlap:
+def measure_overlap(first: Sequence[str], second: Sequence[str], window: int | None = None) -> Overlap:
     """Measure the overlap of two texts. `window`: one of them is windows of so many tokens: cut apart from each other,
     short ones share only short runs with the text they were cut from.
 
@@ -110,7 +110,7 @@ def repeated(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> flo
     return _shares(first.view(np.uint64), second.view(np.uint64), RUN)[1]
 
 
-def shares(first: Sequence[str], second: Sequence[str], run: int = RUN) -> tuple[float, float]:
+def shared_runs(first: Sequence[str], second: Sequence[str], run: int = RUN) -> tuple[float, float]:
     """Share of the distinct runs of `run` units of the first text that the second holds, and the other way round.
 
     Texts of fewer units are compared in shorter runs.

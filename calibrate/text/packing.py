@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...core.errors import InputError
 from ..input.silence import muted
-from ..input.untrusted import foreign, one_line
+from ..input.untrusted import error_text, foreign
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ def prefix_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     or cannot read our samples: what it makes of the user's text is for `corpus.encode` to say.
     """
     found = set[tuple[int, ...]]()
-    with suppress(InputError), foreign(lambda error: InputError(one_line(error))), muted():
+    with suppress(InputError), foreign(lambda error: InputError(error_text(error))), muted():
         found = {_before(tokenizer, text) for text in SAMPLES}
     return found.pop() if len(found) == 1 else ()
 

@@ -53,38 +53,38 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Column:
+class DocumentColumn:
     """The column of a table that is read."""
 
     name: str
     chat: bool
 
 
-def kind_of(name: str, value: object) -> Kind:
+def column_kind(name: str, value: object) -> Kind:
     """Tell the kind of a column of that name by one of its values."""
     if isinstance(value, str):
         return "strings"
     return "chats" if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict) else "other"
 
 
-def kinds_of(rows: Iterable[Row]) -> dict[str, Kind]:
+def column_kinds(rows: Iterable[Row]) -> dict[str, Kind]:
     """Tell the kind of each column by its first value that is neither missing nor an empty list."""
     kinds: dict[str, Kind] = {}
     for row in rows:
         kinds |= {
-            name: kind_of(name, value)
+            name: column_kind(name, value)
             for name, value in row.items()
             if value is not None and value != [] and name not in kinds
         }
     return kinds
 
 
-def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Column:
+def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> DocumentColumn:
     """The column to read. Raises InputError naming those there are, or the option that renders chats."""
     strings = [name for name, kind in kinds.items() if kind == "strings"]
     chat = next((name for name in CHATS if kinds.get(name) == "chats" and reading.column is None), None)
     if chat and reading.render and (reading.chats_first or "text" not in strings):
-        return Column(chat, chat=True)
+        return DocumentColumn(chat, chat=True)
     if chat and "text" not in strings:
         raise InputError(
             f"{spec}: holds chats, under `{chat}`; render them by the tokenizer's own template with --chat-template, "
@@ -100,7 +100,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Col
         raise InputError(
             f"{spec}: has no column `{wanted}` of strings; its columns are {found}; name the one to read `text`"
         )
-    return Column(wanted, chat=False)
+    return DocumentColumn(wanted, chat=False)
 
 
 def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
@@ -114,7 +114,7 @@ def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
 def documents(
     spec: str,
     rows: Iterable[tuple[str, Row]],
-    column: Column,
+    column: DocumentColumn,
     reading: Reading,
     limit: int | None = None,
     report: Reporter = SILENT,

@@ -15,9 +15,21 @@ from ...core.files import regular_file
 from ...core.reporter import Reporter
 from ...core.undo import scratch
 from ..input.hub import hub_errors, network_errors, quiet_hub
-from ..input.untrusted import AGAIN, foreign, one_line
-from .excerpts import spread, told
-from .rows import CHATS, HEAD, Column, Documents, Kind, Reading, Row, choose_column, choose_split, documents, kinds_of
+from ..input.untrusted import AGAIN, error_text, foreign
+from .excerpts import excerpt_note, spread
+from .rows import (
+    CHATS,
+    HEAD,
+    DocumentColumn,
+    Documents,
+    Kind,
+    Reading,
+    Row,
+    choose_column,
+    choose_split,
+    column_kinds,
+    documents,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,7 +52,7 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
     from pyarrow import parquet
 
     with (
-        unreadable(spec, "write or copy it again"),
+        table_errors(spec, "write or copy it again"),
         parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file,
     ):
         column = choose_column(spec, {field.name: _kind(field) for field in file.schema_arrow}, reading)
@@ -53,7 +65,7 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
         rows = _parquet_rows(file, groups, every, column.name, batch_rows)
         found = documents(spec, rows, column, reading, EXPANSION * reading.limit, report)
         if sum(sizes) > reading.limit:
-            report.note(told(spec, len(found.texts), file.metadata.num_rows, "rows"))
+            report.note(excerpt_note(spec, len(found.texts), file.metadata.num_rows, "rows"))
         return found
 
 
@@ -67,7 +79,7 @@ def _kind(field: "pa.Field[Any]") -> Kind:
     return "chats" if rows and field.name in CHATS else "other"
 
 
-def _column_bytes(file: "parquet.ParquetFile", group: int, column: Column) -> int:
+def _column_bytes(file: "parquet.ParquetFile", group: int, column: DocumentColumn) -> int:
     metadata = file.metadata.row_group(group)
     chunks = (metadata.column(number) for number in range(metadata.num_columns))
     return sum(
@@ -96,16 +108,16 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
 
     for file in sorted(found for ending in ("json", "arrow") for found in path.rglob(f"*.{ending}")):
         regular_file(file, AGAIN)
-    with quiet_datasets(), unreadable(spec, "save or copy it again"):
+    with quiet_datasets(), table_errors(spec, "save or copy it again"):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.DatasetDict):
             saved = saved[choose_split(spec, list(saved), reading)]
-        column = choose_column(spec, kinds_of(saved.take(HEAD)), reading)
+        column = choose_column(spec, column_kinds(saved.take(HEAD)), reading)
         saved = saved.select_columns([column.name])
         every = max(-(-saved.data.nbytes // reading.limit), 1)
         chosen = range(0, len(saved), every)
         if every > 1:
-            report.note(told(spec, len(chosen), len(saved), "rows"))
+            report.note(excerpt_note(spec, len(chosen), len(saved), "rows"))
         return documents(spec, ((f"row {number + 1:,}", saved[number]) for number in chosen), column, reading)
 
 
@@ -124,22 +136,22 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
     with quiet_hub(), quiet_datasets(), hub_errors("data set", name, None, offline):
         HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute
         remedy = f"name one of its configurations as {name}:config, or save its text to a file and give that"
-        with unreadable(spec, remedy), scratch() as cache:
+        with table_errors(spec, remedy), scratch() as cache:
             found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=str(cache))
             rows = found[choose_split(spec, list(found), reading)]
-            column = choose_column(spec, kinds_of(rows.take(HEAD)), reading)
+            column = choose_column(spec, column_kinds(rows.take(HEAD)), reading)
             numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns([column.name]), 1))
             return documents(spec, numbered, column, reading, reading.limit, report)
 
 
 @contextmanager
-def unreadable(spec: str, remedy: str) -> Iterator[None]:
+def table_errors(spec: str, remedy: str) -> Iterator[None]:
     """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises
     is `hub_errors`' to say.
     """
 
     def refusal(error: BaseException) -> InputError:
-        return InputError(f"{spec}: does not read: {one_line(error)}; {remedy}")
+        return InputError(f"{spec}: does not read: {error_text(error)}; {remedy}")
 
     with foreign(refusal, *network_errors()):
         yield

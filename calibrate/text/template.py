@@ -45,13 +45,13 @@ class Template:
         """Nothing runs before the first `render`. `answering`: end where the model's answer begins, and say the true
         date.
         """
-        self.told = {"template": source, "tokens": tokens, "answering": answering}
+        self.request = {"template": source, "tokens": tokens, "answering": answering}
         self.allowed = START
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The text of `messages`. Raises TemplateError, saying why, when there is none."""
         child, begun = _child(os.getpid()), time.monotonic()
-        answer = child.asked({**self.told, "messages": messages}, self.allowed)
+        answer = child.asked({**self.request, "messages": messages}, self.allowed)
         self.allowed += EACH - (time.monotonic() - begun)
         if answer is None:
             _child.cache_clear()
@@ -116,7 +116,7 @@ def _stream(stream: IO[bytes] | None) -> IO[bytes]:
     return stream
 
 
-def serve(questions: TextIO, answers: TextIO) -> None:
+def render_requests(questions: TextIO, answers: TextIO) -> None:
     """Answer each line of JSON with a line of JSON, as the child process, until there are no more."""
     render = _renderer()
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as sizes:
@@ -190,4 +190,4 @@ def _plain(source: str, date: datetime, **told: Any) -> str:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    render_requests(sys.stdin, sys.stdout)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...calibrate.checkpoint.adapter import ENDS, PREFIX, TENSORS, Adapter, Part, open_adapter
-from ...calibrate.model.adapter_addition import beside
+from ...calibrate.checkpoint.adapter import ENDS, PREFIX, TENSORS, Adapter, LoraPart, open_adapter
+from ...calibrate.model.adapter_addition import add_lora_product
 from ...quantize.reading.run_checkpoint import ADAPTERS
 
 #: What the module is called that a product's adapter is in the traced model.
@@ -21,7 +21,7 @@ CHILD = "adapter"
 class Added(nn.Module):
     """The products that `part` of an adapter adds behind a product of `width` inputs and `out` outputs, in `dtype`."""
 
-    def __init__(self, part: Part, width: int, out: int, dtype: torch.dtype):
+    def __init__(self, part: LoraPart, width: int, out: int, dtype: torch.dtype):
         super().__init__()
         self.scale = part.scale
         self.register_buffer("a", torch.empty((part.rank, width), dtype=dtype, device="meta"))
@@ -32,7 +32,7 @@ class Added(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The product `y` [..., out] of `x` [..., in] with it."""
-        return beside(y, x, self.a, self.b, self.scale)
+        return add_lora_product(y, x, self.a, self.b, self.scale)
 
 
 def stored_adapter(directory: Path, name: str) -> Adapter:

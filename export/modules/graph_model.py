@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...calibrate.model.classes import nested
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules, output_axis
+from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...quantize.codes.encoding import CODE
 from ...quantize.codes.formats import TWO_TERMS
 from ...quantize.reference.linear import replace_linears
@@ -126,7 +126,7 @@ class GraphLinear(nn.Module):
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
         """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
-        self.dtype, self.axis = plan.dtype, output_axis(linear)
+        self.dtype, self.axis = plan.dtype, output_channel_axis(linear)
         self.halves = quantized.halves()
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
         self.register_buffer(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
 
-from ...calibrate.input.untrusted import one_line
+from ...calibrate.input.untrusted import error_text
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.classes import code_of
 from ...calibrate.model.expert_modules import experts_of
@@ -149,7 +149,7 @@ def seen_in_a_pass(
         with attending(model, looked), torch.inference_mode():
             model(**text_input(model, ids), past_key_values=looked.cache(layers), use_cache=True)
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
-        return f"cannot be run on shapes alone ({one_line(error)})"
+        return f"cannot be run on shapes alone ({error_text(error)})"
     if looked.reasons:
         return looked.reasons[0]
     for layer, name in sorted(layers.items()):

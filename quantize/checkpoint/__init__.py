@@ -1,1 +1,1 @@
-"""Writes the checkpoint of a run, with its model card; and those that FP8 is compared with."""
+"""Writes the checkpoint of a run with its model card, and the BF16 and INT8 checkpoints that FP8 is compared with."""

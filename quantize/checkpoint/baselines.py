@@ -3,10 +3,10 @@
 BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by
 tensor.
 
-INT8 is the ordinary kind: symmetric, weights amax / 127 per output channel, activations per tensor and static, without
-SmoothQuant. Its clips follow from the exact histograms by the method that the run chose its FP8 scales by, evaluated on
-the grid of the 128 integer magnitudes. Scales are BF16 numbers rounded up, as FP8's are: that costs INT8 0.07 dB at
-most. Embeddings, head, skipped modules and the cache stay wide.
+INT8 is the usual scheme: symmetric, weights amax / 127 per output channel, activations per tensor and static, without
+SmoothQuant. Its clips are chosen by the run's method from the exact histograms, on the grid of the 128 integer
+magnitudes. Scales are rounded up to BF16 numbers, as those of FP8 are: that costs INT8 0.07 dB at most. Embeddings,
+head, skipped modules and the cache stay in BF16.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from .writer import ShardWriter, quantize_checkpoint, write_config
 
 
 def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
-    """Write the weights of `source` to `directory` (new) in BF16: its own files where they are that, and else cast."""
+    """Write the weights of `source` in BF16 to `directory` (new): its own files where they are BF16, cast otherwise."""
     directory.mkdir(parents=True)
     weights = source.weights()
     write_config(source, directory, None)
@@ -47,8 +47,9 @@ def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
 def write_int8(
     source: Source, directory: Path, statistics: Statistics, fp8: Scales, clipping: Clipping, report: Reporter
 ) -> Scales:
-    """Write INT8 weights of the modules that `fp8` promises to `directory` (new); returns, and writes there too, the
-    scales they have.
+    """Write INT8 weights of the modules that `fp8` quantizes, and their scales.json, to `directory` (new).
+
+    Returns the INT8 scales.
     """
     activations, unfit = activation_scales(statistics, fp8.promised, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)

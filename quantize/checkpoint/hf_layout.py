@@ -1,10 +1,11 @@
-"""Tell which parts of an FP8 model have a form that Hugging Face's loader knows.
+"""Decide how an FP8 model is laid out for Hugging Face's loaders, and which parts of it they cannot load.
 
-The rest is written for fp8q and ONNX, and must not be loaded wrong in silence.
+Parts that they cannot load are written for fp8q and ONNX, so that no loader reads them wrong in silence.
 
 compressed-tensors quantizes linear layers; a Conv1D with FP8 codes would load as a matrix of codes without its scales,
-and no error. And it puts the scales of a cache into attention modules that it knows by the names of their projections;
-in others it would find keys that it does not expect. For a cache of which only the values are codes it has no words.
+and without an error. It puts the scales of a cache into attention modules, which it knows by the names of their
+projections; in other modules these keys would be unexpected. A cache of which only the values are codes it cannot
+describe.
 """
 
 import inspect
@@ -14,16 +15,16 @@ from typing import Literal
 
 from torch import nn
 
-from ...calibrate.model.classes import beside, own_attention
+from ...calibrate.model.classes import non_text_modules, own_attention
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules, output_axis
+from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
-from ..scales.policy import parted_experts
+from ..scales.policy import mixed_experts_warning
 
-#: The `quantization_config` of a checkpoint that Hugging Face has no form for. It names no `quant_method`, at which
-#: transformers stops with a ValueError.
+#: The `quantization_config` of a checkpoint that Hugging Face's loaders cannot load: it names no `quant_method`, at
+#: which transformers stops with a ValueError.
 UNLOADABLE = {
     "format": "fp8q",
     "reason": (
@@ -31,7 +32,7 @@ UNLOADABLE = {
         "serve this checkpoint, transformers and vLLM cannot"
     ),
 }
-#: The same for the INT8 weights that FP8 is compared with.
+#: The `quantization_config` of the INT8 weights that FP8 is compared with.
 INTEGERS = {
     "format": "fp8q",
     "reason": (
@@ -39,20 +40,26 @@ INTEGERS = {
         "run is for them"
     ),
 }
-#: What compressed-tensors knows an attention module with a cache by (its `_KV_CACHE_PROJECTION_NAMES`).
+#: The projections by which compressed-tensors knows an attention module with a cache (`_KV_CACHE_PROJECTION_NAMES`).
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
-#: And by an argument of one of these names.
+#: The arguments by one of which it knows such a module too.
 CACHES = frozenset({"past_key_value", "past_key_values"})
 
 
 @dataclass(frozen=True)
-class Form:
-    """`modules`: those that are quantized; `loadable`: whether transformers and vLLM can load them; `cache`: whether
-    there are scales of a cache that they would read; `no_graph`: why no ONNX graph can be made of the model;
-    `attention`: the one that transformers must be told to take, where its default computes something else; `beside`:
-    the modules that text does not reach, which stay as they are; `positions`: how many a graph serves, where those are
-    fewer than the model's; `stored`: the names in the files of modules beside and among experts, which are those that
-    vLLM reads; `experts`: the products of experts, and `layers` the modules that hold those of a layer.
+class HfLayout:
+    """The content of an FP8 model in the layout of Hugging Face's loaders.
+
+    - `modules`: the quantized modules.
+    - `loadable`: whether transformers and vLLM can load them.
+    - `cache`: whether the checkpoint has scales of a cache that they read.
+    - `no_graph`: why no ONNX graph can be made of the model.
+    - `attention`: the implementation that transformers must be told to use, where its default computes another result.
+    - `non_text`: the modules that text does not reach, which are not quantized.
+    - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
+    - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
+    - `experts`: the products of experts.
+    - `layers`: the modules that each hold the experts of one layer.
     """
 
     modules: Mapping[str, nn.Module]
@@ -60,33 +67,33 @@ class Form:
     cache: bool
     no_graph: str | None = None
     attention: str | None = None
-    beside: Mapping[str, nn.Module] = field(default_factory=dict)
+    non_text: Mapping[str, nn.Module] = field(default_factory=dict)
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
 
     def in_files(self, module: str) -> str:
-        """Return the name that the files have for a module."""
+        """The name of `module` in the files."""
         return self.stored.get(module, module)
 
     def axis(self, module: str) -> Literal[0, 1]:
-        """The axis of the output channels of a module's weight."""
-        return output_axis(self.modules[module])
+        """The axis of the output channels in the weight of `module`."""
+        return output_channel_axis(self.modules[module])
 
     @property
     def ignored(self) -> list[str]:
-        """The linear layers among what text does not reach."""
-        return [name for name, module in self.beside.items() if isinstance(module, nn.Linear)]
+        """The linear layers that text does not reach."""
+        return [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
 
     @property
     def towers(self) -> list[str]:
-        """The outermost of what text does not reach."""
-        return [name for name in self.beside if name.rpartition(".")[0] not in self.beside]
+        """The outermost modules that text does not reach."""
+        return [name for name in self.non_text if name.rpartition(".")[0] not in self.non_text]
 
     @property
     def limit(self) -> str | None:
-        """Describe the limit of the graph's positions; None where they are the model's."""
+        """Describe the limit of positions of the graph; None where it serves all of the model's."""
         if self.positions is None:
             return None
         return (
@@ -95,7 +102,7 @@ class Form:
         )
 
     def remark(self, architecture: str, scales: Scales) -> str | None:
-        """Describe the limits of serving the checkpoint elsewhere; None where there is nothing."""
+        """Describe the limits of serving the checkpoint with transformers and vLLM; None where there are none."""
         if not self.loadable:
             return (
                 f"{architecture} keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q "
@@ -106,7 +113,7 @@ class Form:
             return (
                 f"transformers 5.14 has no FP8 form for the experts of {architecture}, and ends with an error when it "
                 "loads `model/`; 5.23 loads them, and multiplies them in BF16. fp8q reads it"
-                f"{'' if parted_experts(self.layers, scales) else vllm}"
+                f"{'' if mixed_experts_warning(self.layers, scales) else vllm}"
             )
         if scales.cache_parts == "kv" and not self.cache:
             return (
@@ -117,9 +124,11 @@ class Form:
 
 
 def has_place(attention: nn.Module) -> bool:
-    """Tell whether compressed-tensors knows an attention module as one with a cache, and the cache is of heads' keys
-    and values: by a projection, and by what it is called with (GPT-J's cache is `layer_past`). Into the cache of latent
-    attention vLLM, and transformers 5.23, write latents, which the scales of heads would ruin.
+    """Tell whether compressed-tensors takes scales of a cache for an attention module.
+
+    It knows such a module by a projection and by the name of an argument (GPT-J's cache is `layer_past`, which it does
+    not know). Latent attention is excluded: vLLM and transformers 5.23 write latents to the cache, which the scales of
+    heads do not fit.
     """
     if hasattr(attention, "kv_b_proj"):
         return False
@@ -127,31 +136,32 @@ def has_place(attention: nn.Module) -> bool:
     return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
 
 
-def form_of(source: Source, scales: Scales, no_graph: str | None) -> Form:
-    """The form of the model in `source` when the modules in `scales.activations` are quantized, with the reason why it
-    has no graph.
+def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayout:
+    """Decide the layout of the model in `source`, of which the modules in `scales.activations` are quantized.
+
+    `no_graph`: why no ONNX graph can be made of the model.
     """
     model = meta_model(source)
     modules = {name: model.get_submodule(name) for name in scales.activations}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
     fewer = no_graph is None and source.served_positions != source.max_positions
-    places = experts_of(model)
-    blocks = tuple(f"{place.rpartition('.')[0]}." for place in places)
+    layers = experts_of(model)
+    blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
         for name in (*scales.activations, *scales.skipped)
         if name.startswith(blocks)
     }
-    return Form(
+    return HfLayout(
         modules,
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
         attention=own_attention(source.config),
-        beside=beside(model),
+        non_text=non_text_modules(model),
         positions=source.served_positions if fewer else None,
         stored=stored,
-        experts=frozenset(name for name in modules if name.startswith(tuple(f"{place}." for place in places))),
-        layers=tuple(places),
+        experts=frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers))),
+        layers=tuple(layers),
     )

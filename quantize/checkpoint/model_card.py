@@ -1,13 +1,13 @@
-"""The model card of the FP8 checkpoint: what it is, how it was made, and how to load it."""
+"""Write the model card of the FP8 checkpoint: its formats, how it was made, and how to load it."""
 
 import re
 
 from ...calibrate.model.source import Source
-from ..reading.inherited_scales import became
+from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
-from ..scales.policy import parted_experts
-from .hf_layout import Form
+from ..scales.policy import mixed_experts_warning
+from .hf_layout import HfLayout
 
 CARD = """\
 ---
@@ -23,7 +23,7 @@ stay in BF16.
 
 {loading} {graphs}
 """
-#: What is said of the graphs beside it.
+#: The paragraph on the graphs beside the checkpoint.
 GRAPHS = """\
 `model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
 and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
@@ -32,34 +32,34 @@ ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession("model.fp32.onnx", options)"""
-#: Where there are none.
+#: The paragraph where there are no graphs.
 NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime reference` runs it."
-#: What is said where some activations take two codes.
+#: The paragraph on activations in two terms.
 TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
 scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers and
 vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.
 
 """
-#: What is said where the source was an FP8 checkpoint.
-GIVEN = """\
+#: The paragraph on an FP8 source checkpoint.
+FP8_SOURCE = """\
 **From FP8**: the checkpoint that this was made from holds FP8 codes already. {became}. Scales of
 activations {activations}.
 
 """
-#: What is said where the language model is a part of the model.
+#: The paragraph on a model of which the language model is a part.
 TOWERS = """\
 **The language model** is quantized, and was measured on text alone; {towers} stay as they were, in BF16. Graphs and
 engines are of the language model: they take text, and no images.
 
 """
-#: What is said of an adapter in the weights.
+#: The paragraph on a merged adapter.
 MERGED = """\
 **With an adapter**: the PEFT LoRA adapter {name} (SHA-256 {fingerprint}…) was merged into the weights before they were
 quantized: W + s · B A, rounded to BF16.
 
 """
-#: What is said of adapters beside them.
+#: The paragraph on adapters beside the weights.
 BESIDE = """\
 **With adapters beside it**: {names} in `adapters/`, as PEFT wrote them. The weights are the base's alone; the scales
 of activations were measured on the base and with each adapter on, and serve all of them. A graph `model.NAME.onnx` is
@@ -72,13 +72,13 @@ vLLM serves base and adapters together:
     vllm serve path/to/this/directory --enable-lora --max-lora-rank {rank} \\
         --lora-modules {first}=path/to/this/directory/adapters/{first}
 """
-#: What the cache is, by the parts of it that are codes.
+#: The description of the cache, by its parts that are codes.
 CACHES = {
     "": "the KV cache in the compute type",
     "v": "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type",
     "kv": "E4M3 keys and values with one scale each per layer",
 }
-#: What other loaders make of it.
+#: How other loaders serve the checkpoint, by the parts of the cache that are codes.
 HOSTED = {
     "": "The layout is the one vLLM documents: `vllm serve path/to/this/directory`.",
     "v": "The layout is the one vLLM documents, but compressed-tensors has no form for such a cache: config.json "
@@ -95,7 +95,7 @@ LOADABLE = """\
 
 {hosted}"""
 
-#: In place of `LOADABLE` where there are experts.
+#: Used in place of `LOADABLE` where the model has experts.
 MIXTURE = """\
 **transformers 5.14 cannot load its experts**: it holds all experts of a layer in one tensor, and makes none of FP8
 ones: `from_pretrained` reports missing keys, and ends with an error. Version 5.23 loads them, and multiplies them in
@@ -103,7 +103,7 @@ BF16. {vllm} The static scales that fp8q runs them with are in `{file}`."""
 HOSTED_EXPERTS = """\
 vLLM
 documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token."""
-#: Where only some of a layer's experts are in codes.
+#: Used where only some of a layer's experts are FP8.
 PARTED_EXPERTS = """\
 **Nor can
 vLLM**: {remark}."""
@@ -113,35 +113,37 @@ UNLOADABLE = """\
 compressed-tensors has no FP8 form. `from_pretrained` stops with an error about `quant_method`. fp8q's reference and
 ONNX run it."""
 
-#: In place of `HOSTED` where the architecture's cache has no place for scales.
+#: Used in place of `HOSTED` where compressed-tensors takes no cache scales for the architecture.
 CACHE_BESIDE = f"""\
 The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention:
 config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and vLLM and transformers keep the cache
 in the compute type. fp8q's graphs and engines keep it as said."""
 
 
-def model_card(source: Source, scales: Scales, form: Form, from_fp8: bool = False) -> str:
-    """The README.md of the `model/` made of `source`, Markdown; `from_fp8`: that was an FP8 checkpoint."""
+def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = False) -> str:
+    """The model card of the checkpoint made of `source`, in Markdown; `from_fp8`: the source is an FP8 checkpoint."""
     name, architecture = source.title, source.architecture
-    kept = ", ".join(f"{code(module)} ({plain(decision.reason)})" for module, decision in scales.skipped.items())
+    skipped = ", ".join(
+        f"{markdown_code(module)} ({markdown_text(decision.reason)})" for module, decision in scales.skipped.items()
+    )
     return CARD.format(
-        name=plain(name),
-        architecture=plain(architecture),
+        name=markdown_text(name),
+        architecture=markdown_text(architecture),
         cache=CACHES[scales.cache_parts],
         terms=_terms(scales),
-        given=(_given(scales) if from_fp8 else "") + _towers(form),
+        given=(_fp8_source(scales) if from_fp8 else "") + _towers(form),
         adapters=_adapters(source, form),
         quantized=len(scales.weights),
-        skipped=kept or "nothing else",
+        skipped=skipped or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
-        loading=_loading(plain(architecture), scales, form),
+        loading=_loading(markdown_text(architecture), scales, form),
         graphs=_graphs(form),
     )
 
 
-def _graphs(form: Form) -> str:
+def _graphs(form: HfLayout) -> str:
     if form.no_graph is not None:
-        return NO_GRAPH.format(reason=plain(form.no_graph))
+        return NO_GRAPH.format(reason=markdown_text(form.no_graph))
     return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
 
 
@@ -149,56 +151,56 @@ def _terms(scales: Scales) -> str:
     two = scales.two_terms
     if not two:
         return ""
-    few = ", ".join(map(code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
+    few = ", ".join(map(markdown_code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
     return TERMS.format(modules="every FP8 product" if len(two) == len(scales.weights) else few)
 
 
-def _given(scales: Scales) -> str:
+def _fp8_source(scales: Scales) -> str:
     inherited = any(scale.method == INHERITED for scale in scales.activations.values())
-    return GIVEN.format(
-        became=became(scales),
+    return FP8_SOURCE.format(
+        became=codes_summary(scales),
         activations="are its own" if inherited else "were measured, and are not its own",
     )
 
 
-def _towers(form: Form) -> str:
-    return TOWERS.format(towers=", ".join(map(code, form.towers))) if form.towers else ""
+def _towers(form: HfLayout) -> str:
+    return TOWERS.format(towers=", ".join(map(markdown_code, form.towers))) if form.towers else ""
 
 
-def _adapters(source: Source, form: Form) -> str:
-    """Describe the adapter in the weights, or those beside them."""
+def _adapters(source: Source, form: HfLayout) -> str:
+    """Describe the merged adapter, or the adapters beside the weights."""
     if source.merged:
-        return MERGED.format(name=code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
+        return MERGED.format(name=markdown_code(source.merged.name), fingerprint=source.merged.fingerprint[:12])
     if not source.adapters:
         return ""
     names = [adapter.name for adapter in source.adapters]
     rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
     hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
-    return BESIDE.format(names=", ".join(map(code, names)), vllm=hosted)
+    return BESIDE.format(names=", ".join(map(markdown_code, names)), vllm=hosted)
 
 
-def plain(text: str) -> str:
-    """A name of somebody else's as Markdown that shows just that: on one line, no markup and no HTML among it."""
+def markdown_text(text: str) -> str:
+    """Escape an untrusted text for Markdown: one line, which shows the text itself, without markup and HTML."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
 
 
-def code(text: str) -> str:
-    """Format `text` as code, in a fence of more backticks than stand in it."""
+def markdown_code(text: str) -> str:
+    """Format an untrusted `text` as inline code, fenced by more backticks than it contains."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
     gap = " " if "`" in line else ""
     return f"{fence}{gap}{line}{gap}{fence}"
 
 
-def _loading(architecture: str, scales: Scales, form: Form) -> str:
+def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
     """Explain how to load the checkpoint, or why it cannot be loaded."""
     cache_parts = scales.cache_parts
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
-        remark = parted_experts(form.layers, scales)
-        vllm = PARTED_EXPERTS.format(remark=plain(remark)) if remark else HOSTED_EXPERTS
+        remark = mixed_experts_warning(form.layers, scales)
+        vllm = PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS
         return MIXTURE.format(file=EXPERT_FILE, vllm=vllm)
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",

@@ -1,21 +1,21 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
-For each quantized module: `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1], `input_scale` F32 [1]; for an FP8
-cache `k_scale` and
-`v_scale` F32 [1] at the attention module. transformers loads it as it is, vLLM documents this layout, and the ONNX
-graph points at the same bytes. Tensors go through memory one at a time, into shards of at most `SHARD_BYTES`;
-everything that is not quantized is copied in BF16, under the name it bore.
+Each quantized module has `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1] and `input_scale` F32 [1]; each
+attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1]. transformers loads this layout, vLLM documents
+it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into shards of at most
+`SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
 
-What Hugging Face has no form for (`quantize.checkpoint.hf_layout`) is written all the same, for fp8q and ONNX: a Conv1D
-has `weight` [in, out] and `weight_scale` [1, out], and the scales of a cache that compressed-tensors has no words or no
-place for lie in `CACHE_FILE`, which the index does not name, so that loaders of the Hugging Face layout pass it over;
-the static scales of what experts read in `EXPERT_FILE`, for vLLM takes the weights' scales by channel for experts with
-the scale of each token alone. Experts bear the names that they bore.
+Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q and ONNX. A Conv1D has `weight`
+[in, out] and `weight_scale` [1, out]. Scales of a cache that compressed-tensors cannot describe, or has no module for,
+lie in `CACHE_FILE`. The static input scales of experts lie in `EXPERT_FILE`, since vLLM's experts with a scale for each
+channel scale each token. The index names neither file, so that other loaders ignore them. Experts keep their names in
+the source.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,22 +24,22 @@ from safetensors.torch import save_file
 
 from ...calibrate.checkpoint.companions import companions
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
-from ...calibrate.checkpoint.weights import Weights
+from ...calibrate.checkpoint.weights import INDEX, Weights
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..codes.formats import E4M3, INT8
-from ..reading.dequantized import given_of
+from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
 from ..weights.channels import QuantizedWeight, Rounding
-from .hf_layout import INTEGERS, UNLOADABLE, Form, form_of
+from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
 
 SHARD_BYTES = 512 << 20
-#: The products of experts, in compressed-tensors' words.
+#: The products of experts, as a pattern of compressed-tensors.
 EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 
@@ -54,11 +54,11 @@ def quantize_checkpoint(
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
     `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
-    `scales.format`; a checkpoint of integers is for the graph beside it (`quantize.checkpoint.baselines`), and so has
-    no tokenizer and no model card. `no_graph`: why no ONNX graph will lie beside it, for the card. Raises InputError
-    when the source stores a module's weight under another name than transformers does.
+    `scales.format`; an INT8 checkpoint is only for the graph beside it (`baselines`), and has no tokenizer and no model
+    card. `no_graph`: why there is no ONNX graph, for the card. Raises InputError when the source stores a module's
+    weight under another name than transformers does.
     """
-    weights, form = source.weights(), form_of(source, scales, no_graph)
+    weights, form = source.weights(), hf_layout_of(source, scales, no_graph)
     modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
@@ -68,7 +68,8 @@ def quantize_checkpoint(
         )
     directory.mkdir(parents=True)
     writer = ShardWriter(directory)
-    summaries, skipped = _write_tensors(writer, weights, modules, form, scales, rounding, report)
+    quantizer = ModuleQuantizer(form, scales, rounding)
+    summaries, skipped = _write_tensors(writer, weights, modules, quantizer, report)
     _write_caches(writer, directory, form, scales)
     writer.close()
     done = Scales(
@@ -92,41 +93,40 @@ def _write_tensors(
     writer: "ShardWriter",
     weights: Weights,
     modules: Mapping[str, str],
-    form: Form,
-    scales: Scales,
-    rounding: Rounding,
+    quantizer: "ModuleQuantizer",
     report: Reporter,
 ) -> tuple[dict[str, WeightScales], dict[str, Skipped]]:
-    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales; what was decided
-    of these.
+    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales.
+
+    Returns the weight scales of the quantized modules, and the reasons of those that stay in BF16.
     """
     summaries: dict[str, WeightScales] = {}
     skipped: dict[str, Skipped] = {}
-    beside: dict[str, torch.Tensor] = {}
+    expert_scales: dict[str, torch.Tensor] = {}
     with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             if module := modules.get(name):
-                decision = _quantized_tensors(module, partial(weights.tensor, name), form, scales, rounding)
+                decision = quantizer.tensors(module, partial(weights.tensor, name))
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
                     writer.add(name, weights.tensor(name).to(torch.bfloat16))
                 else:
                     summaries[module], tensors = decision
-                    if module in form.experts:
-                        beside |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
+                    if module in quantizer.layout.experts:
+                        expert_scales |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
                     for key, tensor in tensors.items():
                         writer.add(key, tensor)
             else:
                 tensor = weights.tensor(name)
                 writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             advance(1)
-    if beside:
-        save_file(beside, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
+    if expert_scales:
+        save_file(expert_scales, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
     return summaries, skipped
 
 
-def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Scales) -> None:
-    """Write the scales of the cache where they have a place: among the weights, or in a file of their own."""
+def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
+    """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`."""
     caches = {
         f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
     }
@@ -137,23 +137,32 @@ def _write_caches(writer: "ShardWriter", directory: Path, form: Form, scales: Sc
         save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
 
 
-def _quantized_tensors(
-    module: str, weight: Callable[[], torch.Tensor], form: Form, scales: Scales, rounding: Rounding
-) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
-    axis, name = form.axis(module), form.in_files(module)
-    # compensation and `sequential` move codes, and only linear layers have a form of codes by others
-    quantized: QuantizedWeight | Skipped | None = rounding.kept.of(module) if rounding.kept and axis == 0 else None
-    if quantized is None:
-        rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
-        quantized = rounding.quantized(module, rows, INT8 if scales.format == "int8" else E4M3)
-    if isinstance(quantized, Skipped):
-        return quantized
-    method = f"{quantized.summary.method}{rounding.kept.blocks(module) if rounding.kept else ''}"
-    return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
-        f"{name}.weight": quantized.codes.movedim(0, axis),
-        f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
-        f"{name}.input_scale": torch.tensor([scales.activations[module].scale], dtype=torch.float32),
-    }
+@dataclass(frozen=True)
+class ModuleQuantizer:
+    """Makes the stored tensors of a module, by the names and axes of `layout`, its input scale and its rounding."""
+
+    layout: HfLayout
+    scales: Scales
+    rounding: Rounding
+
+    def tensors(
+        self, module: str, weight: Callable[[], torch.Tensor]
+    ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
+        """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight."""
+        axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
+        # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
+        quantized: QuantizedWeight | Skipped | None = inherited.of(module) if inherited and axis == 0 else None
+        if quantized is None:
+            rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
+            quantized = self.rounding.quantized(module, rows, INT8 if self.scales.format == "int8" else E4M3)
+        if isinstance(quantized, Skipped):
+            return quantized
+        method = f"{quantized.summary.method}{inherited.blocks(module) if inherited else ''}"
+        return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
+            f"{name}.weight": quantized.codes.movedim(0, axis),
+            f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
+            f"{name}.input_scale": torch.tensor([self.scales.activations[module].scale], dtype=torch.float32),
+        }
 
 
 class ShardWriter:
@@ -170,14 +179,14 @@ class ShardWriter:
         self.total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; the shard it would overfill is written first."""
+        """Add one tensor; write the present shard first where both together exceed `SHARD_BYTES`."""
         if self.pending and sum(held.nbytes for held in self.pending.values()) + tensor.nbytes > SHARD_BYTES:
             self._flush()
         self.pending[name] = tensor.contiguous()
         self.total += tensor.nbytes
 
     def close(self) -> None:
-        """Write the last shard, give all their final names, and write the index."""
+        """Write the last shard, rename all shards to their final names, and write the index."""
         self._flush()
         count = len(self.shards)
         index: dict[str, str] = {}
@@ -186,9 +195,7 @@ class ShardWriter:
             self._temporary(number).rename(self.directory / shard)
             index |= dict.fromkeys(names, shard)
         document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
-        (self.directory / "model.safetensors.index.json").write_text(
-            json.dumps(document, indent=2) + "\n", encoding="utf-8"
-        )
+        (self.directory / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     def _temporary(self, number: int) -> Path:
         return self.directory / f"shard-{number}"
@@ -200,8 +207,10 @@ class ShardWriter:
 
 
 def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = False) -> dict[str, object]:
-    """The `quantization_config` of config.json, made by compressed-tensors' own schema; `experts`: whether there are
-    any, which loaders give a scale for each token, since they have no static one where weights have one a channel.
+    """Make the `quantization_config` of config.json by compressed-tensors' own schema.
+
+    `ignore`: the modules that stay in BF16; `fp8_cache`: whether the cache has scales; `experts`: whether the model has
+    any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
@@ -224,20 +233,20 @@ def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = 
 
 
 def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
-    """Write the config.json of `source` into `directory`, for weights in BF16 or of that `quantization_config`."""
+    """Write the config.json of `source` into `directory`, with `quantization` for its `quantization_config`, if any."""
     config = read_json(source.path / "config.json")
-    # said below, and of files that are not copied
+    # the type is written below, and the others describe files that are not copied
     for key in ("torch_dtype", "transformers_weights", OWN_CONFIG, *QUANTIZATION_KEYS):
         config.pop(key, None)
     if source.max_positions is not None:
-        # by one name for whoever has no transformers, which knows the others and each class's default
+        # under one name for readers without transformers, which knows the other names and the defaults of classes
         fields = config["text_config"] if nested(source.config) else config
         fields.setdefault("max_position_embeddings", source.max_positions)
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, form: Form) -> None:
+def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout) -> None:
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
@@ -263,5 +272,5 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: For
         folder.mkdir(parents=True)
         for path in adapter.files:
             shutil.copyfile(path, folder / path.name)
-    card = model_card(source, scales, form, from_fp8=given_of(source) is not None)
+    card = model_card(source, scales, form, from_fp8=fp8_source(source) is not None)
     (directory / "README.md").write_text(card, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The codes of numbers: FP32 quotients by a scale, clipped and rounded once to nearest even, one code a value or two.
+"""Encode numbers: divide by a scale in FP32, clip, and round once to nearest even, to one code a value or two.
 
-Whatever makes codes calls these: the checkpoint's writer, the rounding of weights, the reference, the graph's
-operators. On a GPU one kernel makes the codes of an activation where Triton is installed (`kernels`).
+Everything that makes codes calls these functions: the checkpoint's writer, the rounding of weights, the reference and
+the graph's operators. On a GPU, where Triton is installed, one kernel encodes an activation (`kernels`).
 """
 
 from importlib.util import find_spec
@@ -18,20 +18,20 @@ _SMALLEST_NORMAL = (127 + 1 - E4M3.bias) << 23
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes of x / scale, float8_e4m3fn of x's shape: the quotient in FP32, clipped, rounded once to nearest even;
-    NaN stays NaN.
+    """E4M3 codes of x / scale, float8_e4m3fn of x's shape; NaN stays NaN.
 
     `x` of any float type, `scale` float32 broadcastable to it. torch's own cast has differed between versions on
-    overflow, so it is given no value that overflows.
+    overflow, so the quotient is clipped before it.
     """
     return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(CODE)
 
 
 def code_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The numbers that the codes of `encode` stand for, float32 of x's shape, made in FP32 without the codes: adding
-    and taking away 1.5 · 2^23 steps of the grid leaves whole steps, rounded to nearest even as FP32 adds.
+    """The values of the codes that `encode` gives, float32 of x's shape, computed in FP32 without making the codes.
 
-    On a CPU two fifths of the time of `encode(x, scale).float()`, whose way back from codes is no vector instruction.
+    Adding and subtracting 1.5 · 2^23 steps of the grid leaves whole steps, since FP32 rounds the sum to nearest even.
+    On a CPU this takes two fifths of the time of `encode(x, scale).float()`, whose conversion from codes has no vector
+    instruction.
     """
     quotient = (x.float() / scale).clamp_(-E4M3.max, E4M3.max)
     binade = (quotient.view(torch.int32) & _EXPONENT).clamp_min_(_SMALLEST_NORMAL).view(torch.float32)
@@ -40,18 +40,16 @@ def code_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Signed integers of x / scale, int8 of x's shape: ONNX's QuantizeLinear with zero point 0, as `encode` but for the
-    codes.
-    """
+    """INT8 codes of x / scale, int8 of x's shape, as ONNX's QuantizeLinear with zero point 0 gives them."""
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
 
 
-#: Name of a format -> what makes its codes.
+#: Name of a format -> the function that encodes in it.
 ENCODERS = {"e4m3": encode, "int8": encode_int8}
 
 
 def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes a and b of x / scale, float8_e4m3fn of x's shape each: a as `encode` has it, b of what it leaves.
+    """The two codes a and b of x / scale, float8_e4m3fn of x's shape each: a of `encode`, b of the error that a leaves.
 
     `scale` float32, a power of two, so that what a leaves is exact in FP32 for every BF16 `x`.
     """
@@ -60,16 +58,16 @@ def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
-    """The codes of `encode` or of `encode_two`, float8_e4m3fn [terms, *x.shape]; by one kernel where Triton is."""
+    """The codes of `encode` or of `encode_two`, float8_e4m3fn [terms, *x.shape]; one kernel on a GPU with Triton."""
     if x.is_cuda and TRITON:
         from . import kernels
 
-        return kernels.encode_terms(x, scale, terms)
+        return kernels.triton_encode(x, scale, terms)
     return torch.stack(encode_two(x, scale) if terms == 2 else (encode(x, scale),))
 
 
 def two_code_values(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers that the codes of `encode_two` stand for, float32 of x's shape each."""
+    """The values of the two codes that `encode_two` gives, float32 of x's shape each."""
     first = code_values(x, scale)
     return first, code_values((x.float() - first * scale).mul_(TWO_TERMS.divisor), scale)
 

@@ -9,6 +9,7 @@ A value is quantized as FP32(x) / FP32(scale), clipped to the largest finite val
 code, ties to the even one; NaN stays NaN. Infinity is clipped as every large value is.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, Protocol
@@ -24,7 +25,7 @@ class Grid(Protocol):
 
     @property
     def name(self) -> str:
-        """As `e4m3`."""
+        """The format's name, such as `e4m3`."""
 
     @property
     def grid(self) -> Float32s:
@@ -32,7 +33,7 @@ class Grid(Protocol):
 
     @property
     def max(self) -> float:
-        """The largest of them."""
+        """The largest finite magnitude."""
 
     @property
     def clip(self) -> float:
@@ -40,7 +41,7 @@ class Grid(Protocol):
 
     @property
     def midpoints(self) -> Float32s:
-        """Between neighbours, float32 [len(grid) - 1]: where rounding changes, ties to the even index."""
+        """The midpoints of the grid, float32 [len(grid) - 1]: where rounding changes, ties to the even index."""
 
     @property
     def terms(self) -> Literal[1, 2]:
@@ -52,18 +53,41 @@ class Grid(Protocol):
 
     @property
     def by_value(self) -> bool:
-        """Tell whether its squared error is summed value by value: so small that differences of prefix sums over its
-        cells would not hold it.
-        """
+        """Tell whether the squared error is summed value by value: it is too small for differences of prefix sums."""
 
     def round(self, magnitudes: Float32s) -> Float32s:
         """The grid value each non-negative, finite magnitude (divided by its scale) is rounded to; saturating."""
 
 
+class GridFormat(ABC):
+    """The grid of a format: its values, its largest magnitude and the midpoints between values."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> Float32s:
+        """The finite magnitudes, ascending from 0, float32."""
+
+    @cached_property
+    def max(self) -> float:
+        """The largest magnitude of the grid."""
+        return float(self.grid[-1])
+
+    @property
+    def clip(self) -> float:
+        """The largest magnitude of one code."""
+        return self.max
+
+    @cached_property
+    def midpoints(self) -> Float32s:
+        """The midpoints between neighbours of the grid, float32 [len(grid) - 1] (exact): where rounding changes."""
+        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
+
+
 @dataclass(frozen=True)
-class Format:
-    """A sign bit, `exponent_bits`, `mantissa_bits`; `ieee`: the top exponent means infinity and NaN; `unsigned_zero`:
-    0x80 is the only NaN.
+class Format(GridFormat):
+    """A floating-point format of 8 bits: a sign, `exponent_bits` and `mantissa_bits`.
+
+    `ieee`: the top exponent means infinity and NaN; `unsigned_zero`: 0x80 is the only NaN, and there is no -0.
     """
 
     name: str
@@ -102,24 +126,9 @@ class Format:
         return positive[np.isfinite(positive)]
 
     @cached_property
-    def max(self) -> float:
-        """The largest finite value."""
-        return float(self.grid[-1])
-
-    @property
-    def clip(self) -> float:
-        """The largest code's magnitude: one code stands for a value."""
-        return self.max
-
-    @cached_property
     def smallest_subnormal(self) -> float:
         """The smallest magnitude above zero."""
         return float(self.grid[1])
-
-    @cached_property
-    def midpoints(self) -> Float32s:
-        """Between neighbours of `grid`, float32 [len(grid) - 1] (exact): where rounding changes."""
-        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
 
     @cached_property
     def nan_code(self) -> int:
@@ -150,10 +159,8 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Integers:
-    """Signed integers of `bits` bits, used symmetrically: the largest magnitude is that of both signs, and the code
-    below it (-128) is left to what saturates.
-    """
+class Integers(GridFormat):
+    """Signed integers of `bits` bits, used symmetrically: magnitudes go up to 127, and -128 is left to saturation."""
 
     name: str
     bits: int
@@ -166,28 +173,13 @@ class Integers:
         """0, 1, 2 …, float32."""
         return np.arange(1 << (self.bits - 1), dtype=np.float32)
 
-    @cached_property
-    def max(self) -> float:
-        """The largest of `grid`."""
-        return float(self.grid[-1])
-
-    @property
-    def clip(self) -> float:
-        """The largest code's magnitude: one code stands for a value."""
-        return self.max
-
-    @cached_property
-    def midpoints(self) -> Float32s:
-        """The halves between them, float32."""
-        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
-
     def round(self, magnitudes: Float32s) -> Float32s:
         """The nearest integer of each non-negative magnitude (divided by its scale), ties to even; saturating."""
         return np.minimum(np.rint(magnitudes), np.float32(self.max))
 
 
 @dataclass(frozen=True)
-class TwoTerms:
+class TwoTerms(GridFormat):
     """Two codes a and b for one value, a + b / `divisor`, under a scale that is a power of two.
 
     a is the value's nearest code and b that of `divisor` times what it leaves, which has as many binary places to the
@@ -203,7 +195,7 @@ class TwoTerms:
 
     @property
     def name(self) -> str:
-        """As `e4m3 in two terms`."""
+        """The format's name, such as `e4m3 in two terms`."""
         return f"{self.format.name} in two terms"
 
     @property
@@ -213,7 +205,7 @@ class TwoTerms:
 
     @property
     def clip(self) -> float:
-        """The largest a, which a value may exceed by the largest b / `divisor`."""
+        """The largest first term a; a value may exceed it by the largest b / `divisor`."""
         return self.format.max
 
     @cached_property
@@ -227,16 +219,6 @@ class TwoTerms:
             a + second[(second >= -low) & (second <= high)] for a, low, high in zip(codes, below, above, strict=True)
         ]
         return np.unique(np.concatenate(terms)).astype(np.float32)
-
-    @cached_property
-    def max(self) -> float:
-        """The largest of `grid`."""
-        return float(self.grid[-1])
-
-    @cached_property
-    def midpoints(self) -> Float32s:
-        """Between neighbours of `grid`, float32 [len(grid) - 1] (exact)."""
-        return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
 
     def encode(self, values: npt.ArrayLike) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The codes a and b of float32 `values` divided by their scale, uint8 of the same shape each; saturating."""

@@ -26,9 +26,9 @@ _FRACTION, _BIAS = 23, 127
 _DROPPED = _FRACTION - E4M3.mantissa_bits
 _LARGEST = int(torch.tensor(E4M3.max).view(torch.int32))
 _SMALLEST_NORMAL = (_BIAS + 1 - E4M3.bias) << _FRACTION
-#: 2 to this has E4M3's smallest step for its last place in FP32.
+#: The power of two whose last place in FP32 is E4M3's smallest step.
 _STEPS = float(2.0 ** (1 - E4M3.bias + _DROPPED))
-#: What FP32's exponent and first digits exceed E4M3's code by.
+#: The difference of FP32's exponent and leading fraction bits from E4M3's code of the same number.
 _EXCESS = (_BIAS - E4M3.bias) << E4M3.mantissa_bits
 
 
@@ -41,7 +41,7 @@ def _round(
     steps: tl.constexpr,
     excess: tl.constexpr,
 ):
-    """The codes of FP32 quotients, int32, and the numbers that they stand for, FP32."""
+    """Round FP32 quotients to E4M3: their codes, int32, and the values of these codes, FP32."""
     bits = quotient.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     clipped = tl.minimum(magnitude, largest)
@@ -73,9 +73,7 @@ def _encode(
     steps: tl.constexpr,
     excess: tl.constexpr,
 ):
-    """`encoding.encode`, or `encode_two`, of `count` values; of BF16 the bits, int16, are given: the upper half of
-    FP32's.
-    """
+    """Encode `count` values in one term or two; BF16 values come as their bits, int16: the upper half of FP32's."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     scale = tl.load(scale_at)
@@ -89,11 +87,12 @@ def _encode(
         tl.store(codes_at + count + at, second.to(tl.uint8), mask=inside)
 
 
-def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
-    """The codes that `encoding.encode` (one of the `terms`) or `encoding.encode_two` gives `x` under the scalar float32
-    `scale`, float8_e4m3fn [terms, *x.shape]; a NaN's sign may be another.
+def triton_encode(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
+    """Encode `x` under the scalar float32 `scale` by one kernel, float8_e4m3fn [terms, *x.shape].
 
-    `x` on a GPU, of any float type; on a CPU in Triton's interpreter, which TRITON_INTERPRET=1 turns on.
+    The codes are those of `encoding.encode` for one of the `terms`, and of `encoding.encode_two` for two, but that the
+    sign of a NaN may differ. `x` of any float type lies on a GPU, or on a CPU in Triton's interpreter, which
+    TRITON_INTERPRET=1 turns on.
     """
     bf16 = x.dtype == torch.bfloat16
     x = x.contiguous().view(torch.int16) if bf16 else x.contiguous()

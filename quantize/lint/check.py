@@ -11,10 +11,10 @@ from ..reading.fp8_tensors import Checkpoint, open_checkpoint
 from . import rules_files, rules_modules, rules_scales, rules_values  # noqa: F401  # enter their rules
 from .rules import RULES
 
-__all__ = ["RULES", "lint_checkpoint"]
+__all__ = ["RULES", "checkpoint_findings"]
 
 
-def lint_checkpoint(path: Path) -> tuple[Checkpoint, list[Finding]]:
+def checkpoint_findings(path: Path) -> tuple[Checkpoint, list[Finding]]:
     """The checkpoint at `path` and the rules that it breaks, in the order of their numbers.
 
     Raises InputError for one that is not quantized, of a form that is not read, or without weights.

@@ -29,7 +29,7 @@ def code_type(checkpoint: Checkpoint) -> Broken:
 
 
 @checkpoint_rule("C103", "nothing-quantized")
-def nothing_quantized(checkpoint: Checkpoint) -> Broken:
+def checkpoint_nothing_quantized(checkpoint: Checkpoint) -> Broken:
     """At least one weight is codes: a checkpoint without any is no FP8 model, whatever its configuration says."""
     if not checkpoint.codes and not checkpoint.problems:
         yield checkpoint.declared.source.name, f"says FP8, and no weight is {CODES}; {AGAIN}"

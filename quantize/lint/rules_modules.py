@@ -7,7 +7,7 @@ import numpy as np
 
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
-from ..reading.quantization_config import Declared
+from ..reading.quantization_config import DeclaredQuantization
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import WIDE, readable
 from .rules_values import EXPERT
@@ -150,7 +150,7 @@ def _attentions(checkpoint: Checkpoint) -> set[str]:
     return {parent for parent, _, own in modules if own in WRITE_CACHES}
 
 
-def _source(declared: Declared) -> str:
+def _source(declared: DeclaredQuantization) -> str:
     return declared.source.name
 
 

@@ -22,7 +22,7 @@ class Scale(NamedTuple):
     kind: Literal["weight", "input", "cache"]
 
 
-def scales(checkpoint: Checkpoint) -> Iterator[Scale]:
+def form_scales(checkpoint: Checkpoint) -> Iterator[Scale]:
     """Every scale that bears a name of the form's."""
     for codes in checkpoint.codes.values():
         if codes.scale is not None:
@@ -91,18 +91,18 @@ def scale_name_of_one(checkpoint: Checkpoint) -> Broken:
 
 
 @checkpoint_rule("C107", "scale-type")
-def scale_type(checkpoint: Checkpoint) -> Broken:
+def checkpoint_scale_type(checkpoint: Checkpoint) -> Broken:
     """Scales are FP32, BF16 or FP16, in the form fp8 also E8M0. vLLM copies any other type into an FP32 parameter as
     the numbers it holds, and transformers takes bytes for exponents.
     """
     taken = (*WIDE, "F8_E8M0") if checkpoint.declared.form == "fp8" else WIDE
-    for name, _ in scales(checkpoint):
+    for name, _ in form_scales(checkpoint):
         if (dtype := checkpoint.tensors[name].dtype) not in taken:
             yield name, f"is {dtype}; store it as F32"
 
 
 @checkpoint_rule("C108", "scale-shape")
-def scale_shape(checkpoint: Checkpoint) -> Broken:
+def checkpoint_scale_shape(checkpoint: Checkpoint) -> Broken:
     """A scale has the shape that the configuration says: one number, one for each output channel, or one for each
     block; of an input and of a cache it is one number. vLLM refuses another; transformers takes what it can stretch.
     """
@@ -112,7 +112,7 @@ def scale_shape(checkpoint: Checkpoint) -> Broken:
             found = f"{codes.granularity or 'neither one nor one a channel'}"
             shape = list(checkpoint.tensors[codes.scale].shape)
             yield codes.scale, f"is {shape} for {list(codes.shape)} ({found}), and should be one a {said}; {AGAIN}"
-    for name, kind in scales(checkpoint):
+    for name, kind in form_scales(checkpoint):
         shape = list(checkpoint.tensors[name].shape)
         a_head = kind == "cache" and len(shape) == 3 and shape[1:] == [1, 1]  # compressed-tensors' attn_head
         stack = kind == "input" and name.endswith("_activation_scale") and len(shape) == 1

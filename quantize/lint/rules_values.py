@@ -15,7 +15,7 @@ from ...core.findings import Broken
 from ..codes.formats import E4M3
 from ..reading.fp8_tensors import Checkpoint, Float32s
 from .rules import AGAIN, checkpoint_rule
-from .rules_scales import readable, scales
+from .rules_scales import form_scales, readable
 
 #: A scale of exactly 1.0 is what loaders begin with, and what some exporters write for NaN.
 DEFAULT = 1.0
@@ -27,7 +27,7 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.+)", re.DOTALL)
 
 
 def _values(checkpoint: Checkpoint, kind: str) -> Iterator[tuple[str, Float32s]]:
-    for name, of in scales(checkpoint):
+    for name, of in form_scales(checkpoint):
         if of == kind and readable(checkpoint, name):
             yield name, checkpoint.values(name).reshape(-1)
 
@@ -37,7 +37,7 @@ def _positive(values: Float32s) -> Float32s:
 
 
 @checkpoint_rule("C111", "checkpoint-scale-value")
-def scale_value(checkpoint: Checkpoint) -> Broken:
+def checkpoint_scale_value(checkpoint: Checkpoint) -> Broken:
     """Scales are positive and finite: a zero, NaN or infinite scale makes every value it touches NaN or zero, and NaN
     is what an expert gets that saw no token.
     """

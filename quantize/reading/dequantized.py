@@ -1,13 +1,13 @@
-"""FP8 checkpoints as the model to quantize: the numbers that their codes stand for, and what of them is kept.
+"""Dequantize FP8 source checkpoints, and keep those of their codes that fp8q can write.
 
-The yardstick is the model as it was given: value = code × scale, in FP32. A code has 4 significant bits and a scale up
-to 24, so that is one rounding, to FP32, at most (none for a scale on the BF16 grid); whoever runs the model in BF16
-rounds once more, to BF16, as transformers' `Fp8Dequantize` does (docs/decisions/0021). `calibrate` sees these numbers
-alone, through the `Coding` that `recognize` hands it.
+The reference that FP8 is compared with is the model as given: value = code × scale, in FP32. A code has 4 significant
+bits and a scale up to 24, so the product is rounded once at most, to FP32 (not at all for a scale on the BF16 grid).
+Running the model in BF16 rounds once more, as transformers' `Fp8Dequantize` does (docs/decisions/0021). `calibrate`
+sees only these values, through the `Coding` that `recognize` gives it.
 
-Codes with one scale a tensor or a channel are kept byte for byte, a tensor's scale repeated for its channels: one scale
-an output channel is the only form that this package writes. Blocks have no such form, and are quantized again from
-their numbers. What `fp8_tensors` does not read, or reads as damaged, is refused here.
+Codes with one scale for the tensor or for each channel are kept byte for byte. One scale for each output channel is the
+only form that fp8q writes, so the scale of a tensor is repeated for its channels. Weights with a scale for each block
+are dequantized and quantized again. Checkpoints that `fp8_tensors` does not read, or finds damaged, are refused here.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE
-from ...calibrate.checkpoint.weights import Header
+from ...calibrate.checkpoint.weights import TensorHeader
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.headers import read_header
@@ -32,24 +32,27 @@ from .run_checkpoint import CACHE_FILE, EXPERT_FILE
 
 
 @dataclass(frozen=True)
-class Given:
-    """An FP8 checkpoint that has been looked through: a `Coding`. `beside`: files with more of it than the weights."""
+class FP8Source:
+    """An FP8 checkpoint whose configuration and headers were checked: a `Coding`.
+
+    `other_files`: the files read for it beside config.json and the weights.
+    """
 
     checkpoint: Checkpoint
-    beside: tuple[Path, ...] = ()
+    other_files: tuple[Path, ...] = ()
 
     @cached_property
     def weights(self) -> Mapping[str, Codes]:
-        """Tensor -> what is known of it, of every weight in codes."""
+        """The weights that are stored as codes, by tensor name."""
         return {codes.weight: codes for codes in self.checkpoint.codes.values()}
 
     @cached_property
     def _scales(self) -> set[str | None]:
-        found = {name for codes in self.weights.values() for name in (codes.scale, codes.input_scale)}
-        return found | set(self.checkpoint.cache_scales)
+        scales = {name for codes in self.weights.values() for name in (codes.scale, codes.input_scale)}
+        return scales | set(self.checkpoint.cache_scales)
 
-    def headers(self, stored: Mapping[str, Header]) -> dict[str, Header]:
-        """The tensors without the scales; weights in codes are F32."""
+    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        """The headers of the dequantized tensors: scales are left out, and weights in codes are F32."""
         return {
             name: replace(header, dtype="F32") if name in self.weights else header
             for name, header in stored.items()
@@ -57,19 +60,19 @@ class Given:
         }
 
     def decoded(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-        """Code × scale, float32 in the weight's shape; None for a tensor that is no codes."""
+        """Dequantize the weight `name`: code × scale, float32 in its shape; None for a tensor that is not codes."""
         if name not in self.weights:
             return None
         codes, scales = self.weights[name], torch.from_numpy(self.checkpoint.scales(self.weights[name]))
         values, (rows, columns) = read(name).float(), codes.block or codes.shape
-        if columns >= values.shape[1]:  # a column of scales at most
+        if columns >= values.shape[1]:  # the scales have one column
             return values.mul_(scales if len(scales) == 1 else scales.repeat_interleave(rows, 0)[: len(values)])
         for band, row in enumerate(scales):
             values[band * rows : (band + 1) * rows] *= row.repeat_interleave(columns)[: values.shape[1]]
         return values
 
     def input_scale(self, weight: str) -> float | None:
-        """The static scale of the input of the module with that `weight`; None where the checkpoint has none."""
+        """The static input scale of the module whose weight is `weight`; None where the checkpoint has none."""
         codes = self.weights.get(weight)
         if codes is None or codes.input_scale is None:
             return None
@@ -77,14 +80,14 @@ class Given:
 
     @cached_property
     def cache_scales(self) -> Mapping[str, float]:
-        """`<attention>.k` and `.v` -> scale, of an FP8 cache."""
+        """The scales of an FP8 cache: `<attention>.k` or `.v` -> scale."""
         return {
             f"{module}.{name.rpartition('.')[2][0]}": self._one(name)
             for name, module in self.checkpoint.cache_scales.items()
         }
 
     def _one(self, name: str) -> float:
-        """The one scale of a tensor of activations. Raises InputError for several, and for what is no scale."""
+        """Read the one scale of an activation. Raises InputError for several, and for a value that is no scale."""
         values = self.checkpoint.values(name).reshape(-1)
         if len(values) != 1 or not SMALLEST_SCALE <= values[0] < np.inf:
             what = f"{len(values)} scales" if len(values) != 1 else f"the scale {values[0]:g}"
@@ -95,38 +98,43 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """The weights of a `source` in codes; `kept` False where they are to be quantized anew all the same."""
+class InheritedCodes:
+    """The FP8 weights of `source`; `keep_codes` False where they are to be quantized anew all the same."""
 
     source: Source
-    given: Given
-    kept: bool = True
+    fp8: FP8Source
+    keep_codes: bool = True
 
     def _codes(self, module: str) -> Codes | None:
-        return self.given.weights.get(self.source.stored(f"{module}.weight"))
+        return self.fp8.weights.get(self.source.stored(f"{module}.weight"))
 
     def of(self, module: str) -> QuantizedWeight | None:
-        """Codes and scales of `module` [out, in] as they were given; None where it had none, or blocks."""
+        """The stored codes and scales of the weight of `module` [out, in].
+
+        None where it is not FP8, has a scale for each block, or is to be quantized anew.
+        """
         codes = self._codes(module)
-        if codes is None or codes.granularity == "block" or not self.kept:
+        if codes is None or codes.granularity == "block" or not self.keep_codes:
             return None
-        scale = torch.from_numpy(self.given.checkpoint.scales(codes).reshape(-1)).expand(codes.shape[0]).clone()
+        scale = torch.from_numpy(self.fp8.checkpoint.scales(codes).reshape(-1)).expand(codes.shape[0]).clone()
         return QuantizedWeight(self.source.weights().stored(codes.weight), scale, inherited_summary(scale))
 
     def blocks(self, module: str) -> str:
-        """` of 128x128 blocks`, of a module that had a scale for each of these; empty for others."""
+        """The suffix ` of 128x128 blocks` for a module with a scale for each of these blocks; empty for others."""
         codes = self._codes(module)
         if codes is None or codes.block is None or codes.granularity != "block":
             return ""
         return f" of {codes.block[0]}x{codes.block[1]} blocks"
 
 
-def given_of(source: Source) -> Given | None:
-    """The FP8 checkpoint that `source` is; None where it is none."""
-    return source.coding if isinstance(source.coding, Given) else None
+def fp8_source(source: Source) -> FP8Source | None:
+    """The FP8 checkpoint in `source`; None where it is none."""
+    return source.coding if isinstance(source.coding, FP8Source) else None
 
 
-def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, Header]) -> Given | None:
+def recognize(
+    path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
+) -> FP8Source | None:
     """The FP8 checkpoint in `path`, which the user calls `name`; None for one that is not quantized (a `Recognizer`).
 
     Raises InputError for a form that is not read, for codes without scales or with scales that do not tile them or are
@@ -146,13 +154,13 @@ def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping
         for file in files
         for each, stored in read_header(file).items()
     }
-    beside = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
-    for file in beside:
+    other_files = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
+    for file in other_files:
         if file.name != MODELOPT_FILE and file not in files:
-            tensors |= _scales_beside(file)
-    given = Given(Checkpoint(path, config, declared, tensors, ()), tuple(beside))
-    _check_codes(given, name)
-    rest = given.headers(headers)
+            tensors |= _read_scales(file)
+    fp8 = FP8Source(Checkpoint(path, config, declared, tensors, ()), tuple(other_files))
+    _check_codes(fp8, name)
+    rest = fp8.headers(headers)
     if other := next(
         (each for each in rest if headers[each].dtype.startswith(CODES) and rest[each].dtype != "F32"), None
     ):
@@ -160,25 +168,27 @@ def recognize(path: Path, name: str, config: Mapping[str, Any], headers: Mapping
             f"{headers[other].file}: {other} is {headers[other].dtype} {list(headers[other].shape)}, and what is read "
             "are matrices in F8_E4M3; give the checkpoint it was made from, in BF16"
         )
-    return given
+    return fp8
 
 
-def _scales_beside(file: Path) -> dict[str, Located]:
-    """The static scales in a file that fp8q writes beside the weights, for loaders that have no place for them. Raises
-    InputError for a file that is damaged.
+def _read_scales(file: Path) -> dict[str, Located]:
+    """The static scales in a file that fp8q writes beside the weights, because other loaders would refuse them there.
+
+    Raises InputError for a file that is damaged.
     """
     problems: list[tuple[str, str]] = []
-    found = {
+    scales = {
         name: tensor
         for name, tensor in sound_tensors(file, problems)
         if name.rpartition(".")[2] in (*INPUT_SCALES["compressed-tensors"], *CACHE_SCALES)
     }
     if problems:
         raise InputError(f"{file}: {problems[0][1]}; copy or download it again")
-    return found
+    return scales
 
 
-def _check_codes(given: Given, name: str) -> None:
+def _check_codes(given: FP8Source, name: str) -> None:
+    """Raise InputError where no weight of the checkpoint `name` is codes, or its codes or scales are invalid."""
     if not given.weights:
         raise InputError(
             f"{given.checkpoint.declared.source}: says that {name} is quantized, and no tensor there holds FP8 codes; "

@@ -1,15 +1,15 @@
-"""Find the codes and scales of each module in an FP8 checkpoint, from the headers; values of scales when asked for.
+"""Find the codes and scales of each module in an FP8 checkpoint from the headers; read values of scales on demand.
 
-In every form a value is code × scale, also where the name says `weight_scale_inv`: transformers' `Fp8Dequantize`
+In every form a value is code × scale, also where the scale is called `weight_scale_inv`: transformers' `Fp8Dequantize`
 multiplies by it, as DeepSeek's own kernel does.
 
     compressed-tensors   weight_scale [1], [out, 1] or [out/r, in/c]       input_scale [1]
     modelopt             weight_scale [], [out] or [out/r, 1, in/c, 1]    input_scale []
     fp8                  weight_scale_inv [out/r, in/c] or []             activation_scale []
 
-A cache's are `self_attn.k_scale` and `v_scale` [1] in compressed-tensors, `k_proj.k_scale` and `v_proj.v_scale` [] in
-ModelOpt's form, and none in fp8. Sizes of blocks that do not divide are rounded up. vLLM reads `weight_scale` and
-`input_scale` too where fp8 has one scale a tensor. A tensor is read where it lies, and never more than it holds.
+The scales of a cache are `self_attn.k_scale` and `v_scale` [1] in compressed-tensors, `k_proj.k_scale` and
+`v_proj.v_scale` [] in ModelOpt's form; fp8 has none. Numbers of blocks are rounded up. Where fp8 has one scale for a
+tensor, vLLM reads `weight_scale` and `input_scale` too. A tensor is read within the bytes that its header gives it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,16 +23,16 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.checkpoint.weights import INDEX, SINGLE
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import Stored, read_header
 from .module_patterns import Form
-from .quantization_config import BLOCK, CONFIG, Declared, Granularity, Scheme, declared_form
+from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Granularity, Scheme, declared_form
 
 Float32s = npt.NDArray[np.float32]
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = "F8_E4M3"
-#: Form -> what the scale of a weight, and of an input, may be called, what the form's own loader reads first.
+#: Form -> the names that the scale of a weight may have; the form's own loader reads the first.
 WEIGHT_SCALES: Mapping[Form, tuple[str, ...]] = {
     "compressed-tensors": ("weight_scale",),
     "modelopt": ("weight_scale",),
@@ -45,28 +45,28 @@ INPUT_SCALES: Mapping[Form, tuple[str, ...]] = {
 }
 #: The scales of a cache, by their last name.
 CACHE_SCALES = ("k_scale", "v_scale")
-#: Type in safetensors' words -> NumPy's, of what scales are stored in.
+#: The types that scales are stored in: safetensors' name -> NumPy's type.
 TYPES: Mapping[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu, CODES: ml_dtypes.float8_e4m3fn,
 }  # fmt: skip
-#: Bits of a value, where it is none of these and none of a number of bytes that its name ends with.
+#: Bits of a value of the types whose name does not say so (`_bits`).
 BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True)
 class Located(Stored):
-    """A tensor, and the file it lies in."""
+    """The place of a tensor, and the file that holds it."""
 
     file: Path
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A module whose weight is codes. Tensors are named, not held; a name is None where there is no such tensor.
+    """The names of the tensors of a module whose weight is codes; None for a tensor that is missing.
 
-    `granularity`: what the shape of the scale says, None where it fits none. `block`: the rows and columns of the
-    weight that one scale is for, whatever the granularity: value [r, c] = code [r, c] × scales [r // rows, c // cols].
+    `granularity`: by the shape of the scale, None where it fits no granularity. `block`: the rows and columns of the
+    weight that share a scale, for every granularity: value [r, c] = code [r, c] × scales [r // rows, c // columns].
     """
 
     module: str
@@ -81,21 +81,22 @@ class Codes:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An FP8 checkpoint: what its configuration says, and its tensors by name.
+    """An FP8 checkpoint: its declared quantization, and its tensors by name.
 
-    `problems`: what is wrong with its files (file, what), each of which may lack tensors for it.
+    `problems`: the faults of its files (file, fault); tensors of a faulty file may be missing.
     """
 
     root: Path
     config: Mapping[str, Any]
-    declared: Declared
+    declared: DeclaredQuantization
     tensors: Mapping[str, Located]
     problems: tuple[tuple[str, str], ...]
 
     @cached_property
     def codes(self) -> Mapping[str, Codes]:
-        """Module -> its codes, of every weight in E4M3, in the order of names. A stack of experts in one tensor is a
-        module under the tensor's name.
+        """Module -> its codes, for every weight in E4M3, in the order of names.
+
+        A tensor that stacks all experts counts as a module of the tensor's name.
         """
         named = {name: name.removesuffix(".weight") for name in sorted(self.tensors)}
         return {module: self._codes(module, name) for name, module in named.items() if self._is_weight(name)}
@@ -110,7 +111,7 @@ class Checkpoint:
 
         def first(names: tuple[str, ...]) -> str | None:
             endings = [name if dot == "." else name.removeprefix("weight_") for name in names]
-            return next((found for end in endings if (found := f"{module}{dot}{end}") in self.tensors), None)
+            return next((scale for end in endings if (scale := f"{module}{dot}{end}") in self.tensors), None)
 
         scale, scheme = first(WEIGHT_SCALES[form]), self.declared.scheme(module)
         codes = Codes(module, weight, shape, scale, first(INPUT_SCALES[form]), scheme)
@@ -121,29 +122,31 @@ class Checkpoint:
 
     @cached_property
     def cache_scales(self) -> Mapping[str, str]:
-        """Tensor -> the attention module it is of, of the scales of a cache that bear a name of the form's."""
+        """The scales of a cache, by the names of the forms: tensor -> its attention module."""
         own = {"k_scale": "k_proj", "v_scale": "v_proj"}
-        found = {}
+        attentions = {}
         for name in sorted(self.tensors):
             module, _, last = name.rpartition(".")
             if last in CACHE_SCALES:
-                found[name] = module.removesuffix(f".{own[last]}")
-        return found
+                attentions[name] = module.removesuffix(f".{own[last]}")
+        return attentions
 
     def values(self, name: str) -> Float32s:
-        """The values of a tensor as float32, in its shape: for scales. Raises InputError for a type that no scale has,
-        or a file that has become shorter.
+        """Read a scale as float32, in its shape.
+
+        Raises InputError for a type that no scale has, and for a file that was cut short since.
         """
         tensor = self.tensors[name]
         if tensor.dtype not in TYPES:
             raise InputError(f"{tensor.file}: {name} is {tensor.dtype}, which no scale is; store it as F32")
-        found: Float32s = self._read(tensor, TYPES[tensor.dtype]).astype(np.float32)
-        return found.reshape(tensor.shape)
+        values: Float32s = self._read(tensor, TYPES[tensor.dtype]).astype(np.float32)
+        return values.reshape(tensor.shape)
 
     def scales(self, codes: Codes) -> Float32s:
-        """The scales of a weight, float32 [rows, columns] of blocks (`Codes.block`), one row and column where there is
-        one scale; of a stack of experts, [experts, rows, columns]. Raises InputError where there is none, naming the
-        weight, or where its shape fits none.
+        """Read the scales of a weight, float32 [rows, columns] of blocks (`Codes.block`); [1, 1] for a single scale.
+
+        Those of a stack of experts are [experts, rows, columns]. Raises InputError where there is no scale, and where
+        its shape does not tile the weight.
         """
         if codes.scale is None:
             raise InputError(
@@ -181,8 +184,9 @@ class Checkpoint:
 def granularity_of(
     scale: tuple[int, ...], weight: tuple[int, ...], scheme: Scheme | None
 ) -> tuple[Granularity | None, tuple[int, int] | None]:
-    """Return the granularity of a scale of this shape, and the rows and columns that each value is for; that of
-    `scheme` comes first where several fit. (None, None) where none does.
+    """Find the granularity of a scale of shape `scale`, and the rows and columns of the weight that share a value.
+
+    Where several fit, that of `scheme` counts; (None, None) where none fits.
     """
     *stack, rows, columns = weight
     sides = scheme.block if scheme is not None and scheme.block is not None else BLOCK
@@ -203,8 +207,8 @@ def granularity_of(
 def open_checkpoint(directory: Path) -> Checkpoint | None:
     """The FP8 checkpoint in `directory`; None for one that is not quantized.
 
-    Raises InputError for a configuration or an index that does not read, a form that is not read (naming it, what is
-    read, and the way round), and a folder without safetensors. Files that are missing or damaged are its `problems`.
+    Raises InputError for a configuration or an index that does not parse, an unknown form, and a folder without
+    safetensors. Files that are missing or damaged become its `problems`.
     """
     declared = declared_form(directory)
     if declared is None:
@@ -226,7 +230,7 @@ def open_checkpoint(directory: Path) -> Checkpoint | None:
 
 
 def _promised(directory: Path) -> dict[str, str] | None:
-    """`weight_map` of the index; None where one file holds all, which transformers looks for first."""
+    """Read `weight_map` of the index; None where one file holds all tensors, which transformers looks for first."""
     if exists(directory / SINGLE):
         return None
     path = directory / INDEX
@@ -247,7 +251,7 @@ def _promised(directory: Path) -> dict[str, str] | None:
 
 
 def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, Located]]:
-    """The tensors of a file that lie within it, until one does not, which is added to the `problems`."""
+    """Yield the tensors of a file up to the first that does not lie within it, which is added to `problems`."""
     try:
         header, size = read_header(file), file.stat().st_size
     except InputError as error:
@@ -263,6 +267,6 @@ def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple
 
 
 def _bits(dtype: str) -> int:
-    """As 16 of `BF16`, 8 of `F8_E4M3`."""
+    """The bits of a value by the name of its type: 16 for `BF16`, 8 for `F8_E4M3`; 0 where the name does not say."""
     digits = dtype.partition("_")[0].lstrip("BFIUC")
     return int(digits) if digits.isdecimal() and len(digits) < 4 else 0

@@ -1,8 +1,8 @@
-"""`--inherit`: the static scales of activations and of the cache, as an FP8 checkpoint has them.
+"""Inherit the static scales of activations and of the cache from an FP8 source checkpoint (`--inherit`).
 
-The text is run all the same, and says what these scales do to it: saturation, underflow, and how far they are from the
-best. Members of a group receive one tensor, which a graph quantizes once: where a checkpoint has several scales for it,
-the largest is taken, as vLLM does for products that it makes one of.
+The calibration text is run all the same, to measure what these scales do to it: saturation, underflow, and the distance
+from the best scale. The modules of a group receive one tensor, which a graph quantizes once: where the checkpoint has
+several scales for it, the largest is taken, as vLLM does for fused projections.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,24 +16,24 @@ from ...options import Clipping, ScaleOptions
 from ...options.declare import first_given
 from ..codes.formats import E4M3
 from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit
-from .dequantized import Given, Inherited, given_of
+from .dequantized import FP8Source, InheritedCodes, fp8_source
 
 
-def given_to_inherit(source: Source) -> Given:
+def source_to_inherit(source: Source) -> FP8Source:
     """The FP8 checkpoint that `source` is; raises InputError where it is none."""
-    given = given_of(source)
+    given = fp8_source(source)
     if given is None:
         raise InputError(f"--inherit: {source.name} is no FP8 checkpoint, so it has no scales to inherit; leave it out")
     return given
 
 
 def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[str], options: ScaleOptions) -> None:
-    """Raise InputError when the checkpoint lacks a scale that `options` has taken from it: of the input of one of
-    `modules`, or of the cache of one of `attentions`.
+    """Raise InputError when `options` inherit and the checkpoint lacks a scale: of the input of one of `modules`, or of
+    the cache of one of `attentions`.
     """
     if not options.inherit:
         return
-    given = given_to_inherit(source)
+    given = source_to_inherit(source)
     for module in modules:
         if given.input_scale(source.stored(f"{module}.weight")) is None:
             raise InputError(
@@ -51,12 +51,12 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
 def inherited_activations(
     source: Source, statistics: Statistics, modules: Sequence[str]
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
-    """Scales of the inputs of `modules`, as they were given; and those whose inputs, as measured, have none."""
-    given, first = given_to_inherit(source), group_of(statistics.record.groups)
-    found = {module: given.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
+    """The inherited input scales of `modules`, and the modules whose input, as measured, can have no scale."""
+    fp8, first = source_to_inherit(source), group_of(statistics.record.groups)
+    stored = {module: fp8.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
     experts = {name for layer in coverage(statistics) for name in layer.products}
     largest: dict[str, float] = {}
-    for module, scale in found.items():
+    for module, scale in stored.items():
         group = first.get(module, module)
         largest[group] = max(largest.get(group, 0.0), scale)
     scales: dict[str, TensorScale] = {}
@@ -66,41 +66,42 @@ def inherited_activations(
         tensor = statistics.tensors.get(f"{group}.input")
         reason = unfit(tensor.histogram if tensor else None)
         if module in experts and tensor is not None and not tensor.histogram.samples:
-            reason = None  # no token came by: what was given is all that is known of it
+            reason = None  # no token was routed to it, so nothing is known that speaks against its scale
         if reason is not None or tensor is None:
             skipped[module] = reason or Skipped(reason="never observed", samples=0)
         else:
-            scales[module] = _as_given(tensor.histogram, largest[group])
+            scales[module] = _inherited_scale(tensor.histogram, largest[group])
     return scales, skipped
 
 
 def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[str, TensorScale]:
-    """Scales of the keys (`k` in `parts`) and values (`v`) of every cache, as they were given."""
-    scales = given_to_inherit(source).cache_scales
+    """The inherited scales of the keys (`k` in `parts`) and values (`v`) of every cache."""
+    scales = source_to_inherit(source).cache_scales
     return {
-        name: _as_given(tensor.histogram, scales[name])
+        name: _inherited_scale(tensor.histogram, scales[name])
         for name, tensor in statistics.tensors.items()
         if name.endswith(tuple(f".{part}" for part in parts))
     }
 
 
-def kept_weights(source: Source, options: ScaleOptions) -> Inherited | None:
-    """The weights of `source` that are codes already, where it is an FP8 checkpoint: kept, unless `options` have
-    weights quantized in a way of their own.
+def inherited_codes(source: Source, options: ScaleOptions) -> InheritedCodes | None:
+    """The FP8 weights of `source`, None where it is no FP8 checkpoint.
+
+    Their codes are kept unless `options` name a weight method or a rounding.
     """
-    given = given_of(source)
+    fp8 = fp8_source(source)
     own = first_given(options, ("weight_method", "weight_rounding"))
-    return Inherited(source, given, kept=own is None) if given else None
+    return InheritedCodes(source, fp8, keep_codes=own is None) if fp8 else None
 
 
-def remarks(
+def inherited_remarks(
     source: Source, groups: Mapping[str, Sequence[str]], scales: Scales, options: ScaleOptions
 ) -> Iterator[str]:
-    """Yield notes where `source` is an FP8 checkpoint: what became of its codes, and what was changed."""
-    given = given_of(source)
+    """Yield notes where `source` is an FP8 checkpoint: which codes and scales were kept, and which were changed."""
+    given = fp8_source(source)
     if given is None:
         return
-    yield became(scales)
+    yield codes_summary(scales)
     wide = [module for module in scales.weights if source.stored(f"{module}.weight") not in given.weights]
     if wide:
         yield (
@@ -111,15 +112,17 @@ def remarks(
         parts = "fp8" if any(name.endswith(".k") for name in given.cache_scales) else "v"
         yield f"--inherit: {source.name} has scales of an FP8 cache, which --kv-cache {parts} takes too"
     for members in groups.values() if options.inherit else ():
-        found = {name: given.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights}
-        if len(set(found.values())) > 1:
-            named = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        inputs = {
+            name: given.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights
+        }
+        if len(set(inputs.values())) > 1:
+            named = ", ".join([*inputs][:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
             yield f"--inherit: {named} read one tensor under different scales; the largest is taken"
             return
 
 
-def became(scales: Scales) -> str:
-    """Say in a sentence how many weights of an FP8 checkpoint kept their codes."""
+def codes_summary(scales: Scales) -> str:
+    """Say in a sentence how many weights of an FP8 source checkpoint kept their codes."""
     kept = sum(weight.method == INHERITED for weight in scales.weights.values())
     blocks = [weight.sqnr_db for weight in scales.weights.values() if weight.method.endswith(" blocks")]
     losses = [loss for loss in blocks if loss is not None]
@@ -132,5 +135,5 @@ def became(scales: Scales) -> str:
     return "; ".join(parts)
 
 
-def _as_given(histogram: Histogram, scale: float) -> TensorScale:
+def _inherited_scale(histogram: Histogram, scale: float) -> TensorScale:
     return described(histogram, E4M3, Clipping(), (INHERITED, scale * E4M3.max, scale))

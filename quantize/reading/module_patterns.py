@@ -1,8 +1,8 @@
-"""The names of modules as the configurations of FP8 checkpoints match them, each form in its own way.
+"""Match the names of modules as the configurations of FP8 checkpoints do, each form in its own way.
 
-compressed-tensors takes a name as it is, `re:` and a regular expression, or a class of modules; ModelOpt's are file
-name patterns; transformers' fine-grained FP8 takes each for a regular expression, from the first letter on, and for the
-end of a name (`should_convert_module`).
+compressed-tensors has names, regular expressions after `re:`, and classes of modules. ModelOpt has file name patterns.
+transformers' fine-grained FP8 takes each entry both for a regular expression, matched from the first letter on, and for
+the end of a name (`should_convert_module`).
 """
 
 import re
@@ -16,14 +16,15 @@ Form = Literal["compressed-tensors", "modelopt", "fp8"]
 
 
 class Matcher:
-    """One entry of a list of modules, as the form's loader takes it.
+    """One entry of a list of modules, matched as the form's own loader does.
 
-    `rank`: 0 for a name, 1 for a pattern, 2 for whole classes: the most specific counts.
+    `rank`: 0 for a name, 1 for a pattern, 2 for a class; of several entries that match, the lowest rank counts.
     """
 
     def __init__(self, text: str, form: Form, source: Path):
-        """`source` is the file that has it. Raises InputError for an expression that does not compile, or might be
-        tried for ever.
+        """Take the entry `text` of the file `source`.
+
+        Raises InputError for an expression that does not compile, or that might take forever to match.
         """
         self.text, self.form = text, form
         expression = text.removeprefix("re:") if form == "compressed-tensors" else text
@@ -33,20 +34,21 @@ class Matcher:
         self.expression = _compiled(expression, source) if is_expression else None
 
     def matches(self, module: str) -> bool:
-        """Tell whether a module is meant. Of a class every module may be: a checkpoint does not say."""
+        """Tell whether the entry matches `module`; a class matches all, since a checkpoint does not tell classes."""
         if self.is_class:
             return True
         if self.form == "modelopt":
             return fnmatchcase(module, self.text)
         if self.expression is None:
             return module == self.text
-        found = self.expression.match(module) is not None
-        return found or (self.form == "fp8" and module.endswith(self.text))
+        matched = self.expression.match(module) is not None
+        return matched or (self.form == "fp8" and module.endswith(self.text))
 
 
 def _compiled(expression: str, source: Path) -> re.Pattern[str]:
-    """A regular expression of somebody else's. One that repeats a group, or repeats often, may take longer than anyone
-    waits, and no loader needs it.
+    """Compile a regular expression from an untrusted file.
+
+    Raises InputError for one that repeats a group, or repeats often: it may take forever, and no loader needs it.
     """
     plain = re.sub(r"\\.|\[[^]]*\]", "x", expression)
     try:

@@ -1,10 +1,9 @@
 """Read the quantization configuration of an FP8 checkpoint: its form, and how each module is quantized.
 
 Three forms are read. compressed-tensors (llm-compressor, fp8q) and transformers' own fine-grained FP8 (DeepSeek-V3,
-Qwen3-FP8) say it in `quantization_config` of config.json; ModelOpt's export does so in hf_quant_config.json, and newer
-ones repeat it in config.json with `quant_method` modelopt, where transformers 5.14 knows no such method and vLLM reads
-it. What is said is held against what is there by the lint (`quantize.lint`), and is not believed here: `fp8_tensors`
-goes by the tensors.
+Qwen3-FP8) write `quantization_config` in config.json. ModelOpt writes hf_quant_config.json; newer versions repeat it in
+config.json with `quant_method` modelopt, which vLLM reads and transformers 5.14 does not know. Where the tensors differ
+from the configuration, `fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`), transformers 5.14
 (`FineGrainedFP8Config`, `quantizers_utils.should_convert_module`), ModelOpt 0.47 (`export/quant_utils.py`,
@@ -22,18 +21,18 @@ from ...core.errors import InputError
 from .module_patterns import Form, Matcher
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
-#: One scale for a weight, one for each output channel, or one for each block of `Scheme.block`.
+#: Weights have one scale, one for each output channel, or one for each block of `Scheme.block`.
 Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
-#: One scale of an input that is in the checkpoint, one that is found as it runs, or an input that is not quantized.
+#: Inputs have one scale in the checkpoint, a scale that is computed at run time, or are not quantized.
 Inputs = Literal["static", "dynamic", "none"]
-#: What is read, as a refusal says it.
+#: The forms that are read, for error messages.
 READ = (
     "compressed-tensors (float-quantized), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO) and fp8 (blocks or "
     "one scale a tensor)"
 )
 ORIGINAL = "give the checkpoint it was made from, in BF16"
-#: What is not FP8, by a part of its method or format: its name, and the way round. The first that fits.
+#: Formats other than FP8: a part of the method or format, the name, and the remedy. The first that matches counts.
 OTHERS = (
     (
         "mxfp4",
@@ -49,7 +48,7 @@ OTHERS = (
     ("pack-quantized", "INT4 or INT8", ORIGINAL),
     ("int-quantized", "INT8", ORIGINAL),
 )
-#: transformers' and vLLM's block where the configuration of fine-grained FP8 names none; ModelOpt names it nowhere.
+#: The block of transformers and vLLM where a configuration of fine-grained FP8 names none; ModelOpt never names one.
 BLOCK = (128, 128)
 #: compressed-tensors' presets that are FP8.
 PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
@@ -57,7 +56,7 @@ PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
     "FP8_DYNAMIC": ("channel", "dynamic"),
     "FP8_BLOCK": ("block", "dynamic"),
 }
-#: What ModelOpt calls its ways, in capitals.
+#: ModelOpt's algorithms, in capitals.
 MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
     "FP8": ("tensor", "static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "dynamic"),
@@ -67,7 +66,7 @@ MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """The quantization of a module. `block`: rows and columns of the weight that one scale is for, if it has blocks."""
+    """The quantization of a module; `block`: rows and columns of the weight that share a scale, where it has blocks."""
 
     weights: Granularity
     inputs: Inputs
@@ -75,7 +74,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Group:
+class SchemeGroup:
     """The modules that `targets` match, under one scheme."""
 
     targets: tuple[str, ...]
@@ -83,16 +82,16 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Declared:
-    """The quantization configuration in the file `source`: the form, the schemes, the modules it leaves out, and
-    whether the cache has scales.
+class DeclaredQuantization:
+    """The quantization configuration in the file `source`: its form, the schemes of modules, the modules that stay in
+    BF16 (`ignore`), and whether the `cache` has scales.
 
-    `ignore` None: not said, and each loader leaves out what it does by itself.
+    `ignore` None: the configuration does not say, and each loader applies a default of its own.
     """
 
     source: Path
     form: Form
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] | None
     cache: bool
 
@@ -102,28 +101,28 @@ class Declared:
 
     @cached_property
     def _targets(self) -> tuple[tuple[Matcher, Scheme], ...]:
-        """The most specific first: names, patterns, classes (compressed-tensors' `match_targets`)."""
-        found = [
+        """Matchers of all targets with their schemes, the most specific first (compressed-tensors' `match_targets`)."""
+        targets = [
             (Matcher(target, self.form, self.source), group.scheme) for group in self.groups for target in group.targets
         ]
-        return tuple(sorted(found, key=lambda entry: entry[0].rank))
+        return tuple(sorted(targets, key=lambda entry: entry[0].rank))
 
     def ignored_by(self, module: str) -> str | None:
         """The entry of `ignore` that leaves a module out; None where there is none."""
         return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
 
     def scheme(self, module: str) -> Scheme | None:
-        """Return the scheme of a module, if it is of a class that is; None for one that is left out or no target."""
+        """The scheme of a module; None where it is in `ignore` or no target matches it."""
         if self.ignored_by(module) is not None:
             return None
         return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
 
 
-def declared_form(directory: Path) -> Declared | None:
-    """Read the quantization configuration in `directory`; None where it says nothing.
+def declared_form(directory: Path) -> DeclaredQuantization | None:
+    """Read the quantization configuration in `directory`; None where there is none.
 
-    Raises InputError for a configuration that does not read, and for a form that is not read: it names the form, what
-    is read, and the way round.
+    Raises InputError for a configuration that does not parse, and for an unknown form: the error names the form, the
+    forms that are read, and a remedy.
     """
     config = _object(directory / CONFIG)
     text_config = config.get("text_config")
@@ -147,7 +146,7 @@ def declared_form(directory: Path) -> Declared | None:
 
 
 def refused(source: Path, found: str, of: str = "") -> InputError:
-    """Make the error for a form that is not read: `found` says where it is named, `of` holds its name."""
+    """Make the error for an unknown form; `found` says where it is named, `of` contains its name."""
     for part, name, way_round in OTHERS:
         if part in of.lower():
             return InputError(f"{source}: {found} ({name}), and what is read is {READ}; {way_round}")
@@ -167,23 +166,25 @@ def _names(value: Any, source: Path, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _modelopt(source: Path, said: Any) -> Declared:
+def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
     if not isinstance(said, dict):
         raise InputError(f"{source}: has no object quantization; copy or download it again")
     ignore = said.get("exclude_modules", said.get("ignore")) or []
-    groups: list[Group] = []
+    groups: list[SchemeGroup] = []
     algorithm = str(said.get("quant_algo") or "")
     layers = said.get("quantized_layers")
     if algorithm.upper() == "MIXED_PRECISION" and isinstance(layers, dict):
         for module, layer in layers.items():
             each = str(layer.get("quant_algo") if isinstance(layer, dict) else "")
-            groups.append(Group((module,), _modelopt_scheme(source, each)))
+            groups.append(SchemeGroup((module,), _modelopt_scheme(source, each)))
     else:
-        groups.append(Group(("*",), _modelopt_scheme(source, algorithm)))
+        groups.append(SchemeGroup(("*",), _modelopt_scheme(source, algorithm)))
     cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
     if cache and not (isinstance(cache, dict) or str(cache).upper() == "FP8"):
         raise refused(source, f"the cache is {cache}", str(cache))
-    return Declared(source, "modelopt", tuple(groups), _names(ignore, source, "exclude_modules"), bool(cache))
+    return DeclaredQuantization(
+        source, "modelopt", tuple(groups), _names(ignore, source, "exclude_modules"), bool(cache)
+    )
 
 
 def _modelopt_scheme(source: Path, algorithm: str) -> Scheme:
@@ -197,7 +198,7 @@ def _scheme(weights: Granularity, inputs: Inputs) -> Scheme:
     return Scheme(weights, inputs, BLOCK if weights == "block" else None)
 
 
-def _fine_grained(source: Path, said: dict[str, Any]) -> Declared:
+def _fine_grained(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     block = _block(said.get("weight_block_size", list(BLOCK)), source, "weight_block_size")
     activation = str(said.get("activation_scheme", "dynamic")).lower()
     if activation not in ("static", "dynamic"):
@@ -206,7 +207,7 @@ def _fine_grained(source: Path, said: dict[str, Any]) -> Declared:
     names = None if ignore is None else _names(ignore, source, "modules_to_not_convert")
     inputs: Inputs = "static" if activation == "static" else "dynamic"
     scheme = Scheme("block" if block else "tensor", inputs, block)
-    return Declared(source, "fp8", (Group((".*",), scheme),), names, False)
+    return DeclaredQuantization(source, "fp8", (SchemeGroup((".*",), scheme),), names, False)
 
 
 def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
@@ -221,25 +222,25 @@ def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
     )
 
 
-def _compressed_tensors(source: Path, said: dict[str, Any]) -> Declared:
+def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     written = str(said.get("format") or "")
     if written not in ("float-quantized", "naive-quantized", "mixed-precision"):
         raise refused(source, f"quant_method is 'compressed-tensors' with the format {written!r}", written)
     groups = said.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise InputError(f"{source}: has no config_groups; copy or download it again")
-    found = tuple(_group(source, name, group) for name, group in groups.items())
+    schemes = tuple(_group(source, name, group) for name, group in groups.items())
     ignore = _names(said.get("ignore") or [], source, "ignore")
     cache = said.get("kv_cache_scheme")
     static = isinstance(cache, dict) and not cache.get("dynamic", False)
-    return Declared(source, "compressed-tensors", found, ignore, static)
+    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, static)
 
 
-def _group(source: Path, name: str, group: Any) -> Group:
+def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     if isinstance(group, list):
         if name.upper() not in PRESETS:
             raise refused(source, f"config_groups has the preset {name!r}", name)
-        return Group(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
+        return SchemeGroup(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
     if not isinstance(group, dict):
         raise InputError(f"{source}: config_groups.{name} is no object; copy or download it again")
     said, activations = group.get("weights"), group.get("input_activations")
@@ -253,11 +254,11 @@ def _group(source: Path, name: str, group: Any) -> Group:
     inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
     block = (_block(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
     scheme = Scheme(granularity, inputs, block)
-    return Group(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
+    return SchemeGroup(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
 
 
 def _kind(said: Any) -> str:
-    """As INT4 or NVFP4, of what a group says of its weights."""
+    """Name the number format, such as INT4 or NVFP4, that a group declares for its weights."""
     if not isinstance(said, dict):
         return "not quantized"
     bits, kind = said.get("num_bits", 8), str(said.get("type", "int")).lower()

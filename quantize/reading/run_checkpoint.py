@@ -1,4 +1,4 @@
-"""Find the tensors of a run's checkpoint by name; a serving host reads it too, so there is no torch here."""
+"""Find the tensors of a run's checkpoint by name; without torch, since serving hosts do so too."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pydantic import BaseModel
 from safetensors import safe_open
 
+from ...calibrate.checkpoint.weights import INDEX
 from ...core.errors import InputError
 from ...core.files import read_document
 from ...core.headers import read_header
@@ -17,46 +18,44 @@ from ...core.run import Run
 
 #: Cache scales that the Hugging Face layout has no place for.
 CACHE_FILE = "kv_cache.safetensors"
-#: Static scales of what experts read: where their weights have a scale for each channel, vLLM's experts take the scale
-#: of each token, and would find these among the weights to be tensors that they do not know.
+#: Static scales of the inputs of experts: where weights have a scale for each channel, vLLM's experts scale each token,
+#: and would refuse static scales among the weights as unknown tensors.
 EXPERT_FILE = "experts.safetensors"
-#: The scales of attention in codes, beside the index of the weights, which so has no key that transformers does not
-#: expect.
+#: The scales of attention in FP8, in a file that the index does not name: transformers would not expect their keys.
 ATTENTION_SCALES = "attention.safetensors"
-#: The folder of the adapters that are served beside the base, each in one of its name, as PEFT wrote it.
+#: The folder of the adapters that are served beside the base: a folder for each, under its name, as PEFT wrote it.
 ADAPTERS = "adapters"
-#: What config.json calls what fp8q knows of the checkpoint and no other loader: `two_terms`, the modules whose input is
-#: two codes a value, which loaders that do not know it take for one; `stored`, how the files name products that the
-#: model calls otherwise, `{}` for each number.
+#: The key of config.json for fields that only fp8q reads: `two_terms`, the modules whose input is two codes a value,
+#: which other loaders take for one; `stored`, patterns of the products' names in the files where the model calls them
+#: otherwise, with `{}` for each number.
 OWN_CONFIG = "fp8q"
-#: And there, how many positions a graph serves, where that is fewer than the model has.
+#: The field under that key for the number of positions that a graph serves, where that is fewer than the model's.
 OWN_POSITIONS = "positions"
 
 
 def checkpoint_of(run: Run, precision: str) -> Path:
-    """The folder of the weights of a precision, and of their graphs: `model/` for fp8."""
+    """The folder of the weights in `precision`, and of the graphs that read them: `model/` for fp8."""
     return run.model if precision == "fp8" else run.baselines / precision
 
 
 class Index(BaseModel):
-    """The part of a checkpoint's index that is read: tensor name -> file name."""
+    """The field that is read of a checkpoint's index: tensor name -> file name."""
 
     weight_map: dict[str, str]
 
 
-def stored_tensors(directory: Path) -> Mapping[str, str]:
-    """Tensor name -> file name of the checkpoint in `directory`, from its index; and the cache scales that lie outside
-    it.
+def tensor_files(directory: Path) -> Mapping[str, str]:
+    """Map tensor name to file name for the checkpoint in `directory`: by its index, and for scales in files beside it.
 
     Raises InputError for an index that is not there, does not read, or names a file that is not beside it.
     """
-    path = directory / "model.safetensors.index.json"
+    path = directory / INDEX
     index = read_document(path, Index).weight_map
     if outside := next((file for file in index.values() if Path(file).name != file), None):
         raise InputError(f"{path}: names {outside}, which is not a file beside it; copy the whole of model/ again")
-    for beside in (CACHE_FILE, EXPERT_FILE):
-        if (directory / beside).is_file():
-            index |= dict.fromkeys(read_header(directory / beside), beside)
+    for file in (CACHE_FILE, EXPERT_FILE):
+        if (directory / file).is_file():
+            index |= dict.fromkeys(read_header(directory / file), file)
     return index
 
 
@@ -64,20 +63,25 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def patterns_of(stored: Mapping[str, str]) -> dict[str, str]:
-    """The pattern of modules' names -> that of their names in files, of modules that are `stored` under another."""
-    found = {NUMBER.sub("{}", module): NUMBER.sub("{}", under) for module, under in stored.items() if module != under}
-    assert all(in_files(module, found) == under for module, under in stored.items()), "numbers go in the same order"
-    return found
+    """Patterns of module names -> patterns of their names in files, from `stored` (module -> name in the files).
+
+    Modules that the files call as the model does are left out.
+    """
+    patterns = {
+        NUMBER.sub("{}", module): NUMBER.sub("{}", under) for module, under in stored.items() if module != under
+    }
+    assert all(in_files(module, patterns) == under for module, under in stored.items()), "numbers go in the same order"
+    return patterns
 
 
 def in_files(module: str, patterns: Mapping[str, str]) -> str:
-    """Return the name that the files have for `module`."""
+    """The name of `module` in the files, by `patterns` of `patterns_of`."""
     under = patterns.get(NUMBER.sub("{}", module))
     return under.format(*NUMBER.findall(module)) if under else module
 
 
 def stored_patterns(directory: Path) -> dict[str, str]:
-    """The patterns that config.json of the checkpoint in `directory` has. Raises InputError where it does not read."""
+    """Read the name patterns in config.json of the checkpoint in `directory`; InputError where it does not parse."""
     path = directory / "config.json"
     return read_document(path, Configured).fp8q.stored if path.is_file() else {}
 
@@ -99,28 +103,28 @@ def stored_scales(directory: Path, modules: Collection[str]) -> dict[str, npt.ND
 
     Raises what `stored_arrays` raises.
     """
-    found = stored_arrays(directory, [f"{module}.weight_scale" for module in modules])
-    return {name.removesuffix(".weight_scale"): scale for name, scale in found.items()}
+    scales = stored_arrays(directory, [f"{module}.weight_scale" for module in modules])
+    return {name.removesuffix(".weight_scale"): scale for name, scale in scales.items()}
 
 
 def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:
-    """The scales called `names`, by the model's names of modules, in the checkpoint in `directory`, flat.
+    """Read the scales `names`, with the model's names of modules, from the checkpoint in `directory`, float32 [values].
 
     Raises InputError where the index does not read or has no such scale, OSError or SafetensorError where a file is
     missing or damaged.
     """
-    where, patterns = stored_tensors(directory), stored_patterns(directory)
-    under = dict[str, str]()
+    files, patterns = tensor_files(directory), stored_patterns(directory)
+    stored = dict[str, str]()
     for name in names:
         module, _, part = name.rpartition(".")
-        under[name] = f"{in_files(module, patterns)}.{part}"
-    if absent := next((name for name in under.values() if name not in where), None):
+        stored[name] = f"{in_files(module, patterns)}.{part}"
+    if absent := next((name for name in stored.values() if name not in files), None):
         raise InputError(f"{directory}: has no {absent}, which scales.json promises; copy the whole of model/ again")
-    shards = {file: _open(directory / file) for file in {where[name] for name in under.values()}}
-    return {name: shards[where[stored]].get_tensor(stored).reshape(-1) for name, stored in under.items()}
+    shards = {file: _open(directory / file) for file in {files[name] for name in stored.values()}}
+    return {name: shards[files[under]].get_tensor(under).reshape(-1) for name, under in stored.items()}
 
 
 def _open(path: Path) -> Any:
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise FileNotFoundError(path)
     return safe_open(path, "np")

@@ -1,28 +1,27 @@
 """Add products of codes as Hopper's tensor core does: with 14 significant bits where FP32 has 24.
 
-One FP8 instruction (`wgmma`, 32 products) adds them to what came before like this:
+One FP8 instruction (`wgmma`) adds 32 products to the accumulator like this:
 
     e   = the largest exponent among the products that are not zero and the accumulator; a product's is e_x + e_w, as
           the codes have them (-6 for subnormals), whether or not its significand, in [1, 4), reaches 2
     sum = Σ trunc(product / 2^(e - 13)) + trunc(accumulator / 2^(e - 13))          trunc: toward zero
     accumulator = sum · 2^(e - 13), cut to 13 bits behind its leading one
 
-`fp22` (a sign, 8 bits of exponent, 13 of fraction) does so all along the row. `two-level` begins anew every 128
-products and adds the partial sums in FP32, rounded to nearest: "promotion", what DeepGEMM and CUTLASS do on the CUDA
-cores, and cuBLAS where `torch._scaled_mm` is not asked for `use_fast_accum`. `fp32` is the sum that `FP8Linear` stands
-for.
+`fp22` (a sign, 8 bits of exponent, 13 of fraction) keeps this accumulator for the whole row. `two-level` starts a new
+one every 128 products and adds the partial sums in FP32, rounded to nearest: "promotion", which DeepGEMM and CUTLASS do
+on the CUDA cores, and cuBLAS unless `torch._scaled_mm` is given `use_fast_accum`. `fp32` is the sum of the reference,
+`FP8Linear`.
 
-Measured, by others: the 14 bits and the truncation (DeepSeek-V3's report, arXiv 2412.19437, sections 3.3.2 and 3.5.2;
+Measured by others: the 14 bits and the truncation (DeepSeek-V3's report, arXiv 2412.19437, sections 3.3.2 and 3.5.2;
 DeepGEMM issues 37 and 50; the operand that comes back without its last ten bits, SageAttention 2, in SageAttention
 issue 287); the formula above, bit for bit against GPUs, in MMA-Sim (arXiv 2511.10909) and in "Accurate Models of NVIDIA
-Tensor Cores" (Khattak and Mikaitis, arXiv 2512.07004); the beginning anew every 128 in mmaemu, which replays calls of
+Tensor Cores" (Khattak and Mikaitis, arXiv 2512.07004); the promotion every 128 in mmaemu, which replays calls of
 `torch._scaled_mm` on an H100. Assumed: that a kernel adds along K in order and does not split it, which cuBLAS does for
-some shapes and which only shortens the chains; that TensorRT's kernels are of one kind or the other. Ada has the same
-adder for 16 products at a time (`Adder(block=16)`); Blackwell keeps 25 bits of fraction (DeepGEMM issue 176) and is not
-modelled, nor are the products of attention.
+some shapes and which only shortens the chains; that TensorRT's kernels are either `fp22` or `two-level`. Ada has the
+same adder for 16 products at a time (`Adder(block=16)`); Blackwell keeps 25 bits of fraction (DeepGEMM issue 176) and
+is not modelled, nor are the products of attention.
 
-A product has 8 significant bits and a sum of 33 terms, each below 2^15 units, 21, so FP32 arithmetic holds every step
-exactly.
+A product has 8 significant bits, and a sum of 33 terms below 2^15 units each has 21, so FP32 holds every step exactly.
 """
 
 import time
@@ -33,18 +32,18 @@ import torch
 
 from ...options import Accumulator
 
-#: Bits behind the leading one, of FP32 and of the tensor core's accumulator; the bias of FP32's exponent.
+#: Fraction bits of FP32 and of the tensor core's accumulator, and the bias of FP32's exponent.
 FP32_BITS, KEPT_BITS, BIAS = 23, 13, 127
 LEAST_EXPONENT = -6
-#: An exponent that never is the largest, in int8 and doubled; and what stands for that of a sum of nothing.
+#: The exponent of a zero code, which is never the largest, even doubled, in int8; and the least exponent of a sum.
 NO_EXPONENT, OF_NOTHING = -60, -64
-#: Rows and outputs that are added at a time: the 32 products of each then lie in the processor's cache.
+#: Rows and outputs that are added at a time, so that 32 products of each fit into the processor's cache.
 TILE = (64, 256)
 
 
 @dataclass(frozen=True)
 class Adder:
-    """Products in one instruction, and after how many the sum goes into FP32 (None: never)."""
+    """A tensor core's adder: products in one instruction, and products between promotions to FP32 (None: never)."""
 
     block: int = 32
     promotion: int | None = None
@@ -54,8 +53,8 @@ ADDERS = {"fp22": Adder(), "two-level": Adder(promotion=128)}
 
 
 def add_products(x: torch.Tensor, weight: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
-    """The product of codes `x` [..., in] and `weight` [out, in], of any float type, summed as `accumulator` has it:
-    float32 [..., out].
+    """Multiply codes `x` [..., in] by `weight` [out, in], both of any float type; sum them in `accumulator`, float32
+    [..., out].
     """
     if accumulator == "fp32":
         return torch.nn.functional.linear(x.float(), weight.float())
@@ -63,9 +62,9 @@ def add_products(x: torch.Tensor, weight: torch.Tensor, accumulator: Accumulator
 
 
 def add_in(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
-    """The product of codes `x` [rows, in] and `weight` [out, in] through `adder`, float32 [rows, out].
+    """Multiply codes `x` [rows, in] by `weight` [out, in] and sum them with `adder`, float32 [rows, out].
 
-    A row that fills no block is filled with zeros, which change no sum.
+    Rows are padded with zeros to whole blocks, which changes no sum.
     """
     filling = (0, -x.shape[1] % adder.block)
     x, weight = (torch.nn.functional.pad(codes.float(), filling) for codes in (x, weight))
@@ -77,27 +76,29 @@ def add_in(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
-    """Add the products of `x` [in, rows] and `weight` [in, out]: the axis of the sum goes first, so that every step is
-    one operation over [block, rows, out].
+    """Add the products of `x` [in, rows] and `weight` [in, out], float32 [rows, out].
+
+    The axis of the sum is first, so that every step is one operation over [block, rows, out].
     """
     exponents = _exponents(x), _exponents(weight)
     size = (x.shape[1], weight.shape[1])
     total, sum_ = torch.zeros(size, device=x.device), torch.zeros(size, device=x.device)
     products = torch.empty(adder.block, *size, device=x.device)
-    theirs = torch.empty(adder.block, *size, device=x.device, dtype=torch.int8)
+    product_exponents = torch.empty(adder.block, *size, device=x.device, dtype=torch.int8)
     for start in range(0, len(x), adder.block):
         block = slice(start, start + adder.block)
         torch.mul(x[block, :, None], weight[block, None, :], out=products)
-        torch.add(exponents[0][block, :, None], exponents[1][block, None, :], out=theirs)
-        sum_ = _instruction(products, theirs.amax(0), sum_)
+        torch.add(exponents[0][block, :, None], exponents[1][block, None, :], out=product_exponents)
+        sum_ = _instruction(products, product_exponents.amax(0), sum_)
         if adder.promotion and (start + adder.block) % adder.promotion == 0:
             total, sum_ = total + sum_, torch.zeros_like(sum_)
     return total + sum_
 
 
 def _instruction(products: torch.Tensor, largest: torch.Tensor, sum_: torch.Tensor) -> torch.Tensor:
-    """`sum_` [rows, out] and the `products` [block, rows, out], which are overwritten, whose `largest` exponent is int8
-    [rows, out]: one instruction.
+    """Compute one instruction: add `products` [block, rows, out], which are overwritten, to `sum_` [rows, out].
+
+    `largest` int8 [rows, out]: the largest exponent of the products.
     """
     own = (sum_.view(torch.int32) >> FP32_BITS & 0xFF) - BIAS  # of zero: -127
     exponent = torch.maximum(largest.int(), own).clamp_min(OF_NOTHING)
@@ -109,13 +110,13 @@ def _instruction(products: torch.Tensor, largest: torch.Tensor, sum_: torch.Tens
 
 
 def _exponents(codes: torch.Tensor) -> torch.Tensor:
-    """The exponents of E4M3 codes, int8 of their shape; zero has none."""
+    """The exponents of E4M3 codes, int8 of their shape; `NO_EXPONENT` for zero."""
     exponents = (torch.frexp(codes)[1] - 1).clamp_min_(LEAST_EXPONENT)
     return exponents.masked_fill_(codes == 0, NO_EXPONENT).to(torch.int8)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2 to int32 exponents, float32, exactly."""
+    """Two to the power of int32 exponents, float32, exactly."""
     return (exponent + BIAS << FP32_BITS).view(torch.float32)
 
 

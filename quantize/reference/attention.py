@@ -2,10 +2,10 @@
 
     scores = (Σ q·k) · (s_q · s_k · scaling)        out = (Σ p·v) · (s_p · s_v)
 
-One static scale each for a layer's queries, keys and values, by the method that the run's other scales were chosen by.
-Probabilities lie in [0, 1], whatever the text, so their scale is that of 1, and nothing of them is measured. Keys and
-values that are codes already, in an FP8 cache, have the same scale there and become the same codes again. Queries and
-probabilities may be two codes each (`linear`), so that what attention loses is what keys and values lose.
+Queries, keys and values of a layer have one static scale each, chosen by the run's method. Probabilities lie in [0, 1]
+for any text, so their scale is that of a clip of 1, and they are not measured. Keys and values from an FP8 cache have
+the same scale there and become the same codes again. Queries and probabilities may take two codes each (`linear`), so
+that attention loses only what keys and values lose.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,15 @@ from ..codes.encoding import code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
 
-#: What transformers calls the reference's attention.
+#: The name under which transformers knows this attention.
 CODES = "fp8q_codes"
 PARTS = ("q", "k", "v")
 
 
 def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping, terms: Terms = 1) -> AttentionScales:
-    """Choose the scales of attention from the statistics of a run's queries, which have `terms` codes a value, keys and
-    values.
+    """Choose the scales of attention from the statistics of queries, keys and values.
 
-    Raises InputError naming the first tensor that has none.
+    Queries and probabilities take `terms` codes a value. Raises InputError naming the first tensor without a scale.
     """
     modules = sorted({name.removesuffix(".q") for name in tensors if name.endswith(".q")})
     scales: dict[str, TensorScale] = {}
@@ -53,7 +52,7 @@ def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping
 
 
 def save_scales(path: Path, scales: AttentionScales) -> None:
-    """Write `<attention>.attention.q_scale` and those of k, v and p, float32 [1] each, where the graph finds them."""
+    """Write `<attention>.attention.q_scale`, and those of k, v and p, float32 [1] each, to the file the graph reads."""
     named = {name: scale.scale for name, scale in scales.tensors.items()}
     named |= {f"{name.removesuffix('.q')}.p": scales.probabilities for name in scales.tensors if name.endswith(".q")}
     stored = {
@@ -64,7 +63,7 @@ def save_scales(path: Path, scales: AttentionScales) -> None:
 
 
 def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
-    """Let `model` (changed in place) attend on codes, by the scales that `save_scales` wrote to `path`."""
+    """Let `model` (changed in place) compute attention on codes, with the scales that `save_scales` wrote to `path`."""
     scales: dict[str, dict[str, torch.Tensor]] = {}
     for name, scale in load_file(path).items():
         module, _, part = name.removesuffix("_scale").rpartition(".")
@@ -86,11 +85,11 @@ def attention_on_codes(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Grouped-query attention [batch, heads, length, size] on codes, the sums in FP32; `attention_mask` is added to the
-    scores, which are capped before.
+    """Grouped-query attention [batch, heads, length, size] on codes, with sums in FP32, by transformers' interface.
+
+    `attention_mask` is added to the scores, after they are capped where `options` have a `softcap`.
     """
     scales: dict[str, torch.Tensor] = {
         part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
@@ -100,7 +99,7 @@ def attention_on_codes(
     k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
     factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor
-    if softcap is not None:
+    if (softcap := options.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
     scores = scores + attention_mask.float()
     output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])
@@ -108,7 +107,7 @@ def attention_on_codes(
 
 
 def _product(x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool) -> torch.Tensor:
-    """The codes of `x` [..., n, k] under `scale`, one or `two` a value, by `codes` [..., k, m], in FP32."""
+    """Multiply the codes of `x` [..., n, k] under `scale`, `two` or one a value, by `codes` [..., k, m], in FP32."""
     if not two:
         return code_values(x, scale) @ codes
     first, second = (term @ codes for term in two_code_values(x, scale))

@@ -1,7 +1,7 @@
-"""The FP8 model as a torch module, read from the checkpoint fp8q wrote: what every other runtime is held against.
+"""The FP8 model as a torch module: the reference that every other runtime is compared with.
 
-It is built from the very bytes that transformers, vLLM and the ONNX graph read, not from the scales in memory, so it
-proves the file too.
+It is built from the checkpoint's files, the same bytes that transformers, vLLM and the ONNX graph read, and not from
+scales in memory. So it tests the files too.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from safetensors import safe_open
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.checkpoint.adapter import open_adapter
-from ...calibrate.model.adapter_addition import lay_beside
+from ...calibrate.model.adapter_addition import attach_adapter
 from ...calibrate.model.bf16_products import widen_products
-from ...calibrate.model.products import attention_modules, output_axis
+from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.skeleton import skeleton
 from ...calibrate.model.tensor_names import renamed_in
-from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, stored_tensors
+from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
 from .attention import attend_in_codes
 from .kv_cache import FP8Cache
 from .linear import FP8Linear, Mode, replace_linears
@@ -25,37 +25,37 @@ from .linear import FP8Linear, Mode, replace_linears
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and the scales of its cache (`<module>.k`, `<module>.v`, as far as these are codes)."""
+    """The FP8 model, and the scales of its FP8 caches (`<module>.k`, `<module>.v`)."""
 
     model: PreTrainedModel
     cache_scales: dict[str, float]
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache of the kind the model is served with."""
+        """An empty KV cache in the type that the model is served with."""
         return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
 
     def layer(self, module: str) -> FP8Linear:
-        """The product `module`, which is on codes."""
+        """The FP8 layer `module`."""
         layer = self.model.get_submodule(module)
         assert isinstance(layer, FP8Linear), "what scales.json has in weights is quantized in the checkpoint"
         return layer
 
 
 class StoredCodes:
-    """The FP8 layers of a checkpoint that fp8q wrote, each read when it is asked for."""
+    """The FP8 layers of a checkpoint that fp8q wrote, read one at a time."""
 
     def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
-        """Of the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` as `mode` says."""
+        """Open the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` in `mode`."""
         self.model, self.mode, self.device = model, mode, device
         self.two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
-        self.where = stored_tensors(directory)
+        self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
         self._renamed = renamed_in(config, shapes)
 
     @property
     def modules(self) -> list[str]:
-        """The products whose weights are codes."""
+        """The names of the products whose weights are codes."""
         own = {under: name for name, under in self._renamed.items()}
         return [
             own.get(name, name).removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")
@@ -63,23 +63,23 @@ class StoredCodes:
 
     @property
     def cache_scales(self) -> dict[str, float]:
-        """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
+        """The scales of the FP8 caches, by `<module>.k` and `<module>.v`."""
         names = [name for name in self.where if name.endswith((".k_scale", ".v_scale"))]
         return {name.removesuffix("_scale"): float(self.read(name)[0]) for name in names}
 
     def has(self, name: str) -> bool:
-        """Tell whether there is the tensor that the model calls `name`."""
+        """Tell whether the checkpoint has the tensor that the model calls `name`."""
         return self._renamed.get(name, name) in self.where
 
     def read(self, name: str) -> torch.Tensor:
-        """That tensor."""
+        """Read the tensor that the model calls `name`, onto the device."""
         under = self._renamed.get(name, name)
         tensor: torch.Tensor = self._shards[self.where[under]].get_tensor(under).to(self.device)
         return tensor
 
     def layer(self, module: str) -> FP8Linear:
-        """The product `module`, on codes."""
-        axis = output_axis(self.model.get_submodule(module))
+        """Make the FP8 layer for the product `module`."""
+        axis = output_channel_axis(self.model.get_submodule(module))
         codes, scale = (
             self.read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale")
         )
@@ -89,7 +89,7 @@ class StoredCodes:
 
 
 def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:
-    """The FP8 layers of the checkpoint in `directory`, and a model in `dtype` that has no weights yet."""
+    """Open the FP8 layers of the checkpoint in `directory`, with a model in `dtype` that has no weights yet."""
     config = AutoConfig.from_pretrained(directory)
     del config.quantization_config
     return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
@@ -98,8 +98,9 @@ def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "c
 def load_reference(
     directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | None = None
 ) -> Reference:
-    """Load the checkpoint in `directory`, with the `adapter` there of that name on; wide parts compute in `dtype`,
-    products as `mode` says (see `linear`).
+    """Load the checkpoint in `directory` as a torch module, with the adapter called `adapter` on.
+
+    FP8 products compute in `mode` (see `linear`), all else in `dtype`.
     """
     codes = open_codes(directory, mode, dtype, device)
     model = codes.model
@@ -118,5 +119,5 @@ def load_reference(
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
     if adapter is not None:
-        lay_beside(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
+        attach_adapter(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
     return Reference(model, codes.cache_scales)

@@ -1,4 +1,4 @@
-"""The reference: a linear layer that computes what an FP8 tensor core computes.
+"""The reference: a linear layer that computes as an FP8 tensor core does.
 
     y = cast( (Σ_k code_x[k] · code_w[n, k]) · (s_x · s_w[n]) + bias[n] )
 
@@ -7,17 +7,14 @@ sum; the sum is accumulated in FP32, scaled once in FP32 and cast once. Simulati
 multiplying dequantized BF16 values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 before the
 product: another number, and not the engine's.
 
-`exact` does just this. `fast` lets a BF16 matrix product round the sum to BF16 once more (the CPU has no BF16 product
-with an FP32 result); perplexity uses it, and computes it in FP32 where the processor has no BF16 units
-(`calibrate.model.bf16_products`). On a GPU with FP8 units (compute capability 8.9 and up) both call `torch._scaled_mm`
-on the codes, which one kernel makes where Triton is installed (`codes.kernels`). With an `accumulator` the sum is made
-as it says instead (`adder`). With two terms the input is s·(a + b/16), b the code of sixteen times what a leaves
-(`codes.formats.TwoTerms`), and both go through one product, a above b:
+`exact` computes just this. `fast` multiplies BF16 matrices, which rounds the sum to BF16 once more (the CPU has no BF16
+product with an FP32 result); perplexity uses it. Where the processor has no BF16 units, that product is computed in
+FP32 (`calibrate.model.bf16_products`). On a GPU with FP8 units (compute capability 8.9 and up) both modes call
+`torch._scaled_mm` on the codes, which one kernel makes where Triton is installed (`codes.kernels`). An `accumulator`
+replaces the sum by that of `adder`. With two terms the input is s·(a + b/16), where b is the code of sixteen times the
+error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
-
-`current` is `fast` with each call's own amax for the input's scale ("just-in-time", Transformer Engine's current
-scaling): it is no scale that could be serialized, and is here to measure what static scales give away.
 """
 
 from collections.abc import Mapping
@@ -29,29 +26,16 @@ from torch import nn
 from ...calibrate.model.bf16_products import widened_products
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
-from ..codes.formats import E4M3, TWO_TERMS
+from ..codes.formats import TWO_TERMS
 from .adder import add_products
 
-Mode = Literal["exact", "fast", "current"]
-#: Rows and columns of weights that a GPU's product takes are multiples of this many codes.
+Mode = Literal["exact", "fast"]
+#: A GPU's product takes weights whose numbers of rows and columns are multiples of this.
 ALIGNMENT = 16
 
 
-def current_scale(x: torch.Tensor, terms: int = 1) -> torch.Tensor:
-    """The scale of the amax of `x`, float32 []: `scales.clip.scale_of` where `x` lies.
-
-    Zeros take the smallest normal number.
-    """
-    mantissa = 0x7FFFFF if terms == 2 else 0xFFFF
-    quotient = x.abs().amax().float() / E4M3.max
-    rounded_up = ((quotient.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
-    return rounded_up.clamp_min(torch.finfo(torch.float32).tiny)
-
-
 class FP8Linear(nn.Module):
-    """A linear layer on E4M3 codes: per-output-channel weight scales, one scale for the input, static but in mode
-    `current`.
-    """
+    """A linear layer on E4M3 codes: per-output-channel weight scales, one static scale for the input."""
 
     def __init__(
         self,
@@ -63,7 +47,7 @@ class FP8Linear(nn.Module):
         terms: int = 1,
     ):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
-        or None; the input is of one code a value, or of two `terms`.
+        or None; the input takes one code a value, or two (`terms`).
         """
         super().__init__()
         self.mode, self.terms = mode, terms
@@ -82,21 +66,20 @@ class FP8Linear(nn.Module):
     tables: torch.Tensor
     bias: torch.Tensor | None
 
-    def input_codes(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The E4M3 codes of `x` [..., in] under `scale` as numbers of the type `codes` are held in [terms, ..., in]."""
-        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE and scale is self.input_scale:
+    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
+        """The E4M3 codes of `x` [..., in] as numbers of the type that `codes` are held in, [terms, ..., in]."""
+        if x.dtype == torch.bfloat16 and self.codes.dtype != CODE:
             patterns = x.contiguous().view(torch.uint16).flatten().to(torch.int32)
-            found = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
-            return (torch.stack(found) if self.terms == 2 else found[0][None]).to(self.codes.dtype)
+            terms = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
+            return (torch.stack(terms) if self.terms == 2 else terms[0][None]).to(self.codes.dtype)
         if self.codes.dtype == CODE:
-            return encode_terms(x, scale, self.terms)
-        values = two_code_values(x, scale) if self.terms == 2 else (code_values(x, scale),)
+            return encode_terms(x, self.input_scale, self.terms)
+        values = two_code_values(x, self.input_scale) if self.terms == 2 else (code_values(x, self.input_scale),)
         return torch.stack(values).to(self.codes.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        scale = current_scale(x, self.terms) if self.mode == "current" else self.input_scale
-        codes = self.input_codes(x, scale)
+        codes = self.input_codes(x)
         if self.accumulator:
             total: torch.Tensor = add_products(codes, self.codes, self.accumulator)
         elif self.codes.dtype == CODE:
@@ -105,17 +88,18 @@ class FP8Linear(nn.Module):
             with widened_products():
                 total = torch.nn.functional.linear(codes, self.codes).float()
         total = total[0] + total[1] / TWO_TERMS.divisor if self.terms == 2 else total[0]
-        y = total * (scale * self.weight_scale)
+        y = total * (self.input_scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)
 
 
 def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) -> torch.Tensor:
-    """The product of codes `x` [tokens, in] and `weight` [out, in], both float8_e4m3fn, as float32 [tokens, out].
+    """Multiply codes `x` [tokens, in] by `weight` [out, in], both float8_e4m3fn, to float32 [tokens, out].
 
-    `torch._scaled_mm` with unit scales: scaling by channel stays ours, so that the same two FP32 factors meet in the
-    same order everywhere. A GPU takes widths that are multiples of 16, so others are filled up with zeros, which change
-    no sum; the weight is then copied in each call. `fast`: all of the sum in the tensor core's adder (`adder`).
+    This is `torch._scaled_mm` with unit scales: `FP8Linear` applies the scales itself, so that FP32 factors are
+    multiplied in the same order on every device. A GPU takes widths that are multiples of 16, so others are padded with
+    zeros, which change no sum; the weight is then copied in each call. `fast`: sum in the tensor core's adder alone
+    (`adder`).
     """
     one = torch.ones((), device=x.device)
     product: torch.Tensor = torch._scaled_mm(
@@ -126,13 +110,13 @@ def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) ->
 
 
 def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
-    """`codes` [rows, in] with zeros behind them, up to a multiple of `rows`, and of 16 in width."""
+    """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
     missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
     return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
 
 
 def replace_linears(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Put each of `layers` (module name -> its stand-in) in its place in `model`."""
+    """Replace modules of `model` by `layers`: module name -> its replacement."""
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)

@@ -1,14 +1,13 @@
 """Choose the clip of a tensor: pure functions of an exact histogram and a format, evaluated on the real grid.
 
 A scale s cuts the magnitudes into cells, one for each value of the format's grid, at the midpoints of the scaled grid.
-Magnitudes are counted by BF16 bit pattern, patterns are ordered as magnitudes are, and both s and the midpoints are
-short numbers, so each cut *is* a pattern: every cell's count, sum and sum of squares is a difference of two prefix sums
-over the 32,640 finite patterns. Nothing is binned or searched for, a candidate costs one look-up a midpoint (126 for
-E4M3), and the optimum is taken over every BF16 scale there is, not over a coarse grid.
+Magnitudes are counted by BF16 bit pattern, patterns are ordered as magnitudes are, and both s and the midpoints have
+few significant bits, so each cut *is* a pattern: every cell's count, sum and sum of squares is a difference of two
+prefix sums over the 32,640 finite patterns. Nothing is binned or searched for; a candidate costs one look-up for each
+midpoint (126 for E4M3), and the optimum is taken over all BF16 scales, not over a coarse grid.
 
 The squared error of a cell of grid value g with count n, sum a and sum of squares b is b - 2(gs)a + (gs)²n. Sums are
-float64: the error, 1e-3 of the energy, keeps ten digits. What follows from the amax of each batch instead is in
-`delayed`.
+float64: the error, 1e-3 of the energy, keeps ten digits. `delayed` chooses a clip by the amax of each batch instead.
 """
 
 import math
@@ -23,7 +22,7 @@ from ...options import Clipping, Method, ScaleGrid
 from ..codes.formats import E4M3, Grid
 
 METHODS: tuple[str, ...] = get_args(Method)
-#: No optimum lies lower than this below the amax's scale, for any distribution worth quantizing.
+#: Octaves below the amax's scale that are searched: no distribution worth quantizing has its optimum lower.
 CLIP_OCTAVES = 10
 Float64s = npt.NDArray[np.float64]
 
@@ -48,14 +47,14 @@ def _error_by_value(histogram: Histogram, format: Grid, scales: npt.NDArray[np.f
 
 
 def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
-    """KL divergence, in nats, of the quantized distribution from the real one, float64 [len(scales)], for float32
+    """KL divergence, in nats, of the quantized distribution from the real one, float64 [candidates], for float32
     `scales` [candidates].
 
-    TensorRT's entropy calibrator (Migacz 2017, "8-bit inference with TensorRT", GTC S7310) with exact BF16 patterns for
-    its 2,048 bins and the cells of the format for its 128 levels. P is the distribution over the patterns that occur up
-    to the clip s·max, with all that lies beyond it counted at the largest of them, where saturation puts it. Q knows of
-    each cell only how many values fell into it: the unclipped count of the cell, spread evenly over the patterns that
-    occur in it. KL = Σ P ln(P / Q), both normalized. Infinite where every value lies beyond the clip.
+    This is TensorRT's entropy calibrator (Migacz 2017, "8-bit inference with TensorRT", GTC S7310) with exact BF16
+    patterns in place of its 2,048 bins and the cells of the format in place of its 128 levels. P is the distribution
+    over the patterns that occur up to the clip s·max; all values beyond the clip are counted at the largest of these
+    patterns, where saturation puts them. Q spreads the unclipped count of each cell evenly over the patterns that occur
+    in it. KL = Σ P ln(P / Q), both normalized; infinite where every value lies beyond the clip.
     """
     counts = _finite_counts(histogram)
     total, occurs = counts.sum(), (counts > 0).astype(np.float64)
@@ -63,9 +62,9 @@ def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float6
     inside = np.searchsorted(_MAGNITUDES, s[:, 0].astype(np.float64) * format.max, side="right")
     cuts = np.minimum(_cuts(s, format), inside[:, None])
     n, k, n_log_n = _cell_sums((counts, occurs, counts * _log(counts)), cuts, inside)
-    kept = n.sum(axis=1)
-    some, beyond = kept > 0, total - kept
-    q = _log(n) - _log(k) - _log(kept)[:, None]  # log Q of each pattern of the cell
+    clipped_total = n.sum(axis=1)
+    some, beyond = clipped_total > 0, total - clipped_total
+    q = _log(n) - _log(k) - _log(clipped_total)[:, None]  # log Q of each pattern of the cell
     last = np.maximum.accumulate(np.where(counts > 0, np.arange(INFINITY), 0))[inside - 1]
     at_last = counts[last]
     q_last = np.take_along_axis(q, (cuts <= last[:, None]).sum(axis=1, keepdims=True), axis=1)[:, 0]
@@ -80,7 +79,7 @@ def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float6
 
 
 def _log(x: Float64s) -> Float64s:
-    """The natural logarithm, and 0 at 0: what is multiplied by a count of zero."""
+    """The natural logarithm, and 0 at 0, where it is multiplied by a count of zero."""
     return np.log(np.where(x > 0, x, 1))
 
 
@@ -93,9 +92,8 @@ def _finite_counts(histogram: Histogram) -> Float64s:
 
 
 def _cuts(scales: npt.NDArray[np.float32], format: Grid) -> npt.NDArray[np.int64]:
-    """For `scales` [candidates, 1]: the first pattern above each midpoint, int64 [candidates, midpoints].
-
-    A value on a midpoint goes to the even code.
+    """The first pattern above each midpoint of the grid scaled by `scales` [candidates, 1], int64 [candidates,
+    midpoints]; a value on a midpoint goes to the even code.
     """
     with np.errstate(over="ignore"):  # infinity is a cut that no finite value reaches
         bits = (scales * format.midpoints).view(np.uint32)
@@ -107,8 +105,10 @@ def _cuts(scales: npt.NDArray[np.float32], format: Grid) -> npt.NDArray[np.int64
 def _cell_sums(
     weights: tuple[Float64s, ...], cuts: npt.NDArray[np.int64], end: npt.NDArray[np.int64] | None = None
 ) -> Float64s:
-    """Sums of each of `weights` [patterns] over each cell, float64 [len(weights), candidates, cells]; the last cell
-    ends at `end`, all patterns by default.
+    """Sum each of `weights` [patterns] over each cell, float64 [len(weights), candidates, cells].
+
+    `cuts`: the patterns at which cells begin; `end`: the pattern at which the last cell ends, by default that of
+    infinity.
     """
     prefix = np.zeros((len(weights), INFINITY + 1))
     np.cumsum(np.stack(weights), axis=1, out=prefix[:, 1:])
@@ -120,18 +120,18 @@ def _cell_sums(
 def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float | None:
     """Signal-to-quantization-noise ratio of the finite values at `scale`, in dB; None where the error is zero."""
     values, counts = histogram.finite
-    return decibels(
+    return ratio_db(
         float((values.astype(np.float64) ** 2 * counts).sum()), float(squared_error(histogram, format, [scale])[0])
     )
 
 
-def decibels(signal: float, noise: float) -> float | None:
+def ratio_db(signal: float, noise: float) -> float | None:
     """The ratio of two sums of squares in dB; None where there is no noise, or no signal that it could disturb."""
     return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
 
 
 def lost_share(decibels: float | None) -> float:
-    """The share of the energy that is lost where `decibels` of signal to noise are left; None: nothing."""
+    """The share of the energy that is lost at an SQNR of `decibels`; 0 for None, where nothing is lost."""
     return 0.0 if decibels is None else 10 ** (-decibels / 10)
 
 
@@ -149,21 +149,21 @@ def underflow(histogram: Histogram, format: Grid, scale: float) -> float:
 
 
 def clip_amax(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The largest finite magnitude: nothing saturates."""
+    """Clip at the largest finite magnitude, so that nothing saturates."""
     return histogram.amax
 
 
 def clip_percentile(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The observed magnitude at `clipping.percentile`."""
+    """Clip at the observed magnitude of `clipping.percentile`."""
     return histogram.percentile(clipping.percentile)
 
 
 def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """The clip of the BF16 scale with the least squared error; of equals the amax's own, else the largest below it, for
-    headroom.
+    """Clip by the BF16 scale of least squared error; of equal ones the amax's own, else the largest below it.
 
-    What lies beyond a clip errs by its distance from it at least, and more for every smaller clip: candidates for which
-    that alone exceeds the error of the amax's scale are not tried, which leaves two or three octaves of eleven.
+    A value beyond a clip errs at least by its distance from the clip, and by more for every smaller clip. Candidates
+    for which this alone exceeds the error of the amax's scale are not tried, which leaves two or three octaves of
+    eleven.
     """
     candidates = candidate_scales(histogram.amax, format)
     bound = squared_error(histogram, format, candidates[:1])[0] * (1 + 1e-9)
@@ -172,7 +172,7 @@ def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
 
 
 def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
-    """Sum over the values beyond each of `clips` of (value - clip)², float64 [clips]."""
+    """Sum (value - clip)² over the values beyond each of `clips`, float64 [clips]."""
     values, counts = histogram.finite
     x, n = values.astype(np.float64), counts.astype(np.float64)
     suffix = np.zeros((3, len(x) + 1))
@@ -183,18 +183,18 @@ def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
 
 
 def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
-    """Clip of the BF16 scale with the least KL divergence (`entropy`); of equals the first of `candidate_scales`."""
+    """Clip by the BF16 scale of least KL divergence (`entropy`); of equal ones the first of `candidate_scales`."""
     candidates = candidate_scales(histogram.amax, format)
     return float(candidates[np.argmin(entropy(histogram, format, candidates))]) * format.clip
 
 
 def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
-    """Every BF16 scale that may be the best, float32: that of `amax`, those down to `CLIP_OCTAVES` octaves below it,
-    then those up to an octave above.
+    """All BF16 scales that may be the best, float32: the scale of `amax`, then those up to `CLIP_OCTAVES` octaves below
+    it in falling order, then those up to an octave above it.
 
-    None below the smallest normal number. A larger scale than the amax's saturates nothing, and its values may happen
-    to lie nearer to the grid; an octave on, the grid is the same but for one octave less of subnormals, so no squared
-    error is less after that. Of scales that are powers of two alone none is better above the amax's.
+    No scale is below the smallest normal number. Under a scale larger than the amax's nothing saturates, and values may
+    happen to lie nearer to the grid. An octave higher, the grid is the same but for one octave less of subnormals, so
+    that no squared error is smaller from there on. Where scales are powers of two, none above the amax's is better.
     """
     top = int(scale_of(amax, format).view(np.uint32) >> 16)
     if format.power_of_two:
@@ -222,9 +222,7 @@ def bf16_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """The smallest power of two not below each positive, normal float32, as float32 of the same shape: the mantissa
-    rounded away, upwards.
-    """
+    """The smallest power of two not below each positive, normal float32, as float32 of the same shape."""
     bits = np.asarray(values, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
 
@@ -233,16 +231,17 @@ def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt
     """The scale of a clip: FP32 clip / FP32 maximum of a code, rounded up to the grid of scales, float32 of the same
     shape.
 
-    Rounded up so that the clip itself never saturates; on the BF16 grid so that whoever loads the checkpoint, in BF16
-    or in FP32, holds this very number. A power of two is on that grid too; it makes dequantization exact, and wastes up
-    to an octave of range. Two terms have no other, whatever `grid` says: they are exact under powers of two alone.
+    Scales are rounded up so that the clip itself never saturates, and to BF16 numbers so that every loader of the
+    checkpoint, in BF16 or in FP32, has exactly this scale. A power of two is a BF16 number too; it makes dequantization
+    exact, and wastes up to an octave of range. Two terms take powers of two whatever `grid` says, since they are exact
+    under no other scale.
     """
     quotient = np.asarray(clip, np.float32) / np.float32(format.clip)
     return power_of_two_ceil(quotient) if powers_alone(format, grid) else bf16_ceil(quotient)
 
 
 def powers_alone(format: Grid, grid: ScaleGrid) -> bool:
-    """Tell whether scales are powers of two: where `grid` asks for them, and where the format has no others."""
+    """Tell whether scales must be powers of two: where `grid` asks for them, and where the format needs them."""
     return format.power_of_two or grid == "power-of-two"
 
 

@@ -29,7 +29,7 @@ CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 #: The scale of BF16's largest number.
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
-#: What has chosen the scales, and codes, that an FP8 checkpoint had already.
+#: The method of scales and codes that are taken from an FP8 source checkpoint.
 INHERITED: Literal["inherited"] = "inherited"
 #: The formats of activations, by the number of their terms.
 GRIDS: dict[int, Grid] = {1: E4M3, 2: TWO_TERMS}
@@ -139,7 +139,7 @@ def load_scales(run: Run) -> Scales:
 
 
 def unfit(histogram: Histogram | None) -> Skipped | None:
-    """Why no scale follows from these values; None where one does."""
+    """Give the reason why no scale follows from these values; None where one does."""
     if histogram is None or not histogram.samples:
         return Skipped(reason="never observed: no token of the calibration text reached it", samples=0)
     if histogram.nans:
@@ -166,9 +166,9 @@ def unfit(histogram: Histogram | None) -> Skipped | None:
 def tensor_scale(
     histogram: Histogram, clipping: Clipping, format: Grid = E4M3, amax_batches: npt.NDArray[np.float32] | None = None
 ) -> TensorScale:
-    """Choose the scale of one tensor and say what it does to the values it was chosen for.
+    """Choose the scale of one tensor, and measure its error on the values it was chosen for.
 
-    The histogram is fit (`unfit` is None). `amax_batches` float32 [batches] is what the method `delayed` goes by.
+    The histogram must be fit (`unfit` is None). `amax_batches` float32 [batches] is used by the method `delayed`.
     """
     return described(histogram, format, clipping, _clip_and_scale(histogram, clipping, format, amax_batches))
 
@@ -176,7 +176,7 @@ def tensor_scale(
 def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tuple[str, float, float]) -> TensorScale:
     """Measure the error that a scale, `chosen` as method, clip and scale, causes on the values of `histogram`."""
     method, clip, scale = chosen
-    # of nothing, nothing is lost at any scale
+    # where there are no values, no scale loses any
     best = float(scale_of(clip_mse(histogram, format, clipping), format)) if histogram.amax else scale
     achieved, possible = (sqnr_db(histogram, format, each) for each in (scale, best))
     return TensorScale(
@@ -195,10 +195,10 @@ def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tu
 def _clip_and_scale(
     histogram: Histogram, clipping: Clipping, format: Grid, amax_batches: npt.NDArray[np.float32] | None
 ) -> tuple[str, float, float]:
-    """The method, clip and scale of `clipping`.
+    """Choose method, clip and scale by `clipping`.
 
-    A clip too small for a scale, such as a percentile of 0, gives way to the amax, and the method says so; a margin
-    goes as far as scales do.
+    Where the clip is too small for a scale, such as a percentile of 0, the amax takes its place, and the method says
+    so. Margins are bounded by the smallest and the largest scale.
     """
     method: str = clipping.method
     if clipping.method == "delayed":
@@ -219,7 +219,7 @@ def _clip_and_scale(
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:
-    """Module -> the first module of its group, whose name the group's tensor bears."""
+    """Map each module to the first module of its group, after which the group's tensor is called."""
     return {member: first for first, members in groups.items() for member in members}
 
 
@@ -231,9 +231,10 @@ def activation_scales(
     two_terms: Collection[str] = (),
     starved: Mapping[str, Starved] = MappingProxyType({}),
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
-    """Scales of the inputs of `modules`, of which `two_terms` (whole groups) take two codes a value and the others one
-    of `format`; and those that have none. Members of a group repeat theirs. `starved`: experts that saw too little,
-    and take another amax than their own.
+    """Choose the scales of the inputs of `modules`; return them, and the modules that have none with the reasons.
+
+    `two_terms`: modules, in whole groups, whose input is two codes a value; the others take one code of `format`.
+    `starved`: experts that saw too few tokens and take the amax of others. All members of a group have the same scale.
     """
     scales: dict[str, TensorScale] = {}
     skipped: dict[str, Skipped] = {}
@@ -267,9 +268,9 @@ def _scale_or_reason(
 
 
 def kv_cache_scales(statistics: Statistics, clipping: Clipping, parts: str = "kv") -> dict[str, TensorScale]:
-    """Scales of every key (`k` in `parts`) and value (`v`) cache; none for no parts.
+    """Choose the scales of all caches of keys (`k` in `parts`) and of values (`v`); no scales for no parts.
 
-    Raises InputError naming the first tensor that has none: a cache in two types serves nobody.
+    Raises InputError naming the first tensor that has none: no runtime serves a cache in two types.
     """
     scales: dict[str, TensorScale] = {}
     if not parts:

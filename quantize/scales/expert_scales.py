@@ -1,11 +1,11 @@
-"""Experts that saw too little to have a scale of their own.
+"""Choose scales for starved experts: those that too few calibration tokens were routed to.
 
-What goes into an expert's last product is seen by the tokens that were routed to it, and its amax settles slowly: on a
-trained Mixtral a stretch of 32 tokens finds 0.69 of it in the median and 0.41 in the worst tenth, one of 512 0.90 and
-0.77 (`benchmarks/expert_tokens.py`). A scale that is too small clips; one that is too large costs nothing until values
-underflow, since E4M3's error is relative. So an expert below `--min-expert-tokens` takes the largest amax of its
-layer's experts. That is right for experts alone, which are interchangeable parts of one layer: whatever else was never
-observed stays in BF16.
+The input of an expert's last product is measured on the tokens that were routed to the expert, and its amax converges
+slowly. On a trained Mixtral 32 tokens find 0.69 of the amax in the median and 0.41 in the worst tenth; 512 tokens find
+0.90 and 0.77 (`benchmarks/expert_tokens.py`). Too small a scale clips; too large a scale costs nothing until values
+underflow, since E4M3's error is relative. So an expert that saw fewer than `--min-expert-tokens` takes the largest amax
+of the experts in its layer. This is right for experts only, which are interchangeable parts of one layer: any other
+module that was never observed stays in BF16.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,16 @@ from ...calibrate.measure.coverage import Coverage, coverage
 from ...calibrate.measure.histogram import Histogram
 from ...calibrate.measure.statistics import Statistics
 
-#: How the method of a scale begins that is not of the expert's own amax.
+#: How the method of a scale begins that follows from the amax of other experts.
 BORROWED = "amax of other experts"
 
 
 @dataclass(frozen=True)
 class Starved:
-    """Of an expert's last product, the tokens that it saw, and what has the largest amax of its layer's other experts,
-    or is its own where that is larger; None where none of them saw anything finite.
+    """The last product of a starved expert: the tokens that it saw, and the histogram that its scale follows from.
+
+    `larger`: the histogram of the largest amax among this expert and the others of its layer, without NaN or infinity;
+    None where there is none.
     """
 
     tokens: int
@@ -30,13 +32,13 @@ class Starved:
 
     @property
     def method(self) -> str:
-        """The method by which its scale was chosen."""
+        """The method of the scale, as scales.json names it."""
         return f"{BORROWED} ({self.tokens:,} tokens)"
 
 
 def starved(statistics: Statistics, least: int) -> dict[str, Starved]:
-    """The last products of all experts that saw fewer than `least` tokens."""
-    found: dict[str, Starved] = {}
+    """The last products of all experts that saw fewer than `least` tokens, by module."""
+    products: dict[str, Starved] = {}
     for layer in coverage(statistics):
         enough = [product for product, tokens in _counted(layer) if tokens >= least]
         for product, tokens in _counted(layer):
@@ -44,21 +46,24 @@ def starved(statistics: Statistics, least: int) -> dict[str, Starved]:
                 others = [statistics.tensors[f"{name}.input"].histogram for name in enough or layer.products]
                 own = statistics.tensors[f"{product}.input"].histogram
                 fit = [each for each in (*others, own) if each.amax > 0 and not each.nans + each.infinities]
-                found[product] = Starved(tokens, max(fit, key=lambda each: each.amax, default=None))
-    return found
+                products[product] = Starved(tokens, max(fit, key=lambda each: each.amax, default=None))
+    return products
 
 
 def _counted(layer: Coverage) -> Iterable[tuple[str, int]]:
     return zip(layer.products, layer.tokens, strict=True)
 
 
-def remarks(statistics: Statistics, found: Mapping[str, Starved], least: int, compensated: bool) -> list[str]:
-    """List the notes on experts that are `found` to have seen fewer than `least` tokens, layer by layer; `compensated`:
-    whether other weights are rounded by what they get.
+def starved_remarks(
+    statistics: Statistics, few_tokens: Mapping[str, Starved], least: int, compensated: bool
+) -> list[str]:
+    """List notes on the starved experts, those that saw fewer than `least` tokens, layer by layer.
+
+    `compensated`: other weights are rounded by their second moments, those of starved experts to nearest.
     """
     lines: list[str] = []
     for layer in coverage(statistics):
-        few = [(number, found[name].tokens) for number, name in enumerate(layer.products) if name in found]
+        few = [(number, few_tokens[name].tokens) for number, name in enumerate(layer.products) if name in few_tokens]
         if few:
             named = ", ".join(f"{number} ({tokens:,})" for number, tokens in sorted(few, key=lambda each: each[1])[:4])
             lines.append(

@@ -14,9 +14,11 @@ from .decisions import Scales, Skipped
 
 @dataclass(frozen=True)
 class Products:
-    """The matrix products of a model: all by name, the output head's name, those of a class that cannot be quantized
-    (name -> class), and those that an FP8 checkpoint has no codes for. `no_graph`: why no ONNX graph can be made of the
-    model. `routers`: those that choose among experts, which only a mixture of them has.
+    """The matrix products of a model.
+
+    `names`: all of them; `head`: the output head; `unknown`: products of a class that cannot be quantized -> the class;
+    `wide`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
+    `routers`: the products that choose among experts.
     """
 
     names: tuple[str, ...]
@@ -30,9 +32,8 @@ class Products:
 def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
     """Split `products` into modules to quantize and modules that stay in BF16, with the reasons.
 
-    `skip`, `only`: shell patterns over module names; without `only` all are meant, but what an FP8 checkpoint keeps
-    wide. Raises InputError for a pattern that
-    matches nothing, and when nothing is left.
+    `skip`, `only`: shell patterns over module names; without `only`, all modules but those that an FP8 source
+    checkpoint has in BF16. Raises InputError for a pattern that matches nothing, and when nothing is left.
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
         if not any(fnmatchcase(name, pattern) for name in products.names):
@@ -64,7 +65,7 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
 
 
 def match_terms(patterns: Sequence[str], products: Products, chosen: Sequence[str]) -> list[str]:
-    """The modules among `chosen`, those that are quantized, that --two-terms `patterns` match.
+    """The modules among `chosen`, the quantized ones, that the --two-terms `patterns` match.
 
     Raises InputError for a pattern that matches none of them.
     """
@@ -77,57 +78,57 @@ def match_terms(patterns: Sequence[str], products: Products, chosen: Sequence[st
 
 
 def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[str]:
-    """`named` modules and all that read the same tensors: these are quantized once, to codes that all of them take."""
+    """The `named` modules and all that read the same tensors, since a tensor is quantized once for all its readers."""
     wanted = set(named)
     return [member for members in groups if not wanted.isdisjoint(members) for member in members]
 
 
 def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
-    """The modules that take `two_terms` though none of the --two-terms `patterns` matches them."""
+    """The modules in `two_terms` that no pattern matches: they share the input of a module that a pattern matches."""
     return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def parted(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
-    """A warning where, of sibling modules that read one tensor, only some run in FP8; None where there are none such.
+def mixed_group_warning(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
+    """Warn of sibling modules that read one tensor of which only some run in FP8; None where there are none.
 
-    vLLM makes one product of such siblings (q, k and v; gate and up), and wants them all in one scheme. `groups`:
-    modules that receive the same tensor; of those in `experts`, modules that hold a layer's, `parted_experts` tells.
+    vLLM makes one fused projection of such siblings (q, k and v; gate and up), and wants them all in one scheme.
+    `groups`: modules that receive the same tensor. `experts`: the modules that hold the experts of a layer, which are
+    left to `mixed_experts_warning`.
     """
     families: dict[tuple[str, ...], None] = {}
     held = tuple(f"{layer}." for layer in experts)
     for members in groups:
         for parent in {member.rpartition(".")[0] for member in members if not member.startswith(held)}:
             families[tuple(member for member in members if member.rpartition(".")[0] == parent)] = None
-    found = [family for family in families if 0 < sum(member in scales.skipped for member in family) < len(family)]
-    if not found:
+    mixed = [family for family in families if 0 < sum(member in scales.skipped for member in family) < len(family)]
+    if not mixed:
         return None
-    wide, fp8 = ([member for member in found[0] if (member in scales.skipped) == kept] for kept in (True, False))
-    others = f", and so in {len(found) - 1} more such groups" if len(found) > 1 else ""
+    wide, fp8 = ([member for member in mixed[0] if (member in scales.skipped) == skipped] for skipped in (True, False))
+    others = f", and so in {len(mixed) - 1} more such groups" if len(mixed) > 1 else ""
     return (
         f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
         "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
     )
 
 
-def parted_experts(experts: Iterable[str], scales: Scales) -> str | None:
-    """A warning where, of the products of one layer's `experts` (the modules that hold them), only some run in FP8;
-    None where there are none such.
+def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
+    """Warn of layers in which only some products of the experts run in FP8; None where there are none.
 
-    vLLM holds the experts of a layer in one tensor, and asks its expert 0 how all of them are stored (0.32's
-    compressed_tensors_moe.py, read): it refuses where the products of that one differ, and else reads codes as values,
-    or values as codes.
+    `experts`: the modules that hold the experts of a layer. vLLM holds them in one tensor, and takes all to be stored
+    as expert 0 is (0.32's compressed_tensors_moe.py, read): it refuses where the products of expert 0 differ, and
+    otherwise reads codes as values, or values as codes.
     """
-    found: list[tuple[str, list[str], int]] = []
+    mixed: list[tuple[str, list[str], int]] = []
     for layer in experts:
         inside = [name for name in (*scales.activations, *scales.skipped) if name.startswith(f"{layer}.")]
         wide = [name for name in inside if name in scales.skipped]
         if 0 < len(wide) < len(inside):
-            found.append((layer, wide, len(inside)))
-    if not found:
+            mixed.append((layer, wide, len(inside)))
+    if not mixed:
         return None
-    layer, wide, count = found[0]
+    layer, wide, count = mixed[0]
     named = ", ".join(name.removeprefix(f"{layer}.") for name in wide[:3]) + (" …" if len(wide) > 3 else "")
-    others = f", and so in {len(found) - 1} more {'layers' if len(found) > 2 else 'layer'}" if len(found) > 1 else ""
+    others = f", and so in {len(mixed) - 1} more {'layers' if len(mixed) > 2 else 'layer'}" if len(mixed) > 1 else ""
     return (
         f"{layer}: {len(wide)} of {count} products of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
         "takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads it wrong in "
@@ -140,5 +141,5 @@ def _unmatched(option: str, pattern: str, names: Iterable[str]) -> InputError:
 
 
 def _examples(names: Iterable[str]) -> list[str]:
-    """One name of each kind, told by its last part."""
+    """Up to four names, one for each last part of a name."""
     return list({name.rpartition(".")[2]: name for name in names}.values())[:4]

@@ -1,4 +1,4 @@
-"""Compute the cost of a choice where it is served, before anything is built.
+"""Compute the bytes and operations that serving a model takes under given scales, before anything is built.
 
 A decode step is bound by the bytes it reads: every product's weights once, and the cache of every position before. A
 prompt is bound by operations: a product of FP8 codes runs at twice the rate of one in BF16 on every GPU that has it,
@@ -14,15 +14,18 @@ from .decisions import Scales
 
 #: Bytes of a value that is no code, and of a weight's or channel's scale.
 WIDE_BYTES, SCALE_BYTES = 2, 4
-#: What a multiplication in BF16 takes, where one of FP8 codes takes 1.
+#: The cost of a multiplication in BF16, where one of FP8 codes costs 1.
 WIDE_OPERATIONS = 2
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`weight_bytes`: what every decode step reads of weights and their scales, whatever its rows. `cache_bytes`: what
-    a sequence keeps for each position, and reads at each step. `prefill_operations`: multiplications for each token of
-    a prompt, in those of FP8 codes.
+    """The cost of serving a model.
+
+    `weight_bytes`: bytes of weights and their scales that every decode step reads, for any number of sequences.
+    `cache_bytes`: bytes of KV cache for each position of a sequence, all of which every step reads.
+    `prefill_operations`: multiplications for each token of a prompt, one in BF16 counted as `WIDE_OPERATIONS` of FP8
+    codes.
     """
 
     weight_bytes: int
@@ -35,16 +38,18 @@ class Cost:
 
 
 def largest_batch(memory: int, held: int, sequence: int) -> int:
-    """Return the number of sequences, each of so many bytes of cache, that fit into `memory` bytes, beside the `held`
-    bytes of weights; none where these alone do not. What a step needs besides (activations, the runtime itself) is left
-    out: no more than these fit.
+    """An upper bound of the sequences that fit into `memory` bytes beside `held` bytes of weights.
+
+    `sequence`: the bytes of cache of one. Activations and the runtime itself are not counted. 0 where the weights alone
+    do not fit.
     """
     return max(0, (memory - held) // sequence)
 
 
 def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], scales: Scales | None = None) -> Cost:
-    """Return the cost of `scales` (None: the BF16 model) on a model with products of `weights` (module -> its weight's
-    shape) that keeps `cache` (each cache tensor, `<module>.k` or `.v` -> its values a position).
+    """The cost of serving a model under `scales`; None: in BF16.
+
+    `weights`: module -> shape of its weight; `cache`: cache tensor, `<module>.k` or `.v` -> its values a position.
     """
     terms = {name: scale.terms for name, scale in scales.activations.items()} if scales else {}
     codes = scales.kv_cache if scales else {}

@@ -1,8 +1,7 @@
-"""Per-output-channel scales and codes of a weight matrix.
+"""Choose the scales and codes of a weight matrix, one scale for each output channel.
 
 `amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weights.mse`).
-With these scales fixed, weights are rounded to nearest, or so that they make up for each other's errors
-(`gptq`).
+With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`).
 """
 
 from collections.abc import Iterator
@@ -15,52 +14,53 @@ import torch
 from ...options import WeightRounding
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
-from ..scales.clip import decibels, scale_of
+from ..scales.clip import ratio_db, scale_of
 from ..scales.decisions import INHERITED, SMALLEST_SCALE, Skipped, WeightScales
-from .gptq import Compensation, Compensations, compensated_codes
+from .gptq import Compensation, Compensations, gptq_codes
 from .mse import mse_scales
 
 WeightMethod = Literal["amax", "mse"]
-#: Values that are taken to FP32 at a time: a whole matrix of an 8 B model would take four times its bytes, and larger
-#: blocks leave larger holes in the heap.
+#: Values that are converted to FP32 at a time: two FP32 copies of a whole matrix would take four times its bytes, and
+#: larger blocks fragment the heap.
 BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
-class Made(Protocol):
-    """Codes and scales that were made before."""
+class RoundedCodes(Protocol):
+    """Codes and scales of modules that were rounded layer by layer."""
 
     def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`, where it has any."""
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
 
 
-class Kept(Protocol):
-    """Codes that a checkpoint has already."""
+class SourceCodes(Protocol):
+    """Codes and scales of modules that are FP8 in the source checkpoint."""
 
     def of(self, module: str) -> "QuantizedWeight | None":
-        """The weight [out, in] of `module` as it is; None where it must be quantized."""
+        """The quantized weight [out, in] of `module` as stored; None where it must be quantized here."""
 
     def blocks(self, module: str) -> str:
-        """Return the addition to the method of a module whose scales were those of blocks; empty for others."""
+        """Return a suffix for the method of a module that was stored with a scale for each block; empty for others."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The quantization of weights: the method of their scales, the compensation of rounding errors (None: each weight
-    goes to its nearest code), the codes that `--weight-rounding sequential` has made already, and those `kept` as they
-    are.
+    """The method of weight quantization, with what it reads.
+
+    `method`: how scales are chosen. `compensations`: the Cholesky factors for GPTQ; None rounds to nearest.
+    `sequential`: the codes of `--weight-rounding sequential`. `inherited`: the codes of an FP8 source checkpoint.
     """
 
     method: WeightMethod
     compensations: Compensations | None = None
-    made: Made | None = None
-    kept: Kept | None = None
+    sequential: RoundedCodes | None = None
+    inherited: SourceCodes | None = None
 
     def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
-        """The `weight` [out, in] of `module`, quantized."""
-        found = self.made.of(module) if self.made else None
-        if found is not None:
-            return QuantizedWeight(*found, summary(weight, *found, self.method, "sequential"))
+        """Quantize the `weight` [out, in] of `module`; a weight of zeros is skipped."""
+        rounded = self.sequential.of(module) if self.sequential else None
+        if rounded is not None:
+            return QuantizedWeight(*rounded, weight_summary(weight, *rounded, self.method, "sequential"))
         return quantize_weight(
             weight, self.method, self.compensations.of(module) if self.compensations else None, format
         )
@@ -68,7 +68,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Codes float8_e4m3fn (or int8) [out, in], scale float32 [out], and what to write of them."""
+    """Codes float8_e4m3fn (or int8) [out, in], scale float32 [out], and their entry in scales.json."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -84,8 +84,8 @@ def quantize_weight(
 ) -> QuantizedWeight | Skipped:
     """Quantize a finite BF16 matrix [out, in] per output channel; a matrix of zeros has no scale and is skipped.
 
-    `compensation`: of its input; without it weights are rounded to nearest. Both `mse` and `compensation` are for E4M3.
-    `wanted` float32 [out, in]: what the codes are to come close to, where that is not the weight itself.
+    `compensation`: the Cholesky factor of its input, for GPTQ; without it weights are rounded to nearest. Both `mse`
+    and `compensation` are for E4M3. `wanted` float32 [out, in]: the ridge target that GPTQ rounds in place of `weight`.
     """
     scale = channel_scales(weight, method, format)
     if scale is None:
@@ -95,13 +95,13 @@ def quantize_weight(
     if compensation is None:
         codes = nearest_codes(weight, scale, format)
     else:
-        codes = compensated_codes(weight if wanted is None else wanted, scale, compensation)
+        codes = gptq_codes(weight if wanted is None else wanted, scale, compensation)
     return QuantizedWeight(
-        codes, scale, summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
+        codes, scale, weight_summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
     )
 
 
-def summary(
+def weight_summary(
     weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, method: WeightMethod, rounding: WeightRounding
 ) -> WeightScales:
     """Describe the `codes` [out, in] of `weight` under `scale` float32 [out]."""
@@ -118,7 +118,7 @@ def summary(
 
 
 def inherited_summary(scale: torch.Tensor) -> WeightScales:
-    """Describe codes that are kept under their `scale` float32 [out]: nothing is lost."""
+    """Describe inherited codes under their `scale` float32 [out]: nothing is lost."""
     return WeightScales(
         method=INHERITED, rounding=INHERITED, axis=0, channels=len(scale), scale_min=float(scale.min()),
         scale_max=float(scale.max()), sqnr_db=None,
@@ -126,9 +126,9 @@ def inherited_summary(scale: torch.Tensor) -> WeightScales:
 
 
 def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4M3) -> torch.Tensor | None:
-    """Scale of each row of a finite BF16 `weight` [out, in], float32 [out] on the BF16 grid; None where all vanish.
+    """The scale of each row of a finite BF16 `weight` [out, in], float32 [out] on the BF16 grid.
 
-    A row of zeros is exact with any scale and takes the largest of the others'.
+    A row of zeros is exact with any scale, and takes the largest scale of the other rows; None where all rows are zero.
     """
     amax = _amax(weight).float().numpy()
     fit = scale_of(amax, format) >= SMALLEST_SCALE
@@ -139,9 +139,7 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4
 
 
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:
-    """The codes of `weight` [out, in] under `scale` float32 [out], each weight's nearest, float8_e4m3fn (or int8) [out,
-    in].
-    """
+    """Round `weight` [out, in] under `scale` float32 [out] to the nearest codes, float8_e4m3fn (or int8) [out, in]."""
     encode = ENCODERS[format.name]
     codes = torch.empty(weight.shape, dtype=encode(weight[:0], scale[:0, None]).dtype)
     for rows in _blocks(weight):
@@ -155,7 +153,7 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
-    """Rows of `weight` [out, in], at most `BLOCK_VALUES` values or one row at a time."""
+    """Split the rows of `weight` [out, in] into slices of at most `BLOCK_VALUES` values, or of one row."""
     rows = max(1, BLOCK_VALUES // weight.shape[1])
     return (slice(start, start + rows) for start in range(0, len(weight), rows))
 
@@ -167,4 +165,4 @@ def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> 
         exact = weight[rows].float()
         noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
         signal += float(exact.square().sum(dtype=torch.float64))
-    return decibels(signal, noise)
+    return ratio_db(signal, noise)

@@ -1,12 +1,12 @@
-"""Change codes one at a time as long as the error of the product falls: what rounding in turn could not foresee.
+"""Coordinate descent after GPTQ: change one code at a time as long as the squared error of the product falls.
 
-With what is lost R = w - s c and G = H R, moving weight j by d changes the error R H Rᵀ by d² H[j, j] - 2 d G[j]: a
-parabola, least at d = G[j] / H[j, j], and on the grid at the code nearest to there. Passes go over all inputs of all
-channels at once; they end where no code is worth changing or a pass gains little. Inputs go in blocks: within one, G
-follows each change; the rest of G learns of a block's changes as one product.
+Let R = w - s c be the rounding error and G = H R. Moving weight j by d changes the error R H Rᵀ by d² H[j, j] - 2 d
+G[j]: a parabola whose minimum is at d = G[j] / H[j, j], and on the grid at the code nearest to there. A pass goes over
+all inputs, for all channels at once; passes end when no change lowers the error, or a pass gains little. Inputs are
+taken in blocks: within a block G is updated with each change, and the rest of G by one product for the block.
 
-Rounding in turn (GPTQ) decides each code knowing only those before it. Here each knows all others, so that the error is
-never larger than it was; the price is a product of H and the weights for each pass, twice what rounding in turn costs.
+GPTQ chooses each code when only those before it are known. Here each code is chosen when all others are known, so the
+error never grows. The price is a product of H and the weights for each pass: twice the cost of GPTQ.
 """
 
 import torch
@@ -15,17 +15,17 @@ from ..codes.encoding import code_values
 
 #: Passes at most, and the share of the error that a pass must take off for another to follow.
 PASSES, WORTHWHILE = 8, 0.005
-#: Input channels changed before the rest of the matrix learns of it.
+#: Input channels that are changed before the rest of the gradient is updated.
 BLOCK = 128
-#: Share of its own square by which a change must lower the error: it is no change at a tie, whatever FP32 rounds.
+#: Share of its own square by which a change must lower the error, so that FP32 rounding decides no tie.
 MARGIN = 1e-3
 
 
 def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, moments: torch.Tensor) -> None:
-    """Change `values` float32 [in, out], the numbers of E4M3 codes for the weights `wanted` float32 [in, out] under
-    `scale` float32 [out], in place, until the error under `moments` float32 [in, in] falls no more to speak of.
+    """Change `values` float32 [in, out], the values of E4M3 codes, in place until a pass lowers the error too little.
 
-    The diagonal of `moments` is positive.
+    `wanted` float32 [in, out]: the weights to approximate; `scale` float32 [out]: of the codes; `moments` float32
+    [in, in]: H, whose diagonal is positive.
     """
     lost = wanted - values * scale
     gradient = moments @ lost
@@ -44,7 +44,7 @@ def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mom
 
 
 def _block(values: torch.Tensor, scale: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-    """Change a block's `values` and its `gradient`; returns how far each weight moved, float32 [block, out]."""
+    """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out]."""
     moved = torch.empty_like(values)
     for j, own in enumerate(moments.diagonal()):
         old, slope = values[j], gradient[j]

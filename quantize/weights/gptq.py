@@ -1,36 +1,36 @@
-"""Round the weights of a channel one after the other, each making up for the errors before it (GPTQ on the E4M3 grid),
-then each once more (`coordinate_descent`).
+"""Round weights by GPTQ on the E4M3 grid: input by input, each compensating the errors of those before it.
 
-What counts is the error of the product, for a channel w with codes c under scale s
+Each code is then revised once all are known (`coordinate_descent`). GPTQ minimizes the squared error of the product.
+For a channel w with codes c under scale s it is
 
-    Σ_tokens ((w - s c) · x)² = (w - s c) H (w - s c)ᵀ,    H = Σ x xᵀ,
+    Σ_tokens ((w - s c) · x)² = (w - s c) H (w - s c)ᵀ,    H = Σ x xᵀ.
 
-which nearest rounding takes for a sum over weights, as if inputs were not correlated. Frantar et al. 2022 (GPTQ,
-algorithm 1) fix one input at a time: once weight j is rounded and off by e, the best move of those not rounded yet is
--e · U[j, j:] / U[j, j] with the upper Cholesky factor U of H^-1 = Uᵀ U, and e² / U[j, j]² is what the error grows by.
-The grid is whatever `encode` rounds to: here floating-point codes, where they use integers. Columns go in blocks, and a
-block's errors reach the rest of the matrix as one product.
+Rounding to nearest minimizes this only for uncorrelated inputs, where H is diagonal. Frantar et al. 2022 (GPTQ,
+algorithm 1) fix one input at a time: once weight j is rounded with the error e, the best update of the weights that are
+not rounded yet is -e · U[j, j:] / U[j, j], with the upper Cholesky factor U of H^-1 = Uᵀ U; it raises the squared error
+by e² / U[j, j]². The grid is that of `encode`: floating-point codes here, integers in the paper. Columns are rounded in
+blocks, and the errors of a block reach the rest of the matrix as one product.
 
-Inputs are rounded too, which weights can make up for: a product that gets x̂ = x + e, with e uncorrelated to x and of
-the second moments N, loses least for ŵ of least
+Inputs are quantized too, and weights can compensate that as well. Let the product get x̂ = x + e, with e uncorrelated to
+x and of second moments N. The best weights ŵ minimize
 
-    Σ (w · x - ŵ · x̂)² = (ŵ - w*) (H + N) (ŵ - w*)ᵀ + what does not depend on ŵ,    w* = w - w N (H + N)^-1,
+    Σ (w · x - ŵ · x̂)² = (ŵ - w*) (H + N) (ŵ - w*)ᵀ + a constant,    w* = w - w N (H + N)^-1.
 
-a ridge regression, as noise on inputs makes any (Bishop 1995, "Training with Noise is Equivalent to Tikhonov
-Regularization"): where inputs nearly repeat each other, w* no longer takes differences between them that rounding has
-made. N is diagonal: of each input's energy the share that the histogram says is lost. Activations in two terms lose
-next to nothing, and there w* is w.
+w* is a ridge regression, as noise on inputs always makes one (Bishop 1995, "Training with Noise is Equivalent to
+Tikhonov Regularization"): where inputs nearly repeat each other, w* ignores the differences between them that
+quantization made. N is diagonal: the energy of each input times the share that quantization loses by the histogram.
+Activations in two terms lose next to nothing, so that w* is w.
 
-Inputs go in falling order of H's diagonal, those that weigh most while most are left to make up for them. Scales stay:
-each channel's best of five to 24 near that of `mse`, by the sum of e² / U², lowers the error by 1 to 2 %, and the KL of
-the model not at all.
+Inputs are rounded in falling order of H's diagonal, so that the errors of the heaviest inputs have the most weights
+left to compensate them. Scales stay as `mse` chose them: choosing each channel's best of five to 24 nearby scales, by
+the sum of e² / U², lowers the error by 1 to 2 %, and the KL of the model not at all.
 
-U needs no inverse of H: reversed, H has a Cholesky factor whose inverse, reversed, is U; half the work, and the square
-root of its condition number. It is computed in FP64: one direction can hold most of the energy of a wide input, and
-FP32 then rounds H away from positive definite, whatever the damping. H is damped by a thousandth of its mean diagonal,
-a tenth of the paper's: with exact activations ten times or a third of that give the same, and more of it hides what N
-knows (`docs/weights.md`), so there is nothing to choose on held-out text.
-An input that was never anything but zero is correlated with no other, and is rounded to nearest.
+U needs no inverse of H: reverse H in both axes, factor it, invert the factor and reverse that. This halves the work and
+meets only the square root of the condition number. It is computed in FP64, since one direction can hold most of the
+energy of a wide input, and FP32 then rounds H to an indefinite matrix, whatever the damping. H is damped by a
+thousandth of its mean diagonal, a tenth of the paper's. With exact activations, ten times or a third of that give the
+same result; more of it hides N (`docs/weights.md`). So there is nothing to choose on held-out text. An input that is
+always zero is correlated with no other, and is rounded to nearest.
 """
 
 from collections.abc import Collection, Mapping
@@ -55,10 +55,10 @@ VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class Compensation:
-    """The Cholesky factor of an input's second moments, by which GPTQ rounds.
+    """The second moments of an input and their Cholesky factor, by which GPTQ rounds.
 
-    `order` int64 [in]: in which its channels are rounded; `noise` float32 [in]: N's diagonal, in that order; `moments`
-    float32 [in, in]: H + N, damped, in that order; `factor` float32 [in, in]: U, upper triangular.
+    `order` int64 [in]: the order in which input channels are rounded; the others are in this order. `noise` float32
+    [in]: the diagonal of N; `moments` float32 [in, in]: H + N, damped; `factor` float32 [in, in]: U, upper triangular.
     """
 
     order: torch.Tensor
@@ -68,8 +68,9 @@ class Compensation:
 
 
 def compensation(moments: torch.Tensor, lost: float = 0.0) -> Compensation:
-    """The compensation that follows from `moments` float32 [in, in], sums or means alike, of an input of whose energy
-    rounding takes the share `lost`.
+    """Factor the second moments float32 [in, in] of an input, sums or means alike.
+
+    `lost`: the share of the input's energy that its quantization loses.
     """
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
     reverse, noise = order.flip(0), lost * moments.diagonal()[order]
@@ -83,9 +84,7 @@ def compensation(moments: torch.Tensor, lost: float = 0.0) -> Compensation:
 
 
 def invert(lower: torch.Tensor) -> None:
-    """Invert a lower triangular matrix in place, block row by block row: a wide one's inverse takes as much memory as
-    the matrix itself.
-    """
+    """Invert a lower triangular matrix in place, block row by block row, to save the memory of a second matrix."""
     for start in range(0, len(lower), BLOCK):
         rows = lower[start : start + BLOCK]
         own = rows[:, start : start + BLOCK]
@@ -94,7 +93,7 @@ def invert(lower: torch.Tensor) -> None:
 
 
 def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Compensation:
-    """The compensation for the modules that get the input of `group`; raises InputError when `moments` overflowed."""
+    """Factor the second moments of the input of `group`; raises InputError when `moments` overflowed."""
     if not bool(torch.isfinite(moments).all()):
         raise InputError(
             f"{group}: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in "
@@ -103,10 +102,10 @@ def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Com
     return compensation(moments, lost)
 
 
-def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
+def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
     """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out].
 
-    Uncorrelated inputs that are exact give the codes of nearest rounding, bit for bit.
+    Where inputs are uncorrelated and exact, these are the codes of nearest rounding, bit for bit.
     """
     rows = max(1, VALUES // weight.shape[1])
     parts = zip(weight.split(rows), scale.split(rows), strict=True)
@@ -114,25 +113,27 @@ def compensated_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: C
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
-    wanted = made_up_for(weight[:, compensation.order].T.contiguous(), compensation)  # as rows: one is rounded for all
-    values, _ = rounded_in_turn(wanted.clone(), scale, compensation.factor)
+    wanted = ridge_weights(
+        weight[:, compensation.order].T.contiguous(), compensation
+    )  # inputs are rows: each is rounded for all channels at once
+    values, _ = gptq_round(wanted.clone(), scale, compensation.factor)
     descend(wanted, values, scale, compensation.moments)
     return values[torch.argsort(compensation.order)].T.to(CODE).contiguous()
 
 
-def made_up_for(wanted: torch.Tensor, compensation: Compensation) -> torch.Tensor:
-    """w* float32 [in, out] of the weights `wanted` float32 [in, out], both in the compensation's order."""
+def ridge_weights(wanted: torch.Tensor, compensation: Compensation) -> torch.Tensor:
+    """The weights w* float32 [in, out] of `wanted` float32 [in, out], both in the order of `compensation`."""
     if not bool(compensation.noise.any()):
         return wanted
     factor = compensation.factor
     return wanted - factor.T @ (factor @ (compensation.noise[:, None] * wanted))
 
 
-def rounded_in_turn(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of the codes float32 [in, out] of weights `left` float32 [in, out], which is used up, under `scale`
-    float32 [out], and the error (w - s c) H (w - s c)ᵀ of each channel, float32 [out].
+def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round the weights `left` float32 [in, out], which are overwritten, under `scale` float32 [out], by GPTQ.
 
-    `factor` float32 [in, in]: of `compensation`.
+    `factor` float32 [in, in]: U of `Compensation`. Returns the values of the codes, float32 [in, out], and the error
+    (w - s c) H (w - s c)ᵀ of each channel, float32 [out].
     """
     values, total = torch.empty_like(left), torch.zeros_like(scale)
     for start in range(0, len(left), BLOCK):
@@ -149,9 +150,9 @@ def rounded_in_turn(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tenso
 
 
 class Compensations:
-    """The compensations of a run's modules.
+    """Loads and factors the second moments of a run's modules.
 
-    Those of the last two groups are kept: in a checkpoint's order o_proj comes between k_proj and q_proj.
+    The last two groups stay in memory: in a checkpoint's order o_proj comes between k_proj and q_proj.
     """
 
     def __init__(
@@ -161,14 +162,16 @@ class Compensations:
         lost: Mapping[str, float],
         unknown: Collection[str] = frozenset(),
     ):
-        """Of the moments in `folder`; `first`: module -> the first of its group; `lost`: module -> the share of its
-        input's energy that rounding takes; `unknown`: modules of whose input too little was seen.
+        """Read moments from `folder`.
+
+        `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
+        quantization loses; `unknown`: modules whose input saw too few tokens.
         """
         self.folder, self.first, self.lost, self.unknown = folder, first, lost, unknown
         self._of_group = lru_cache(maxsize=2)(self._load)
 
     def of(self, module: str) -> Compensation | None:
-        """That for the weight of `module`, None where it is unknown. Raises InputError when the moments overflowed."""
+        """The compensation of `module`; None where it is unknown. Raises InputError when the moments overflowed."""
         return None if module in self.unknown else self._of_group(self.first.get(module, module), self.lost[module])
 
     def _load(self, group: str, lost: float) -> Compensation:

@@ -1,26 +1,24 @@
-"""The scale of least squared error for each row of a weight matrix, searched exactly and without quantizing a value.
+"""Find the scale of least squared error for each row of a weight matrix, exactly and without quantizing any value.
 
 An E4M3 grid under scale 2s is the grid under s, but for its ends: it starts coarser by a bit and saturates an octave
-later. So the best of
-*all* scales lies between half and twice the amax scale, and each BF16 number in there is tried. From twice on, half the
-scale has the same grid values and more, and saturates nowhere. Up to half, doubling saves the amax an eighth of amax²
-or more, and costs each value the square of half a subnormal step, (2^-10 / 448 · amax)², or less: a row would need more
-than 2^34 values for that to matter.
+later. So the best of *all* scales lies between half and twice the amax scale, and each BF16 number in there is tried.
+From twice the amax scale on, half the scale has the same grid values and more, and saturates nowhere. Below half of it,
+doubling the scale saves the amax an eighth of amax² or more, and costs each value the square of half a subnormal step,
+(2^-10 / 448 · amax)², or less: a row would need more than 2^34 values for that to matter.
 
-A row's BF16 magnitudes are counted by bit pattern relative to the exponent of its amax, which makes one table of errors
-(pattern, candidate) serve all rows; the errors of all candidates on all rows are counts times table. Patterns come in
-octaves:
+A row's BF16 magnitudes are counted by bit pattern relative to the exponent of its amax. Thus one table of errors
+(pattern, candidate) serves all rows, and the errors of all candidates on all rows are counts times table. The patterns
+are grouped by octave:
 
-- the two at the top, where a candidate may saturate: a column of the table for each pattern;
-- eleven in the middle, where every candidate is in its normal range, so that the error is 4^octave times that of the
-  octave above: counts are
-  folded into one of 128 mantissas, exactly;
-- eight at the bottom, where candidates have their subnormals: few values of a trained weight lie there, and their rows
-  of the table are added one by one;
-- below, every candidate rounds to zero: the same error for all, left out.
+- the top two, where a candidate may saturate: a row of the table for each pattern;
+- eleven in the middle, where every candidate is in its normal range, so that the error of an octave is a quarter of
+  that of the octave above: counts are folded into one octave of 128 mantissas, exactly;
+- the bottom eight, where candidates have their subnormals: few values of a trained weight lie there, and their rows of
+  the table are added one by one;
+- below, every candidate rounds to zero: the error is the same for all, and is left out.
 
-Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one pass each) costs 256 passes for what is
-counted in one.
+Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one pass each) would cost 256 passes; here
+one pass counts.
 """
 
 from collections.abc import Iterator
@@ -38,23 +36,21 @@ from ..codes.formats import E4M3, Float32s
 from ..scales.clip import scale_of
 
 OCTAVE = 1 << 7
-#: Octaves of magnitudes from the amax down, and how many at either end are no multiple of the one above.
+#: Octaves of magnitudes from the amax down, and those at the top and bottom whose errors do not scale by octave.
 OCTAVES, TOP, BOTTOM = 21, 2, 8
 BINS = OCTAVES * OCTAVE
-#: Rows counted together: their bins are the values of one int16, for which `bincount` is fastest and stays in the
-#: cache.
+#: Rows counted together: their bins fit into one int16, for which `bincount` is fastest and stays in the cache.
 GROUP = (1 << 15) // BINS
-#: Rows to a task, so that what it holds stays in the cache too: memory does not grow with the matrix.
+#: Rows in one task: its counts stay in the cache, and memory does not grow with the matrix.
 BLOCK = 8 * GROUP
 
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """Squared errors relative to 2^exponent of the row's amax, which so lies in [1, 2), at `candidates` float32
-    [candidates], ascending.
+    """Squared errors of each magnitude under each candidate scale, for rows whose amax lies in [1, 2).
 
-    `folded` float32 [128 + 256, candidates]: the middle octaves as one (that of [1/4, 1/2)), then the two at the top;
-    `bottom` float32 [8 · 128, candidates].
+    `candidates` float32 [candidates], ascending; `folded` float32 [128 + 256, candidates]: the middle octaves folded
+    into [1/4, 1/2), then the top two; `bottom` float32 [8 · 128, candidates].
     """
 
     candidates: Float32s
@@ -64,7 +60,7 @@ class ErrorTable:
 
 @cache
 def error_table() -> ErrorTable:
-    """The table, the same for every row of every matrix."""
+    """The table of errors, which is the same for every row of every matrix."""
     top = (127 + 1) << 7  # the pattern of 2
     values = magnitudes(np.arange(top - BINS, top))
     lowest, highest = (
@@ -81,8 +77,8 @@ def error_table() -> ErrorTable:
 def mse_scales(weight: torch.Tensor) -> Float32s:
     """The BF16 scale with the least squared error for each row of a finite BF16 `weight` [out, in], float32 [out].
 
-    Of all BF16 scales there are, to the FP32 rounding of the summed errors. A row within `OCTAVES` octaves of BF16's
-    smallest number takes its amax scale.
+    It is the best of all BF16 scales, up to the FP32 rounding of the summed errors. A row whose amax lies within
+    `OCTAVES` octaves of BF16's smallest number takes its amax scale.
     """
     error_table()  # made once, by this thread
     with _single_threaded() as workers, ThreadPoolExecutor(workers) as pool:
@@ -92,7 +88,7 @@ def mse_scales(weight: torch.Tensor) -> Float32s:
 
 
 def _block_scales(bits: torch.Tensor) -> Float32s:
-    """`mse_scales` of the BF16 patterns `bits` int16 [rows, in]."""
+    """The MSE scales of rows whose BF16 bit patterns are `bits` int16 [rows, in], float32 [rows]."""
     patterns = bits & 0x7FFF
     amax = patterns.amax(1)
     counts = _counts(patterns, amax >> 7)
@@ -104,26 +100,27 @@ def _block_scales(bits: torch.Tensor) -> Float32s:
 
 
 def _counts(patterns: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Count each magnitude in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128]; bin 0 holds all that
-    is smaller.
+    """Count each magnitude in each row, by octaves below 2^exponent, int64 [rows, OCTAVES, 128].
+
+    Bin 0 counts all smaller magnitudes too.
     """
     rows = len(patterns)
     floor = (exponent - (OCTAVES - 1)) << 7
-    place = (torch.arange(rows) % GROUP * BINS).to(torch.int16)
-    keys = torch.maximum(patterns, floor[:, None]).add_((place - floor)[:, None])
+    first_bin = (torch.arange(rows) % GROUP * BINS).to(torch.int16)
+    keys = torch.maximum(patterns, floor[:, None]).add_((first_bin - floor)[:, None])
     counts = torch.cat([torch.bincount(group.flatten(), minlength=GROUP * BINS) for group in keys.split(GROUP)])
     return counts.view(-1, OCTAVES, OCTAVE)[:rows]
 
 
 def _folded(counts: torch.Tensor) -> torch.Tensor:
-    """The middle octaves folded into their highest, and the top ones as they are, float32 [rows, 128 + 256]."""
+    """Fold the counts of the middle octaves into the highest of them; keep the top ones; float32 [rows, 128 + 256]."""
     middle = OCTAVES - TOP - BOTTOM
     weights = torch.ldexp(torch.ones(middle), 2 * torch.arange(1 - middle, 1))
     return torch.cat([weights @ counts[:, BOTTOM:-TOP].float(), counts[:, -TOP:].float().flatten(1)], 1)
 
 
 def _bottom_errors(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return the error that the bottom octaves add, float32 [rows, candidates]."""
+    """The errors that the bottom octaves add, float32 [rows, candidates]."""
     few = counts[:, :BOTTOM].flatten(1)
     row, pattern = few.nonzero(as_tuple=True)
     first = torch.searchsorted(row, torch.arange(len(few)))
@@ -132,8 +129,9 @@ def _bottom_errors(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _single_threaded() -> Iterator[int]:
-    """Let each operator run in the thread that calls it, and give how many threads torch has: many small blocks are
-    faster side by side than one after the other.
+    """Let torch's operators use one thread each in this block; yield the number of threads that torch had.
+
+    Many small blocks are faster in parallel than operators that split each block.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""Add up the inputs of products in two models, the float one and the quantized one, over passes of all batches: of one
-input a pass, or of several that do not depend on one another.
+"""Add up the second moments of products' inputs in two models, the float one and the quantized one.
 
-Such are the last products of a layer's experts, whose inputs follow from what all experts share alone. With a pass for
-each, a layer of 128 experts would be run 132 times where a dense one is run 5 times. The sums of a pass are held in
-memory, `HELD_BYTES` at most where they are of more than one input.
+Each pass runs all batches through a layer of both models. A pass serves one input, or several that do not depend on one
+another: the inputs of the last products of a layer's experts, which follow from the input that all experts share. With
+a pass for each, a layer of 128 experts would be run 132 times where a dense one is run 5 times. The sums of a pass are
+held in memory: `HELD_BYTES` at most where they are of more than one input.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,83 +13,101 @@ from functools import cached_property
 import torch
 
 from ...calibrate.measure.moments import add_product
-from .ridge_target import Sums
+from .ridge_target import MomentSums
 
-#: The sums of one pass.
+#: Bytes that the sums of one pass may take where they are of several inputs.
 HELD_BYTES = 1 << 30
-#: What a place gets, float32 [tokens, in], and what its product is added to.
-Got = tuple[torch.Tensor, torch.Tensor]
+#: The input of a product, float32 [tokens, in], and the residual that the product is added to, float32 [tokens, out].
+InputAndResidual = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
-    """An input: of the group of `first`, decided as that of the first of `members`, those that are rounded; their
-    product is added to what `base` gets (empty: to what the layer gets; None: to nothing that is known). `whole`:
-    whether the loss of products is known, beside H; `sides`: the input channels, and the output channels of all.
+class GroupInput:
+    """The input that a group of products reads.
+
+    `first`: the group's first module, by which the group is called. `members`: the modules of the group that are
+    rounded; the activation scale of the first of them quantizes the input. `base`: the module whose input is the
+    residual that the product is added to; empty where that is the input of the layer, None where no residual is known.
+    `paired`: both models give the group the same tokens, so that the loss of its products (M of `ridge_target`) is
+    added up beside H. `sides`: the number of input channels, and of output channels of all members together.
     """
 
     first: str
     members: tuple[str, ...]
     base: str | None
-    whole: bool
+    paired: bool
     sides: tuple[int, int]
 
     @property
-    def held(self) -> int:
-        """The bytes of its sums."""
+    def sum_bytes(self) -> int:
+        """The bytes that the sums of this input take."""
         width, out = self.sides
-        return 2 * 4 * width * (width + (out if self.whole else 0))
+        return 2 * 4 * width * (width + (out if self.paired else 0))
 
 
-def passes(places: Iterable[Place], apart: Collection[str]) -> Iterator[list[Place]]:
-    """`places` in order, as many together as a pass can gather: neighbours of `apart`, the products whose inputs do not
-    depend on one another; all else alone.
+def passes(inputs: Iterable[GroupInput], independent: Collection[str]) -> Iterator[list[GroupInput]]:
+    """Split `inputs`, in their order, into lists that share a pass.
+
+    Only neighbours whose products are `independent`, and whose sums fit into `HELD_BYTES`, share one.
     """
-    together: list[Place] = []
-    for place in places:
-        fits = sum(each.held for each in (*together, place)) <= HELD_BYTES
-        if together and not (fits and apart_from(together, place, apart)):
+    together: list[GroupInput] = []
+    for group in inputs:
+        fits = sum(each.sum_bytes for each in (*together, group)) <= HELD_BYTES
+        if together and not (fits and are_independent(together, group, independent)):
             yield together
             together = []
-        together.append(place)
+        together.append(group)
     if together:
         yield together
 
 
-def apart_from(together: Iterable[Place], place: Place, apart: Collection[str]) -> bool:
-    """Tell whether no place's input depends on another's product: those of one mixture's experts."""
-    every = [each.first for each in (*together, place)]
-    return all(first in apart for first in every) and len({first.rpartition(".experts.")[0] for first in every}) == 1
+def are_independent(together: Iterable[GroupInput], group: GroupInput, independent: Collection[str]) -> bool:
+    """Tell whether no input depends on the product of another: all are inputs of the experts of one mixture."""
+    every = [each.first for each in (*together, group)]
+    of_experts = all(first in independent for first in every)
+    return of_experts and len({first.rpartition(".experts.")[0] for first in every}) == 1
 
 
-class Gathered:
-    """The sums of one place, over every other batch and over those between. `same`: whether the two models give it the
-    same tokens: where they do not, only the moments of both halves together mean anything.
+class InputSums:
+    """The sums of one input: over the batches of even index, and over those of odd index.
+
+    `paired`: whether both models gave the input the same tokens in every batch. Where they did not, only the moments of
+    both halves together are meaningful.
     """
 
-    def __init__(self, place: Place, read: Callable[[str], torch.Tensor]):
-        """Of products whose weights [out, in] `read` gives by name."""
-        self.place, self.read, self.same = place, read, place.whole
-        width, out = place.sides
-        out = out if place.whole else 0  # M of all experts of a layer is not held
-        self.halves = Sums(width, out), Sums(width, out)
+    def __init__(self, group: GroupInput, read: Callable[[str], torch.Tensor]):
+        """Begin with zeros; `read` gives the weight [out, in] of a module by its name."""
+        self.group, self.read, self.paired = group, read, group.paired
+        width, out = group.sides
+        out = out if group.paired else 0  # M of all experts of a layer is not held
+        self.halves = MomentSums(width, out), MomentSums(width, out)
 
     @cached_property
-    def rows(self) -> dict[str, torch.Tensor]:
-        """The weights of the products, read when they are first asked for: of experts, after the pass."""
-        return {name: self.read(name) for name in self.place.members}
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the products, read when they are first asked for: those of experts after the pass."""
+        return {name: self.read(name) for name in self.group.members}
 
-    def add(self, half: int, exact: Got | None, got: Got | None, tokens: torch.Tensor | None, size: int) -> None:
-        """Add a batch of `size` tokens: what the place gets `exact`ly and what it has `got`, `tokens` [tokens, in] as
-        its product reads them; None where it was not reached.
+    def add(
+        self,
+        half: int,
+        float_input: InputAndResidual | None,
+        quantized_input: InputAndResidual | None,
+        tokens: torch.Tensor | None,
+        size: int,
+    ) -> None:
+        """Add a batch of `size` tokens to one half.
+
+        `float_input`, `quantized_input`: input and residual in either model, None where no token reached the input.
+        `tokens` float32 [tokens, in]: the quantized model's input after quantization, as its product multiplies it.
         """
-        if got is None or tokens is None:
-            self.same = False
+        if quantized_input is None or tokens is None:
+            self.paired = False
             return
-        self.same = self.same and exact is not None and len(exact[0]) == len(tokens) == size
-        if self.same and exact is not None:
-            drift = exact[0] - tokens
-            lost = torch.cat([drift @ weight.to(drift).T for weight in self.rows.values()], dim=1)
-            self.halves[half].add(tokens, lost if self.place.base is None else lost + (exact[1] - got[1]))
+        self.paired = self.paired and float_input is not None and len(float_input[0]) == len(tokens) == size
+        if self.paired and float_input is not None:
+            drift = float_input[0] - tokens
+            lost = torch.cat([drift @ weight.to(drift).T for weight in self.weights.values()], dim=1)
+            residual_lost = None if self.group.base is None else float_input[1] - quantized_input[1]
+            self.halves[half].add(tokens, lost if residual_lost is None else lost + residual_lost)
         else:
             add_product(self.halves[0].moments, tokens, tokens)

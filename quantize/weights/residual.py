@@ -1,8 +1,9 @@
 """Find the residual to which a decoder layer adds a product, by running the layer.
 
-One batch goes through the layer. A product is added to a tensor r where r plus its output is, to the last bit, what a
-later module of the layer gets, or what the layer returns; r is what the layer got, or what an earlier module of it got.
-A layer that adds otherwise (after a norm, three terms at once) has no such sum, and nothing is claimed of it.
+One batch goes through the layer. A product is added to the residual r where r plus the product's output equals, to the
+last bit, the input of a later module or the output of the layer. Candidates for r are the input of the layer and the
+inputs of earlier modules. A layer that adds in another way (after a norm, three terms at once) has no such sum, and no
+residual is reported for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,43 +13,43 @@ import torch
 from torch import nn
 
 
-def bases(
+def residual_bases(
     model: nn.Module,
     layer: nn.Module,
     products: Mapping[str, nn.Module],
     hidden: torch.Tensor,
     run: Callable[[], torch.Tensor],
 ) -> dict[str, str]:
-    """Product -> the module of `model` whose input it is added to, empty for the input of `layer` itself; those of the
-    layer's `products` for which one is found.
+    """Find, for each of the layer's `products`, the module of `model` whose input is the residual it is added to.
 
-    `run` calls the layer on `hidden` [windows, seq_len, width].
+    The module's name is empty for the input of `layer` itself; products without a residual are left out. `run` calls
+    the layer on `hidden` [windows, seq_len, width].
     """
     names = {module: name for name, module in model.named_modules()}
     inputs: list[tuple[str, torch.Tensor]] = [("", hidden)]
-    made: dict[str, tuple[int, torch.Tensor]] = {}
+    outputs: dict[str, tuple[int, torch.Tensor]] = {}  # and the number of inputs recorded before
 
-    def see(module: nn.Module, given: tuple[object, ...]) -> None:
-        if given and isinstance(given[0], torch.Tensor) and given[0].numel() == hidden.numel():
-            inputs.append((names[module], given[0]))
+    def record_input(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].numel() == hidden.numel():
+            inputs.append((names[module], arguments[0]))
 
-    def note(module: nn.Module, given: tuple[object, ...], out: object) -> None:
+    def record_output(module: nn.Module, arguments: tuple[object, ...], out: object) -> None:
         if isinstance(out, torch.Tensor) and out.numel() == hidden.numel():
-            made[names[module]] = (len(inputs), out)
+            outputs[names[module]] = (len(inputs), out)
 
     with ExitStack() as stack:
         for module in layer.modules():
             if module is not layer:
-                stack.callback(module.register_forward_pre_hook(see).remove)
+                stack.callback(module.register_forward_pre_hook(record_input).remove)
         for module in products.values():
-            stack.callback(module.register_forward_hook(note).remove)
+            stack.callback(module.register_forward_hook(record_output).remove)
         leaving = run()
-    found: dict[str, str] = {}
-    for name, (place, out) in made.items():
-        later = [tensor for _, tensor in inputs[place:]] + [leaving]
-        for base, tensor in inputs[:place]:
+    bases: dict[str, str] = {}
+    for name, (before, out) in outputs.items():
+        later = [tensor for _, tensor in inputs[before:]] + [leaving]
+        for base, tensor in inputs[:before]:
             total = tensor.flatten() + out.flatten()
             if any(torch.equal(total, after.flatten()) for after in later):
-                found[name] = base
+                bases[name] = base
                 break
-    return found
+    return bases

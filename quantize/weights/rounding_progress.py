@@ -1,6 +1,6 @@
-"""Keep the progress of rounding layer by layer: codes and scales in a folder, a file a module, and how far it got.
+"""Store the progress of rounding layer by layer in a folder: a file of codes and scales for each module, and the step.
 
-A layer's files count when the step that made them has ended; a killed call's last, unfinished layer is rounded again.
+The files of a layer count once their step has ended; a layer that a killed call left unfinished is rounded again.
 """
 
 from pathlib import Path
@@ -13,33 +13,33 @@ from .channels import QuantizedWeight
 
 
 class Rounded:
-    """The modules that were rounded, in a folder.
+    """The rounded modules in a folder.
 
-    Invariant: the modules of a step that has ended are all there.
+    Invariant: once a step has ended, all of its modules are in the folder.
     """
 
     def __init__(self, folder: Path):
-        """In `folder`, which is there."""
+        """Use `folder`, which exists."""
         self.folder = folder
         self._ended = folder / "steps"
 
     @property
     def steps(self) -> int:
-        """The number of steps that have ended, in this call or one before it."""
+        """The number of steps that have ended, in this call and in killed ones before it."""
         return int(self._ended.read_text(encoding="utf-8")) if self._ended.is_file() else 0
 
     def end(self, step: int) -> None:
-        """Say that this step, the first being 1, has ended, and all before it."""
+        """Record that this step, the first being 1, and all steps before it have ended."""
         with replacing(self._ended) as partial:
             partial.write_text(str(step), encoding="utf-8")
 
-    def add(self, module: str, made: QuantizedWeight) -> None:
-        """Keep codes and scale of `module`."""
+    def add(self, module: str, weight: QuantizedWeight) -> None:
+        """Store the codes and scales of the weight of `module`."""
         with replacing(self._file(module)) as partial:
-            save_file({"codes": made.codes, "scale": made.scale}, partial)
+            save_file({"codes": weight.codes, "scale": weight.scale}, partial)
 
     def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None for one that was not rounded."""
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
         path = self._file(module)
         if not path.is_file():
             return None

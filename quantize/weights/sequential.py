@@ -1,14 +1,14 @@
-"""Round layer by layer: each on what the layers before it, already rounded, feed it, toward the float model's outputs.
+"""Round weights layer by layer: each layer on what the rounded layers before it give, toward the float outputs.
 
-`ridge_target` says which weight a product is rounded to then, and `residual` finds what it is added to.
+`ridge_target` gives the weights that GPTQ then rounds to, and `residual` finds the tensor that a product is added to.
 
-The model goes through memory one decoder layer at a time, as `calibrate.measure.stream` has it, twice: the float one
-and the quantized one, in FP32, their hidden states in two files each, 4 · tokens · width bytes, of which a layer reads
-one and writes the other: a killed run goes on at the layer it was in. The groups of a layer are rounded in the order
-they are called in, each after a pass of all batches up to its input through both, experts' last products after one
-for many (`paired_inputs`). Where the two have not the same
-tokens (experts) there is no M, nor for what all experts of a layer read, which would have a column for each of their
-rows: H is of the quantized model, and w* = w. What is outside the layers is rounded to nearest.
+The float model and the quantized one go through memory one decoder layer at a time, as in `calibrate.measure.stream`,
+in FP32. Their hidden states lie in two files each, 4 · tokens · width bytes: a layer reads one and writes the other, so
+that a killed run goes on at the layer it was in. The groups of a layer are rounded in the order they are called in,
+each after a pass of all batches through both models, up to the group's input; the last products of experts share passes
+(`paired_inputs`). Where the two models do not give an input the same tokens (experts) there is no M; nor is there for
+the input that all experts of a layer share, whose M would have a column for each row of each expert. There H is of the
+quantized model and w* = w. Products outside the layers are rounded to nearest.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,39 +23,34 @@ from torch import nn
 from transformers import DynamicCache
 
 from ...calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
-from ...calibrate.model.decoder import Call, NoChainError
-from ...calibrate.model.expert_modules import routed_products, seen_at
-from ...calibrate.model.products import output_axis
+from ...calibrate.model.decoder import LayerCall, NoChainError
+from ...calibrate.model.expert_modules import routed_products, whole_input_module
+from ...calibrate.model.products import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..codes.encoding import code_values, two_code_values
 from ..codes.formats import TWO_TERMS
-from ..scales.decisions import Scales, TensorScale
+from ..scales.decisions import TensorScale
 from .channels import QuantizedWeight, WeightMethod, quantize_weight
 from .gptq import Compensation, compensation_of
-from .paired_inputs import Gathered, Got, Place, passes
-from .residual import bases
-from .ridge_target import target
+from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
+from .residual import residual_bases
+from .ridge_target import ridge_target
 from .rounding_progress import Rounded
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
-#: What a product gets of its input, as float32 numbers, under the decision for its activation.
-ProductInput = Callable[[torch.Tensor, TensorScale], torch.Tensor]
+#: The argument and result of a forward pre-hook.
+Arguments = tuple[torch.Tensor, ...]
 
 
 def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
-    """The numbers that the codes of `x` stand for, float32 of x's shape."""
+    """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape."""
     scale = torch.tensor(activation.scale, device=x.device)
     if activation.terms == 1:
         return code_values(x, scale).mul_(scale)
     first, second = two_code_values(x, scale)
     return first.add_(second, alpha=1 / TWO_TERMS.divisor).mul_(scale)
-
-
-def exact_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
-    """`x` itself: activations that lose nothing, under any decision."""
-    return x.float()
 
 
 def check_sequential(source: Source, device: str) -> None:
@@ -70,45 +65,47 @@ def _no_layers(error: NoChainError) -> InputError:
     return InputError(f"{error.what}, so it cannot be rounded layer by layer; use --weight-rounding gptq")
 
 
-class Reached(Exception):  # noqa: N818  # it stops a forward pass and is no error
-    """Stops a layer at the input that is looked at."""
+class InputReached(Exception):  # noqa: N818  # it stops a forward pass and is no error
+    """Stops the forward pass of a layer once all inputs of a pass are recorded."""
 
 
-class Sequence(Chain):
-    """Both models, as far as they have come.
+class SequentialRounding(Chain):
+    """The float model and the quantized one, with the layers rounded so far.
 
-    Invariant: `float[n % 2]` and `quantized[n % 2]` hold what enters layer n, all batches of it, when n + 1 steps of
-    `rounded` have ended.
+    Invariant: `float[n % 2]` and `quantized[n % 2]` hold the hidden states that enter layer n, of all batches, when
+    n + 1 steps of `rounded` have ended.
     """
 
     def __init__(
         self,
         source: Source,
-        scales: Scales,
+        activations: Mapping[str, TensorScale],
         method: WeightMethod,
         batches: Batches,
         folder: Path,
         device: str = "cpu",
-        seen: ProductInput = product_input,
-        unknown: Collection[str] = frozenset(),
     ):
-        """Round the modules of `scales.activations`, with scales by `method`, on `batches` (index -> token ids int64
-        [windows, seq_len]); hidden states and `Rounded` lie in `folder`, which is there. What a killed call left there
-        is gone on from, so it must have been of the same arguments. `unknown`: modules of whose input too little was
-        seen, which are rounded to nearest.
+        """Prepare to round the modules of `activations` (module -> scale of its input), with weight scales by `method`.
+
+        `batches`: index -> token ids int64 [windows, seq_len]. `folder`, which exists, holds the hidden states and the
+        rounded modules. A killed call goes on from what it left there, so its arguments must have been the same.
+        Modules that are not in `activations` keep their weights here.
 
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
         super().__init__(source, device, torch.float32)
-        self.activations, self.method, self.batches, self.seen = scales.activations, method, batches, seen
-        self.unknown = unknown
+        self.activations, self.method, self.batches = activations, method, batches
         self.routed = {name for products in routed_products(self.model).values() for name in products}
         files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
-        size = sum(ids.size for ids in batches.values()) * self.answer.width * self.answer.dtype.itemsize
+        size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
-        hidden = [HiddenStates(file, batches, self.answer) for file in files]
+        hidden = [HiddenStates(file, batches, self.layer_output) for file in files]
         self.float, self.quantized = hidden[:2], hidden[2:]
         self.rounded = Rounded(folder)
+
+    def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
+        """Quantize and dequantize the input `x` of `module`, float32 of the same shape."""
+        return product_input(x, self.activations[module])
 
     def run(self, report: Reporter) -> Rounded:
         """Round the layers that are not yet rounded, one after the other."""
@@ -118,27 +115,28 @@ class Sequence(Chain):
             return self.rounded
         if done > 1:
             going_on(report, done, self.layers.count)
-        calls = self._entered(done > 0)
+        calls = self._enter_layers(done > 0)
         tokens = sum(ids.size for ids in self.batches.values())
         with report.track(
             f"Rounding {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens"
         ) as advance:
             for index in remaining:
                 with self.weights.filled(self.inside(index)), torch.inference_mode():
-                    self._layer(index, calls)
+                    self._round_layer(index, calls)
                 self._end(index + 2)
                 advance(tokens)
         return self.rounded
 
     def _end(self, step: int) -> None:
-        """End a step: what enters the next layer is on the disk before it is said to be."""
+        """End a step: the hidden states that enter the next layer are on the disk before the step counts as ended."""
         for states in (self.float, self.quantized):
             states[(step - 1) % 2].flush()
         self.rounded.end(step)
 
-    def _entered(self, done: bool) -> dict[tuple[int, ...], list[Call]]:
-        """Step 1: what the first layer gets, the same in both models, where that is not `done`; returns the layers'
-        calls for each shape of batch.
+    def _enter_layers(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
+        """Step 1: write the hidden states that enter the first layer, the same in both models, unless that is `done`.
+
+        Returns the arguments of all layers for each shape of batch.
         """
 
         def keep(batch: int, hidden: torch.Tensor) -> None:
@@ -153,115 +151,125 @@ class Sequence(Chain):
             self._end(1)
         return calls
 
-    def _layer(self, index: int, calls: Mapping[tuple[int, ...], list[Call]]) -> None:
-        """Round the groups of a layer whose weights are there, and take both models past it."""
+    def _round_layer(self, index: int, calls: Mapping[tuple[int, ...], list[LayerCall]]) -> None:
+        """Round the groups of a layer whose float weights are loaded, and take both models past it."""
         layer = self.layers.of(self.model)[index]
         entering, leaving = ((self.float[n % 2], self.quantized[n % 2]) for n in (index, index + 1))
 
-        def through(states: HiddenStates, batch: int) -> torch.Tensor:
+        def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
             call = calls[self.batches[batch].shape][index]
             return call.run(layer, states.read(batch, self.device), DynamicCache())
 
         weights: dict[str, torch.Tensor] = {}
         batch = next(iter(self.batches))
         inside = {name: module for name, module in self.products.items() if self.layers.index(name) == index}
-        added = bases(
-            self.model, layer, inside, entering[0].read(batch, self.device), partial(through, entering[0], batch)
+        bases = residual_bases(
+            self.model, layer, inside, entering[0].read(batch, self.device), partial(run_layer, entering[0], batch)
         )
-        for places in passes(self._places(inside, added), self.routed):
-            for gathered in self._gathered(places, entering, through, weights):
-                found, wanted = _goals(gathered)
-                for name, weight in gathered.rows.items():
-                    made = quantize_weight(weight, self.method, found, wanted=wanted.get(name))
-                    if isinstance(made, QuantizedWeight):
-                        self.rounded.add(name, made)
-                        weights[name] = self._numbers(name, made)
+        for inputs in passes(self._group_inputs(inside, bases), self.routed):
+            for sums in self._input_sums(inputs, entering, run_layer, weights):
+                compensation, targets = _compensation_and_targets(sums)
+                for name, weight in sums.weights.items():
+                    rounded = quantize_weight(weight, self.method, compensation, wanted=targets.get(name))
+                    if isinstance(rounded, QuantizedWeight):
+                        self.rounded.add(name, rounded)
+                        weights[name] = self._dequantized(name, rounded)
         for batch in self.batches:
-            leaving[0].write(batch, through(entering[0], batch))
+            leaving[0].write(batch, run_layer(entering[0], batch))
             with self._quantized(weights):
-                leaving[1].write(batch, through(entering[1], batch))
+                leaving[1].write(batch, run_layer(entering[1], batch))
 
-    def _numbers(self, name: str, made: QuantizedWeight) -> torch.Tensor:
-        """The numbers that the codes of a module stand for, shaped as the module has them."""
-        numbers = made.codes.float() * made.scale[:, None]
-        return numbers.movedim(0, output_axis(self.products[name])).contiguous().to(self.device)
+    def _dequantized(self, name: str, rounded: QuantizedWeight) -> torch.Tensor:
+        """Code × scale of the weight of a module, float32, shaped as the module stores it."""
+        numbers = rounded.codes.float() * rounded.scale[:, None]
+        return numbers.movedim(0, output_channel_axis(self.products[name])).contiguous().to(self.device)
 
-    def _places(self, inside: Collection[str], added: Mapping[str, str]) -> Iterator[Place]:
-        """The inputs of the products `inside` a layer that are rounded, in the order they are called in."""
-        for first, members in self.groups.items():
-            chosen = [name for name in members if name in self.activations and name not in self.unknown]
-            if chosen := [name for name in chosen if name in inside]:
-                base = added.get(first) if members == [first] else None
-                whole = first not in self.routed and seen_at(self.model, first) is self.products[first]
-                shapes = [_rows(self.products[name]).shape for name in chosen]
-                yield Place(first, tuple(chosen), base, whole, (shapes[0][1], sum(shape[0] for shape in shapes)))
+    def _group_inputs(self, inside: Collection[str], bases: Mapping[str, str]) -> Iterator[GroupInput]:
+        """Yield the inputs of the groups `inside` a layer that are rounded, in the order they are called in.
 
-    def _gathered(
-        self,
-        places: list[Place],
-        entering: tuple[HiddenStates, HiddenStates],
-        through: Callable[[HiddenStates, int], torch.Tensor],
-        weights: Mapping[str, torch.Tensor],
-    ) -> Iterator[Gathered]:
-        """Add up the inputs of the products at `places` in both models, by one pass of all batches through both models;
-        each is given up when it was taken.
+        `bases`: product -> the module whose input is the residual that the product is added to.
         """
-        held = [Gathered(place, lambda name: rows_of(self.products[name])) for place in places]
+        for first, members in self.groups.items():
+            if chosen := [name for name in members if name in self.activations and name in inside]:
+                base = bases.get(first) if members == [first] else None
+                paired = first not in self.routed and whole_input_module(self.model, first) is self.products[first]
+                shapes = [_weight_by_rows(self.products[name]).shape for name in chosen]
+                yield GroupInput(first, tuple(chosen), base, paired, (shapes[0][1], sum(shape[0] for shape in shapes)))
+
+    def _input_sums(
+        self,
+        inputs: list[GroupInput],
+        entering: tuple[HiddenStates, HiddenStates],
+        run_layer: Callable[[HiddenStates, int], torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+    ) -> Iterator[InputSums]:
+        """Add up the `inputs` in both models, by one pass of all batches through the layer.
+
+        `weights`: the weights of the layer that are rounded so far. Sums are let go of as they are yielded.
+        """
+        pending = [InputSums(group, lambda name: weight_rows(self.products[name])) for group in inputs]
 
         def add(number: int, batch: int, size: int) -> None:
-            exact = self._seen(places, entering[0], batch, through)
+            float_inputs = self._record_inputs(inputs, entering[0], batch, run_layer)
             with self._quantized(weights):
-                got = self._seen(places, entering[1], batch, through)
-            for each in held:
-                mine = got.get(each.place.first)
-                tokens = None if mine is None else self.seen(mine[0], self.activations[each.place.members[0]])
-                each.add(number % 2, exact.get(each.place.first), mine, tokens, size)
+                quantized_inputs = self._record_inputs(inputs, entering[1], batch, run_layer)
+            for sums in pending:
+                group = sums.group
+                own = quantized_inputs.get(group.first)
+                tokens = None if own is None else self.input_values(own[0], group.members[0])
+                sums.add(number % 2, float_inputs.get(group.first), own, tokens, size)
 
         for number, (batch, ids) in enumerate(self.batches.items()):
-            add(number, batch, ids.size)  # what it has seen is given up with it, before H is factored
-        while held:
-            yield held.pop(0)
+            add(number, batch, ids.size)  # a function, so that the inputs are freed before H is factored
+        while pending:
+            yield pending.pop(0)
 
-    def _seen(
+    def _record_inputs(
         self,
-        places: list[Place],
+        inputs: list[GroupInput],
         states: HiddenStates,
         batch: int,
-        through: Callable[[HiddenStates, int], torch.Tensor],
-    ) -> dict[str, Got]:
-        """Record the input of the product at each of `places`, float32 [tokens, width], and the residual it is added to
-        (the hidden states where that is not asked for), of those that are reached.
-        """
-        seen = {"": states.read(batch, self.device).flatten(0, -2)}
-        firsts = {place.first for place in places}
+        run_layer: Callable[[HiddenStates, int], torch.Tensor],
+    ) -> dict[str, InputAndResidual]:
+        """Run the layer on a batch and record each of `inputs`, float32 [tokens, width], by the name of its group.
 
-        def see(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-            def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-                seen[name] = inputs[0].flatten(0, -2).float()
-                if firsts <= seen.keys():
-                    raise Reached
+        Beside it the residual that its product is added to; the layer's hidden states where none is known. Inputs that
+        no token reaches are left out.
+        """
+        recorded = {"": states.read(batch, self.device).flatten(0, -2)}
+        firsts = {group.first for group in inputs}
+
+        def recorder(name: str) -> Callable[[nn.Module, Arguments], None]:
+            def hook(module: nn.Module, arguments: Arguments) -> None:
+                recorded[name] = arguments[0].flatten(0, -2).float()
+                if firsts <= recorded.keys():
+                    raise InputReached
 
             return hook
 
-        with ExitStack() as stack, suppress(Reached):
-            for name in firsts | {place.base for place in places if place.base}:
-                hook = seen_at(self.model, name).register_forward_pre_hook(see(name))
-                stack.callback(hook.remove)
-            through(states, batch)
-        return {place.first: (seen[place.first], seen[place.base or ""]) for place in places if place.first in seen}
+        with ExitStack() as stack, suppress(InputReached):
+            for name in firsts | {group.base for group in inputs if group.base}:
+                module = whole_input_module(self.model, name)
+                stack.callback(module.register_forward_pre_hook(recorder(name)).remove)
+            run_layer(states, batch)
+        return {
+            group.first: (recorded[group.first], recorded[group.base or ""])
+            for group in inputs
+            if group.first in recorded
+        }
 
     @contextmanager
     def _quantized(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The layer with these `weights` and what their products get of their inputs, for a while."""
+        """Let the modules of `weights` (module -> its dequantized weight) compute quantized in this block."""
 
-        def quantizing(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-            return lambda module, inputs: (self.seen(inputs[0], self.activations[name]), *inputs[1:])
+        def quantize_input(name: str) -> Callable[[nn.Module, Arguments], Arguments]:
+            return lambda module, arguments: (self.input_values(arguments[0], name), *arguments[1:])
 
         modules = {name: self.products[name] for name in weights}
         before = {name: module._parameters["weight"] for name, module in modules.items()}
         with ExitStack() as stack:
             for name, module in modules.items():
-                stack.callback(module.register_forward_pre_hook(quantizing(name)).remove)
+                stack.callback(module.register_forward_pre_hook(quantize_input(name)).remove)
                 module._parameters["weight"] = nn.Parameter(weights[name], requires_grad=False)
             try:
                 yield
@@ -270,26 +278,28 @@ class Sequence(Chain):
                     module._parameters["weight"] = before[name]
 
 
-def _goals(gathered: Gathered) -> tuple[Compensation, dict[str, torch.Tensor]]:
-    """The compensation of what a place gets in the quantized model, and what each of its weights is to come close to,
-    where that is not the weight itself. The sums are used up.
+def _compensation_and_targets(sums: InputSums) -> tuple[Compensation, dict[str, torch.Tensor]]:
+    """The Cholesky factor of the quantized model's input, and the ridge target of each weight that has one.
+
+    The sums are used up.
     """
-    wanted: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
     start = 0
-    for name, weight in gathered.rows.items() if gathered.same else ():
-        wanted[name] = target(weight, *gathered.halves, slice(start, start + len(weight)))
+    for name, weight in sums.weights.items() if sums.paired else ():
+        targets[name] = ridge_target(weight, *sums.halves, slice(start, start + len(weight)))
         start += len(weight)
-    moments = gathered.halves[0].moments.add_(gathered.halves[1].moments)
-    del gathered.halves  # before H is factored: of a wide input they are gigabytes
-    return compensation_of(gathered.place.first, moments), wanted
+    moments = sums.halves[0].moments.add_(sums.halves[1].moments)
+    del sums.halves  # before H is factored: of a wide input they are gigabytes
+    return compensation_of(sums.group.first, moments), targets
 
 
-def rows_of(module: nn.Module) -> torch.Tensor:
+def weight_rows(module: nn.Module) -> torch.Tensor:
     """The weight of a product, BF16 [out, in] in memory."""
-    return _rows(module).cpu().to(torch.bfloat16).contiguous()
+    return _weight_by_rows(module).cpu().to(torch.bfloat16).contiguous()
 
 
-def _rows(module: nn.Module) -> torch.Tensor:
+def _weight_by_rows(module: nn.Module) -> torch.Tensor:
+    """A view of the weight of a product, [out, in]."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    return weight.movedim(output_axis(module), 0)
+    return weight.movedim(output_channel_axis(module), 0)

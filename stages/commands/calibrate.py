@@ -42,9 +42,9 @@ def calibrate(out: Path, what: Calibration, progress: Reporter) -> Run:
     run, notes, options = Run(Path(out)), Notes(progress), what.options.calibrate
     with alone(run):
         needs("calibrate", CALIBRATE_MODULES)
-        from ...calibrate.ranks.world import joined
+        from ...calibrate.ranks.world import joined_ranks
 
-        with joined() as world:
+        with joined_ranks() as world:
             if world.rank:
                 _take_part(run, what, notes, world)
             else:
@@ -65,7 +65,7 @@ def calibrate(out: Path, what: Calibration, progress: Reporter) -> Run:
 
 def _take_part(run: Run, what: Calibration, notes: Notes, world: "World") -> None:
     """Measure what the first rank says, as another."""
-    source = sources.opened(what.model, what.options.calibrate, fingerprinted=world.place.local_rank == 0)
+    source = sources.opened(what.model, what.options.calibrate, fingerprinted=world.process.local_rank == 0)
     sources.check_same(source, world)
     take_part(run, source, world, notes)
 

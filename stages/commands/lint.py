@@ -115,9 +115,9 @@ def lint_repository(path: Path) -> Linted:
 
 def lint_checkpoint(path: Path) -> Linted:
     """Lint an FP8 checkpoint, whoever exported it."""
-    from ...quantize.lint.check import lint_checkpoint
+    from ...quantize.lint.check import checkpoint_findings
 
-    checkpoint, findings = lint_checkpoint(path)
+    checkpoint, findings = checkpoint_findings(path)
     form, count = checkpoint.declared.form, len(checkpoint.codes)
     ways = sorted({codes.granularity or "unknown" for codes in checkpoint.codes.values()})
     what = (

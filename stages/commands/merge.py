@@ -174,11 +174,11 @@ def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float 
     Raises InputError where it is too much and none was; notes it when it is a hundredth.
     """
     from ...calibrate.model.tokenizer import load_tokenizer
-    from ...calibrate.text.overlap import overlap
+    from ...calibrate.text.overlap import measure_overlap
 
     tokenizer = load_tokenizer(source)
     calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
-    found = overlap(calibrated, held_out, merged.windows.shape[1])
+    found = measure_overlap(calibrated, held_out, merged.windows.shape[1])
     told = f"{found.shown} of what these runs held out for evaluation was calibrated on by another of them"
     if found.too_much and all(opening_of(run).overlap is None for run in merged.runs):
         raise InputError(f"{told}; give them --eval-data apart from all texts")

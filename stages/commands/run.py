@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...calibrate.ranks.torchrun import place
+from ...calibrate.ranks.torchrun import process_rank
 from ...core.errors import GateError, UnfinishedError
 from ...core.reporter import Reporter
 from ...core.run import Run
@@ -31,7 +31,7 @@ def run_all(out: Path, what: Calibration, progress: Reporter) -> Run:
     }
     with alone(Run(Path(out))):
         run = calibrate(out, what, progress)
-        if place().rank == 0:  # the first rank alone does what follows
+        if process_rank().rank == 0:  # the first rank alone does what follows
             _do_all(run, later, progress)
     return run
 

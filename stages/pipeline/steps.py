@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
 from ... import __version__
-from ...calibrate.ranks.torchrun import place
+from ...calibrate.ranks.torchrun import process_rank
 from ...core.errors import BackendError, InputError
 from ...core.files import keeping_locks
 from ...core.record import library_versions
@@ -94,7 +94,7 @@ def alone(run: Run) -> Iterator[None]:
     meanwhile is refused. What killed calls left of finished stages goes first.
     """
     with keeping_locks(), ExitStack() as held:
-        if run.exists() and place().rank == 0:
+        if run.exists() and process_rank().rank == 0:
             _take(run, held)
         yield
 

@@ -35,7 +35,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     )
     from ...calibrate.model.source import meta_model
     from ...export.modules.support import unsupported
-    from ...quantize.reading.dequantized import given_of
+    from ...quantize.reading.dequantized import fp8_source
     from ...quantize.reading.inherited_scales import check_inherit
     from ...quantize.scales.policy import Products, match_terms, select
 
@@ -49,7 +49,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         )
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
-    given = given_of(source)
+    given = fp8_source(source)
     products = Products(
         (*modules, *others),
         output_head(model),
@@ -86,12 +86,12 @@ def check_forward(source: "Source") -> None:
     """
     import torch
 
-    from ...calibrate.input.silence import quiet
+    from ...calibrate.input.silence import quiet_transformers
     from ...calibrate.input.untrusted import foreign
     from ...calibrate.model.source import meta_model, no_model
 
     model = meta_model(source)
-    with foreign(lambda error: no_model(source, error)), quiet(), torch.inference_mode():
+    with foreign(lambda error: no_model(source, error)), quiet_transformers(), torch.inference_mode():
         try:
             model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"), use_cache=True)
         except (RuntimeError, NotImplementedError) as error:
@@ -111,10 +111,10 @@ def opened(
     source = open_source(model, options.revision, options.trust_remote_code, report, fingerprinted, recognize)
     if not options.adapter:
         return source
-    from ...calibrate.model.adapter_base import remarks, with_adapters
+    from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
 
     source = with_adapters(source, options.adapter, options.adapter_mode)
-    for remark in remarks(source):
+    for remark in adapter_remarks(source):
         report.note(remark)
     return source
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ...calibrate.measure.statistics import TextSource
     from ...calibrate.text.corpus import Documents, Reading
-    from ...calibrate.text.mixture import Part
+    from ...calibrate.text.mixture import WeightedText
     from ...calibrate.text.packing import Packing
 
 Tokens = npt.NDArray[np.int64]
@@ -40,12 +40,12 @@ def read(
     return Text(
         spec,
         documents,
-        corpus.encode(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report),
+        corpus.encode_texts(documents.texts, tokenizer, vocabulary, special_tokens=not documents.chat, report=report),
     )
 
 
 def hold_out(
-    parts: "list[Part]", texts: list[Text], packing: "Packing", report: Reporter
+    parts: "list[WeightedText]", texts: list[Text], packing: "Packing", report: Reporter
 ) -> tuple[list[Tokens], Tokens]:
     """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many
     windows of it as make up the same mixture.
@@ -53,7 +53,7 @@ def hold_out(
     from ...calibrate.text import corpus, mixture
     from ...calibrate.text.overlap import WORTH_A_NOTE, repeated
 
-    split = [corpus.hold_out(text.ids) for text in texts]
+    split = [corpus.hold_out_tail(text.ids) for text in texts]
     kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
     for text, (calibration, tail) in zip(texts, split, strict=True):
         report.note(
@@ -64,7 +64,7 @@ def hold_out(
             report.note(f"{text.name}: {share:.1%} of what is held out stands in the rest of the text too")
     if len(parts) > 1:
         starts, weights = [packing.starts(tail) for tail in tails], [part.weight for part in parts]
-        counts = mixture.shares(mixture.largest_total(list(map(len, starts)), weights), weights)
+        counts = mixture.apportion(mixture.largest_total(list(map(len, starts)), weights), weights)
         ends = [(0, *(places + packing.text)) for places in starts]
         tails = [tail[: end[count]] for tail, end, count in zip(tails, ends, counts, strict=True)]
         report.note(
@@ -79,12 +79,12 @@ def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
 
     Raises InputError when that is too much, unless it is `allowed`.
     """
-    from ...calibrate.text.overlap import Overlap, overlap
+    from ...calibrate.text.overlap import Overlap, measure_overlap
 
     most = Overlap()
     for number, first in enumerate(texts):
         for second in texts[:number]:
-            found = overlap(first.documents.texts, second.documents.texts)
+            found = measure_overlap(first.documents.texts, second.documents.texts)
             most = max(most, found, key=lambda one: (one.too_much, one.share))
             told = f"--data {first.name}: {found.shown} of the text is in both this and {second.name}"
             if found.too_much and not allowed:
@@ -97,7 +97,7 @@ def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
 
 
 def share_out(
-    parts: "list[Part]",
+    parts: "list[WeightedText]",
     texts: list[Text],
     kept: list[Tokens],
     packing: "Packing",
@@ -122,7 +122,7 @@ def share_out(
 
 
 def _shares(
-    parts: "list[Part]",
+    parts: "list[WeightedText]",
     texts: list[Text],
     available: list[int],
     seq_len: int,
@@ -143,7 +143,7 @@ def _shares(
             f"{seq_len:,} tokens"
         )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
-    counts = mixture.shares(samples, weights)
+    counts = mixture.apportion(samples, weights)
     # rounded shares do not all shrink with the whole
     if any(count > there for count, there in zip(counts, available, strict=True)):
         nearest = mixture.largest_total(available, weights, samples)
@@ -162,7 +162,7 @@ def _shares(
     return counts
 
 
-def _source(part: "Part", text: Text, kept: Tokens, windows: int) -> "TextSource":
+def _source(part: "WeightedText", text: Text, kept: Tokens, windows: int) -> "TextSource":
     """The record of a part."""
     from ...calibrate.measure.statistics import TextSource
     from ...calibrate.text import corpus

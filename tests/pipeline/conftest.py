@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
-from fp8q.calibrate.model.products import attention_modules, matrix_products, output_axis, output_head
+from fp8q.calibrate.model.products import attention_modules, matrix_products, output_channel_axis, output_head
 from fp8q.core.files import share
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -46,7 +46,9 @@ def as_if_quantized(
     groups = probe_groups(model, quantized)
     scales = {f"{name}.input_scale": torch.zeros(1) for name in quantized}
     scales |= {
-        f"{name}.weight_scale": torch.zeros(model.get_parameter(f"{name}.weight").shape[output_axis(product)], 1)
+        f"{name}.weight_scale": torch.zeros(
+            model.get_parameter(f"{name}.weight").shape[output_channel_axis(product)], 1
+        )
         for name, product in quantized.items()
     }
     scales |= {f"{name}.{part}_scale": torch.zeros(1) for name in attention_modules(model).values() for part in cache}

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForMultimodalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fp8q import api
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
@@ -145,7 +145,7 @@ def test_streamed_it_gives_the_same_statistics(unseen: ModuleType, tmp_path: Pat
     what = Measurement(np.random.default_rng(0).integers(3, 500, (3, 24)), identity, corpus)
     (tmp_path / "steps").mkdir()
     streamed = measure_streamed(source, what, SILENT, tmp_path / "steps")
-    whole = measure(load_model(source, torch.bfloat16), what, SILENT)
+    whole = measure_in_memory(load_model(source, torch.bfloat16), what, SILENT)
     assert streamed.tensors.keys() == whole.tensors.keys()
     assert len(whole.tensors) == 2 * (4 + 2)
     for name, tensor in whole.tensors.items():

@@ -27,7 +27,7 @@ from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
-from fp8q.quantize.checkpoint.model_card import plain
+from fp8q.quantize.checkpoint.model_card import markdown_text
 from fp8q.quantize.reading.run_checkpoint import stored_arrays
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
@@ -329,7 +329,7 @@ def test_a_layer_some_of_whose_experts_stay_in_bf16_is_told_of_wherever_somebody
     assert f"model.layers.0.mlp.experts: {told}" in run.record().stages["quantize"].notes
     assert "vLLM documents" not in " ".join(run.record().stages["quantize"].notes)
     card = " ".join((run.model / "README.md").read_text(encoding="utf-8").split())
-    assert f"**Nor can vLLM**: model.layers.0.mlp.experts: {plain(told)}." in card
+    assert f"**Nor can vLLM**: model.layers.0.mlp.experts: {markdown_text(told)}." in card
     assert "vllm serve" not in card
     assert [str(finding) for finding in api.lint(run.model).findings] == [
         f"C116 split-projections: model.layers.{layer}.mlp.experts.3.down_proj.weight: is BF16, as 2 more of the 12 "

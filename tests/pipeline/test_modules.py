@@ -26,7 +26,7 @@ from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.weights.gptq import compensated_codes, compensation
+from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.quantize.weights.mse import mse_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
@@ -192,7 +192,7 @@ def test_a_conv1d_is_quantized_by_its_output_channels_along_axis_1(conv1d: tuple
         columns = weight.t().contiguous()
         np.testing.assert_array_equal(scale[0].numpy(), mse_scales(columns))
         lost = lost_share(scales.activations[name].sqnr_db)
-        expected = compensated_codes(columns, scale[0], compensation(load_moments(run.moments, name), lost))
+        expected = gptq_codes(columns, scale[0], compensation(load_moments(run.moments, name), lost))
         assert torch.equal(codes.t().view(torch.uint8), expected.view(torch.uint8))
         assert not torch.equal(codes.t().view(torch.uint8), encode(columns, scale[0][:, None]).view(torch.uint8))
     assert stored(run, "h.1.mlp.c_fc.weight").equal(weights["h.1.mlp.c_fc.weight"])

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from fp8q.calibrate.measure.statistics import StatisticsRecord
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.calibrate.text.corpus import encode
+from fp8q.calibrate.text.corpus import encode_texts
 from fp8q.core.errors import InputError
 from fp8q.core.files import read_document
 from fp8q.core.reporter import SILENT
@@ -99,7 +99,7 @@ def run(made: Corpora, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_one_text_gives_its_windows_in_order_as_it_always_did(made: Corpora) -> None:
     collected = made.collect(made.path("code.txt"))
-    ids = encode([(made.root / "code.txt").read_text(encoding="utf-8")], load_tokenizer(made.source))
+    ids = encode_texts([(made.root / "code.txt").read_text(encoding="utf-8")], load_tokenizer(made.source))
     kept = len(ids) - len(ids) // 10
     available = kept // 64
     assert collected.windows.tolist() == [

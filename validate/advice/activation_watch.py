@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.measure.attention_interface import attending, attention_of
+from ...calibrate.measure.attention_interface import attention_of, attention_replaced
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .limits import ONE_HOT_NATS
@@ -115,7 +115,7 @@ class Watcher:
             self._logits(self.names[id(module)], query, key, mask, options)
             return plain(module, query, key, value, *rest, **options)
 
-        with attending(self.model, noting):
+        with attention_replaced(self.model, noting):
             yield
 
     def _logits(

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.decoder import Layers
-from ...calibrate.model.products import output_axis
+from ...calibrate.model.products import output_channel_axis
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.reference.linear import FP8Linear
 
@@ -141,4 +141,4 @@ def float_product(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Multiply `x` [..., in] by the weight of a linear layer (or a Conv1D), without bias: [..., out] in x's type."""
     weight = product.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    return nn.functional.linear(x, weight.movedim(output_axis(product), 0))
+    return nn.functional.linear(x, weight.movedim(output_channel_axis(product), 0))

@@ -17,7 +17,7 @@ from ...core.headers import read_header
 from ...core.run import Run
 from ...export.onnx_file.loading import load_graph
 from ...options import Precision
-from ...quantize.reading.run_checkpoint import checkpoint_of, stored_tensors
+from ...quantize.reading.run_checkpoint import checkpoint_of, tensor_files
 from ...quantize.scales.decisions import Scales, load_scales
 from ...quantize.scales.serving_cost import WIDE_BYTES, Cost, cost_of, largest_batch
 from ...serve.loop.sessions import PAST
@@ -72,7 +72,7 @@ def product_shapes(run: Run, vocabulary: int) -> dict[str, tuple[int, ...]]:
     `vocabulary` rows.
     """
     scales = load_scales(run)
-    where = stored_tensors(run.model)
+    where = tensor_files(run.model)
     stored = {
         name: tensor.shape
         for file in sorted({*where.values()})

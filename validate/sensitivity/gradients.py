@@ -22,7 +22,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
-from ...calibrate.model.expert_modules import sharers
+from ...calibrate.model.expert_modules import shared_inputs
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
@@ -205,7 +205,7 @@ def seeing(quantizer: Watched) -> Iterator[tuple[Seen, DynamicCache]]:
     with ExitStack() as stack:
         for name, module in quantizer.products.items():
             stack.callback(module.register_forward_hook(note(name)).remove)
-        for place, names in sharers(quantizer.model, quantizer.products).items():
+        for place, names in shared_inputs(quantizer.model, quantizer.products).items():
             stack.callback(place.register_forward_hook(sharing(names)).remove)
         stack.callback(embedding.register_forward_hook(lambda module, given, y: y.requires_grad_()).remove)
         yield seen, cache

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
 from ...calibrate.measure.stream import Batches, Chain, HiddenStates, check_space, going_on
-from ...calibrate.model.decoder import Call, LayersReached, NoChainError, standing_in
+from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
 from ...calibrate.model.products import output_head
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
@@ -39,7 +39,7 @@ from .gradients import End, Seen, drawn_loss, found_back, log_probabilities, see
 from .site import Predicted, Site
 from .site_quantizers import Coded, Held, Quantizer
 
-Calls = Mapping[tuple[int, ...], list[Call]]
+Calls = Mapping[tuple[int, ...], list[LayerCall]]
 #: What all of it takes, in passes forward.
 PASSES = 5.75
 #: A pass of one batch up to where it ends, from which gradients go back.
@@ -111,10 +111,12 @@ class Layerwise(Chain):
             for index in (None, *range(self.layers.count))
         }
         files = [*map(self._entering_file, range(self.layers.count + 1)), *map(self._gradient_file, range(2))]
-        size = sum(ids.size for ids in task.batches.values()) * self.answer.width * self.answer.dtype.itemsize
+        size = (
+            sum(ids.size for ids in task.batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
+        )
         check_space(folder, files, size, "--stream", "or ask for fewer --windows")
         for file in files:
-            HiddenStates(file, self.batches, self.answer)  # takes its blocks from the disk
+            HiddenStates(file, self.batches, self.layer_output)  # takes its blocks from the disk
         self.found = Found.of(folder / "found.json")
 
     def run(self, report: Reporter) -> Found:
@@ -157,13 +159,13 @@ class Layerwise(Chain):
 
     def _entering(self, layer: int) -> HiddenStates:
         """Return the hidden states that enter a layer; of one more than there are, what leaves the last."""
-        return HiddenStates(self._entering_file(layer), self.batches, self.answer)
+        return HiddenStates(self._entering_file(layer), self.batches, self.layer_output)
 
     def _gradient(self, layer: int) -> HiddenStates:
         """The loss's gradient there."""
-        return HiddenStates(self._gradient_file(layer), self.batches, self.answer)
+        return HiddenStates(self._gradient_file(layer), self.batches, self.layer_output)
 
-    def _calls(self) -> dict[tuple[int, ...], list[Call]]:
+    def _calls(self) -> dict[tuple[int, ...], list[LayerCall]]:
         """Step 0, where that is not done, and the layers' calls for each shape of batch: tensors that gradients may
         pass by.
         """
@@ -177,7 +179,7 @@ class Layerwise(Chain):
             return copies.setdefault(id(tensor), tensor.clone())
 
         return {
-            shape: [Call(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
+            shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
             for shape, made in calls.items()
         }
 
@@ -207,11 +209,11 @@ class Layerwise(Chain):
             return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return self.answer.of(Call.of(args, kwargs)[1])
+            return self.layer_output.of(LayerCall.of(args, kwargs)[1])
 
         def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
             hidden = leaving.read(batch, self.device).requires_grad_()
-            stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.answer.of(hidden)]
+            stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.of(hidden)]
             draw = torch.Generator(self.device).manual_seed(batch)
             with standing_in([*self.layers.of(self.model), embedding], [*stands, blank]):
                 return End(seen, drawn_loss(log_probabilities(self.model, ids, cache), draw), begun=hidden)
@@ -239,7 +241,7 @@ class Layerwise(Chain):
             entering: list[torch.Tensor] = []
 
             def reached(*args: Any, **kwargs: Any) -> Any:
-                entering.append(Call.of(args, kwargs)[1])
+                entering.append(LayerCall.of(args, kwargs)[1])
                 raise LayersReached
 
             layers = self.layers.of(self.model)

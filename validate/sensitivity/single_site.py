@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...calibrate.model.decoder import Answer, Layers, NoChainError, answer_of, find_layers, standing_in, trace
+from ...calibrate.model.decoder import (
+    LayerOutput,
+    Layers,
+    NoChainError,
+    common_output,
+    find_layers,
+    standing_in,
+    trace_layers,
+)
 from ...calibrate.model.source import Source, meta_model
 from .gradients import log_probabilities
 from .site import Site
@@ -27,14 +35,16 @@ class Prefix:
     """
 
     layers: Layers
-    answer: Answer
+    answer: LayerOutput
 
     @classmethod
     def of(cls, quantizer: Quantizer, source: Source, device: str) -> "Prefix | None":
         """Make the prefix of the model; None where it is no chain of layers."""
         try:
             layers = find_layers(quantizer.model, source)
-            return cls(layers, answer_of(trace(quantizer.model, meta_model(source), layers, device), layers, source))
+            return cls(
+                layers, common_output(trace_layers(quantizer.model, meta_model(source), layers, device), layers, source)
+            )
         except NoChainError:
             return None
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.model.products import attention_modules, observed_products, output_axis
+from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
 from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
 from ...quantize.reference.linear import FP8Linear
 from ...quantize.scales.clip import power_of_two_ceil
@@ -87,7 +87,7 @@ class Quantizer:
         layer, product = self.coded.layer(module), self.products[module]
         own = product.weight
         assert isinstance(own, torch.Tensor), "a matrix product has a weight"
-        return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_axis(product), 0)
+        return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_channel_axis(product), 0)
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the rounding error of the cache tensor `name`."""

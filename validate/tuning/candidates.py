@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.model.products import attention_modules, observed_products, output_axis
+from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
 from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
-from ...quantize.weights.channels import Made
+from ...quantize.weights.channels import RoundedCodes
 from ...quantize.weights.sequential import product_input
 from .choices import Form, Mix
 
@@ -34,7 +34,7 @@ class Candidates:
     model: PreTrainedModel
     groups: Mapping[str, tuple[str, ...]]
     inputs: Mapping[Form, Mapping[str, TensorScale]]
-    codes: Mapping[Kind, Made]
+    codes: Mapping[Kind, RoundedCodes]
     cache: Mapping[str, float]
 
     @property
@@ -87,7 +87,7 @@ class Candidates:
         with ExitStack() as stack:
             for name, module in products.items():
                 if (form := form_of[name]) != "bf16":
-                    numbers = self.weight(name, mix.rounding, form).movedim(0, output_axis(module))
+                    numbers = self.weight(name, mix.rounding, form).movedim(0, output_channel_axis(module))
                     stack.enter_context(exchanged(module, numbers))
                     stack.callback(module.register_forward_pre_hook(self._rounding(name, form)).remove)
             yield FP8Cache(

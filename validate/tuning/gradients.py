@@ -10,8 +10,8 @@ and the sum is over each one's.
 import torch
 from torch import nn
 
-from ...calibrate.model.expert_modules import sharers
-from ...calibrate.model.products import output_axis
+from ...calibrate.model.expert_modules import shared_inputs
+from ...calibrate.model.products import output_channel_axis
 from ..sensitivity.gradients import along, drawn_loss, half_square, log_probabilities, seeing
 from ..sensitivity.site import Predicted
 from .candidates import Candidates
@@ -35,7 +35,7 @@ def predict(candidates: Candidates, ids: torch.Tensor, draw: torch.Generator) ->
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
         found = torch.autograd.grad(loss, tensors, allow_unused=True)
-    experts = {name for names in sharers(candidates.model, candidates.products).values() for name in names}
+    experts = {name for names in shared_inputs(candidates.model, candidates.products).values() for name in names}
     gradients = dict(zip([*seen.outputs, *caches], found, strict=True))
     result: Predicted = {}
     with torch.no_grad():
@@ -64,4 +64,4 @@ def _output_error(candidates: Candidates, module: str, rounding: str, form: Form
     own = product.weight
     assert isinstance(own, torch.Tensor), "a matrix product has a weight"
     rounded = nn.functional.linear(candidates.input(module, form, x), candidates.weight(module, rounding, form))
-    return rounded - nn.functional.linear(x, own.movedim(output_axis(product), 0))
+    return rounded - nn.functional.linear(x, own.movedim(output_channel_axis(product), 0))

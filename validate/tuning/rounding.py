@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
-from ...calibrate.model.expert_modules import seen_at
+from ...calibrate.model.expert_modules import whole_input_module
 from ...core.reporter import Reporter
 from ...quantize.scales.clip import lost_share
 from ...quantize.weights.channels import QuantizedWeight, WeightMethod, quantize_weight
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
-from ...quantize.weights.sequential import rows_of
+from ...quantize.weights.sequential import weight_rows
 from .candidates import Candidates, Kind
 
 #: Says of a folder that what was gathered in it is complete.
@@ -34,7 +34,7 @@ def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path
 
     with ExitStack() as stack, report.track("Gathering second moments", len(batches), "batches") as advance:
         for name, members in candidates.groups.items():
-            module = seen_at(candidates.model, members[0])
+            module = whole_input_module(candidates.model, members[0])
             stack.callback(module.register_forward_pre_hook(adding(name)).remove)
         for ids in batches:
             with torch.inference_mode():
@@ -64,7 +64,7 @@ def round_weights(
                 if kept.of(module) is None:
                     known = kind[0] == "gptq" and moments_file(moments, name).is_file()
                     made = quantize_weight(
-                        rows_of(products[module]), method, compensations.of(module) if known else None
+                        weight_rows(products[module]), method, compensations.of(module) if known else None
                     )
                     assert isinstance(made, QuantizedWeight), "scales.json says that it was quantized"
                     kept.add(module, made)

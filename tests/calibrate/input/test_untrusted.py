@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.input.untrusted import JSON_DEPTH, foreign, local_path, one_line, read_bytes, read_json
+from fp8q.calibrate.input.untrusted import JSON_DEPTH, error_text, foreign, local_path, read_bytes, read_json
 from fp8q.core.errors import InputError
 
 AGAIN = "copy or download it again"
@@ -135,7 +135,10 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("error", [ValueError("a\n b"), RecursionError("a b"), PanicException("a b")])
 def test_whatever_a_library_raises_is_blamed_on_its_file(error: BaseException) -> None:
-    with pytest.raises(InputError, match="^file: a b$"), foreign(lambda found: InputError(f"file: {one_line(found)}")):
+    with (
+        pytest.raises(InputError, match="^file: a b$"),
+        foreign(lambda found: InputError(f"file: {error_text(found)}")),
+    ):
         raise error
 
 
@@ -147,6 +150,6 @@ def test_what_is_not_the_files_fault_goes_through(error: BaseException) -> None:
 
 
 def test_a_librarys_message_is_one_short_line() -> None:
-    assert one_line(ValueError("\x1b[2Ka\n\n b")) == "[2Ka b"
-    assert one_line(KeyError()) == "KeyError"
-    assert one_line(ValueError("x" * 2000)) == "x" * 400 + "…"
+    assert error_text(ValueError("\x1b[2Ka\n\n b")) == "[2Ka b"
+    assert error_text(KeyError()) == "KeyError"
+    assert error_text(ValueError("x" * 2000)) == "x" * 400 + "…"

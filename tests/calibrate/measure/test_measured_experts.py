@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8q.calibrate.measure.coverage import coverage
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_arrays, save_statistics
 from fp8q.calibrate.measure.stream import measure_streamed
@@ -52,7 +52,9 @@ def starving(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 def measured(source: Source, batches: list[int] | None = None, **more: Any) -> Statistics:
-    return measure(load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS, batches, **more), SILENT)
+    return measure_in_memory(
+        load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS, batches, **more), SILENT
+    )
 
 
 def written(statistics: Statistics, folder: Path) -> list[bytes]:

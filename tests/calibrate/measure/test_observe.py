@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.observe import Observer, Watch, probe_groups
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, save_arrays
@@ -29,7 +29,7 @@ def model(demo_checkpoint: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def statistics(model: PreTrainedModel) -> Statistics:
-    return measure(model, Measurement(WINDOWS, IDENTITY, CORPUS), SILENT)
+    return measure_in_memory(model, Measurement(WINDOWS, IDENTITY, CORPUS), SILENT)
 
 
 def test_q_k_v_and_gate_up_share_one_observer(model: PreTrainedModel, statistics: Statistics) -> None:
@@ -89,9 +89,9 @@ def test_nothing_stays_attached(model: PreTrainedModel, statistics: Statistics) 
 def test_batches_in_another_order_or_measured_in_two_runs_give_the_same_bytes(
     model: PreTrainedModel, statistics: Statistics, tmp_path: Path
 ) -> None:
-    backwards = measure(model, Measurement(WINDOWS, IDENTITY, CORPUS, batches=[2, 0, 1]), SILENT)
-    added = measure(model, Measurement(WINDOWS, IDENTITY, CORPUS, batches=[1]), SILENT).merge(
-        measure(model, Measurement(WINDOWS, IDENTITY, CORPUS, batches=[2, 0]), SILENT)
+    backwards = measure_in_memory(model, Measurement(WINDOWS, IDENTITY, CORPUS, batches=[2, 0, 1]), SILENT)
+    added = measure_in_memory(model, Measurement(WINDOWS, IDENTITY, CORPUS, batches=[1]), SILENT).merge(
+        measure_in_memory(model, Measurement(WINDOWS, IDENTITY, CORPUS, batches=[2, 0]), SILENT)
     )
     save_arrays(tmp_path / "forwards", statistics.tensors, statistics.weights)
     for other in (backwards, added):

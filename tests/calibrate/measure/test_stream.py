@@ -21,12 +21,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.measure.stream import HiddenStates, Stream, measure_streamed
-from fp8q.calibrate.model.decoder import Answer
+from fp8q.calibrate.model.decoder import LayerOutput
 from fp8q.calibrate.model.memory import SHARE, available_bytes, container_bytes, weight_bytes
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.errors import InputError
@@ -121,7 +121,7 @@ def tiny(tmp_path: Path, demo_checkpoint: Path) -> Callable[..., Path]:
 
 
 def in_memory(source: Source) -> Statistics:
-    return measure(load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS), SILENT)
+    return measure_in_memory(load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS), SILENT)
 
 
 def streaming(source: Source, folder: Path, **options: Any) -> Statistics:
@@ -352,7 +352,7 @@ def test_hidden_states_have_their_blocks_before_they_are_written(tmp_path: Path)
     """A mapped write to a full disk is a signal that kills the process; taking the blocks first is an error that can be
     told.
     """
-    HiddenStates(tmp_path / "hidden", {0: WINDOWS[:2], 2: WINDOWS[4:]}, Answer(0, 8192, torch.bfloat16))
+    HiddenStates(tmp_path / "hidden", {0: WINDOWS[:2], 2: WINDOWS[4:]}, LayerOutput(0, 8192, torch.bfloat16))
     found = (tmp_path / "hidden").stat()
     assert found.st_size == 3 * 24 * 8192 * 2
     assert found.st_blocks * 512 >= found.st_size
@@ -457,7 +457,9 @@ def test_second_moments_are_those_of_the_model_in_memory_even_when_killed(
 ) -> None:
     source = open_source(str(tiny(*ARCHITECTURES[name])))
     expected, folder = SecondMoments(tmp_path / "expected"), tmp_path / "work"
-    measure(load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS, moments=expected), SILENT)
+    measure_in_memory(
+        load_model(source, torch.bfloat16), Measurement(WINDOWS, IDENTITY, CORPUS, moments=expected), SILENT
+    )
     expected.close()
     streaming(source, folder, moments=SecondMoments(folder / "moments"))
     for step in sorted(folder.glob("*.safetensors"))[3:]:  # as if killed in the last layer

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8q.calibrate.checkpoint.adapter import LoraConfig, check_names, open_adapter
-from fp8q.calibrate.model.adapter_base import remarks, with_adapters
+from fp8q.calibrate.model.adapter_base import adapter_remarks, with_adapters
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 
@@ -270,7 +270,7 @@ def test_two_of_one_name(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_user_should_know(demo: Source, adapter: Path, changed: Callable[..., None]) -> None:
-    assert remarks(with_adapters(demo, [adapter], "beside")) == []
+    assert adapter_remarks(with_adapters(demo, [adapter], "beside")) == []
     changed(adapter / "adapter_config.json", base_model_name_or_path="org/Other", alpha_pattern={"q_proj": 1})
     other = (
         f"--adapter {adapter}: says that it was trained on org/Other; its modules and sizes fit {demo.name}, and "
@@ -280,7 +280,7 @@ def test_what_the_user_should_know(demo: Source, adapter: Path, changed: Callabl
         f"--adapter {adapter}: gives single modules a rank or an alpha of their own, which vLLM does not read: there "
         "some would be scaled by another factor"
     )
-    assert remarks(with_adapters(demo, [adapter], "beside")) == [other, patterns]
-    assert remarks(with_adapters(demo, [adapter], "merge")) == [other]
+    assert adapter_remarks(with_adapters(demo, [adapter], "beside")) == [other, patterns]
+    assert adapter_remarks(with_adapters(demo, [adapter], "merge")) == [other]
     changed(adapter / "adapter_config.json", base_model_name_or_path=f"elsewhere/{demo.path.name}/", alpha_pattern={})
-    assert remarks(with_adapters(demo, [adapter], "merge")) == []
+    assert adapter_remarks(with_adapters(demo, [adapter], "merge")) == []

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
-from fp8q.calibrate.model.adapter_addition import beside
+from fp8q.calibrate.model.adapter_addition import add_lora_product
 from fp8q.calibrate.model.adapter_base import with_adapters
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
@@ -50,7 +50,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def test_beside_by_hand() -> None:
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])
-    found = beside(torch.tensor([[100.0, 200.0]]), torch.tensor([[10.0, 1.0]]), a, b, 0.5)
+    found = add_lora_product(torch.tensor([[100.0, 200.0]]), torch.tensor([[10.0, 1.0]]), a, b, 0.5)
     # A x = 12, s A x = 6, B s A x = 18, 30
     assert found.tolist() == [[118.0, 230.0]]
 
@@ -106,9 +106,9 @@ def test_layer_by_layer_it_is_measured_as_in_memory(source: Source, adapter: Pat
     identity = ModelIdentity(name="demo", architecture=source.architecture, fingerprint=source.fingerprint)
     corpus = Corpus(name="t", fingerprint="t", windows=2, seq_len=24, batch_size=1)
     what = Measurement(IDS.numpy(), identity, corpus)
-    whole = measure(load_model(adapted, torch.bfloat16), what, SILENT)
+    whole = measure_in_memory(load_model(adapted, torch.bfloat16), what, SILENT)
     streamed = measure_streamed(adapted, what, SILENT, tmp_path)
-    alone = measure(load_model(source, torch.bfloat16), what, SILENT)
+    alone = measure_in_memory(load_model(source, torch.bfloat16), what, SILENT)
     assert whole.tensors.keys() == streamed.tensors.keys()
     for name, tensor in whole.tensors.items():
         for one, other in (
@@ -129,7 +129,7 @@ def test_all_that_were_on_are_added(source: Source, adapter: Path) -> None:
     corpus = Corpus(name="t", fingerprint="t", windows=2, seq_len=24, batch_size=1)
     both = with_adapters(source, [adapter], "beside")
     base, on = (
-        measure(load_model(variant, torch.bfloat16), Measurement(IDS.numpy(), identity, corpus), SILENT)
+        measure_in_memory(load_model(variant, torch.bfloat16), Measurement(IDS.numpy(), identity, corpus), SILENT)
         for variant in both.variants
     )
     added = base.with_variant(both.adapters[0], on)

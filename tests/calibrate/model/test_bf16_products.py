@@ -16,7 +16,7 @@ from torch._C import _len_torch_function_stack
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from fp8q.calibrate.measure.in_memory import measure
+from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.measure.stream import measure_streamed
@@ -241,7 +241,7 @@ def test_layer_by_layer_gives_the_same_statistics(demo_checkpoint: Path, tmp_pat
     corpus = Corpus(name="random tokens", fingerprint="0", windows=5, seq_len=24, batch_size=2)
     windows = np.random.default_rng(0).integers(3, 500, (5, 24))
     what = Measurement(windows, ModelIdentity(name="demo", architecture="any", fingerprint="0"), corpus)
-    in_memory = measure(load_model(source, BF16), what, SILENT)
+    in_memory = measure_in_memory(load_model(source, BF16), what, SILENT)
     streamed = measure_streamed(source, what, SILENT, tmp_path)
 
     def counts(statistics: Statistics) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.model.bf16_products import widened_products
-from fp8q.calibrate.model.expert_modules import Expert, Experts, computes_the_same, experts_of, showing
+from fp8q.calibrate.model.expert_modules import Expert, Experts, computes_the_same, experts_of, show_tokens
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
 
 from ...mixtures import MIXTURES, random_mixture
@@ -185,7 +185,7 @@ def test_showing_every_expert_every_token_changes_no_output() -> None:
         down.register_forward_pre_hook(lambda _, inputs, tokens=tokens: tokens.append(len(inputs[0])))
     routed = module(x, *ROUTED)
     assert seen == {0: [2], 1: [], 2: [2]}
-    with showing([module], "every"):
+    with show_tokens([module], "every"):
         assert torch.equal(module(x, *ROUTED), routed)
     assert seen == {0: [2, 2], 1: [2], 2: [2, 2]}
     assert module.shown == "routed"

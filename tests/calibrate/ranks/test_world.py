@@ -26,8 +26,8 @@ from fp8q.calibrate.measure.statistics import (
     save_arrays,
 )
 from fp8q.calibrate.model.bf16_products import bf16_arithmetic
-from fp8q.calibrate.ranks.heartbeat import Failure, RankError
-from fp8q.calibrate.ranks.torchrun import Place, place
+from fp8q.calibrate.ranks.heartbeat import RankError, RankFailure
+from fp8q.calibrate.ranks.torchrun import ProcessRank, process_rank
 from fp8q.calibrate.ranks.world import World, _check_alike
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.files import write_document
@@ -188,13 +188,13 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from fp8q.calibrate.ranks.heartbeat import RankError
-from fp8q.calibrate.ranks.world import joined
+from fp8q.calibrate.ranks.world import joined_ranks
 from fp8q.calibrate.measure.statistics import Statistics, StatisticsRecord, load_arrays, save_arrays
 from fp8q.core.errors import InputError
 from fp8q.core.files import read_document
 folder = Path(sys.argv[1])
 try:
-    with joined() as world:
+    with joined_ranks() as world:
         record = read_document(folder / f"{world.rank}.json", StatisticsRecord)
         total = world.added(Statistics(record, *load_arrays(folder / f"{world.rank}.safetensors")))
         save_arrays(folder / f"added-{world.rank}.safetensors", total.tensors, total.weights)
@@ -261,14 +261,19 @@ def test_a_rank_with_a_directory_of_its_own_leaves_nothing_in_it(tmp_path: Path)
 
 def test_a_place_is_told_by_the_variables_of_torchrun() -> None:
     meeting = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
-    assert place({}) == place({"WORLD_SIZE": "4"}) == place({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, 0, 1)
-    assert place(meeting | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(
-        5, 8, 1, 4
+    assert (
+        process_rank({})
+        == process_rank({"WORLD_SIZE": "4"})
+        == process_rank({"RANK": "0", "WORLD_SIZE": "1"})
+        == ProcessRank(0, 1, 0, 1)
     )
+    assert process_rank(
+        meeting | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    ) == ProcessRank(5, 8, 1, 4)
     with pytest.raises(
         InputError, match=r"^RANK is 1 of 2, and MASTER_PORT is not set; start the ranks with torchrun, or unset RANK$"
     ):
-        place({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a"})
+        process_rank({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a"})
 
 
 @pytest.mark.parametrize(
@@ -311,7 +316,7 @@ def test_what_cannot_be_shared_out_is_refused_with_the_numbers(
     options: dict[str, Any], ranks: int, message: str
 ) -> None:
     with pytest.raises(InputError) as refused:
-        check_batches(CalibrateOptions(batch_size=2, **options), 9, World(Place(0, ranks)))
+        check_batches(CalibrateOptions(batch_size=2, **options), 9, World(ProcessRank(0, ranks)))
     assert str(refused.value).startswith(message)
 
 
@@ -336,7 +341,7 @@ def test_a_command_for_one_process_is_refused_to_several() -> None:
 
 
 def test_batches_are_shared_out_once_each() -> None:
-    shares = [World(Place(rank, 3)).share(range(2, 10)) for rank in range(3)]
+    shares = [World(ProcessRank(rank, 3)).share(range(2, 10)) for rank in range(3)]
     assert shares == [[2, 5, 8], [3, 6, 9], [4, 7]]
 
 
@@ -354,5 +359,5 @@ def test_ranks_that_would_round_differently_are_refused_by_name() -> None:
 
 
 def test_the_error_of_another_rank_has_its_exit_code() -> None:
-    assert RankError(Failure(rank=1, name="rank 1", message="no space", code=2)).exit_code == 2
-    assert RankError(Failure(rank=1, name="rank 1")).exit_code == 4
+    assert RankError(RankFailure(rank=1, name="rank 1", message="no space", code=2)).exit_code == 2
+    assert RankError(RankFailure(rank=1, name="rank 1")).exit_code == 4

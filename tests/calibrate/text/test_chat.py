@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fp8q.calibrate.text.chat import messages, renderer
-from fp8q.calibrate.text.corpus import encode
+from fp8q.calibrate.text.corpus import encode_texts
 from fp8q.calibrate.text.documents import load_documents
 from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
@@ -121,7 +121,7 @@ def test_the_template_alone_writes_special_tokens(shared_checkpoint: Callable[[s
     assert llama("Once")["input_ids"][0] == llama.bos_token_id  # a tokenizer that adds one itself
     render = renderer(llama, "stories260k")
     texts = [render("here", chat) for chat in CHATS]
-    ids = encode(texts, llama, special_tokens=False)
+    ids = encode_texts(texts, llama, special_tokens=False)
     assert (ids == llama.bos_token_id).sum() == 2
     expected = [
         token for chat in CHATS for token in cast("list[int]", llama.apply_chat_template(chat, return_dict=False))

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fp8q.calibrate.text.corpus import encode, fingerprint, hold_out, lower_default, windows
+from fp8q.calibrate.text.corpus import encode_texts, fingerprint, hold_out_tail, lower_default, windows
 from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def test_the_fingerprint_tells_where_documents_end() -> None:
 def test_documents_are_encoded_one_by_one_and_joined(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["def f(x):\n", "", "    return x\n"]
     one_by_one = [*tokenizer("def f(x):\n")["input_ids"], *tokenizer("    return x\n")["input_ids"]]
-    ids = encode(texts, tokenizer)
+    ids = encode_texts(texts, tokenizer)
     assert ids.dtype == np.int64
     assert ids.tolist() == one_by_one
     assert tokenizer.decode(ids.tolist()) == "".join(texts)
@@ -49,7 +49,7 @@ def test_documents_are_encoded_one_by_one_and_joined(tokenizer: PreTrainedTokeni
 def test_each_document_has_the_special_tokens_of_its_tokenizer(shared_checkpoint: Callable[[str], Path]) -> None:
     llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
     start = llama.bos_token_id
-    ids = encode(["Once", "upon"], llama)
+    ids = encode_texts(["Once", "upon"], llama)
     assert ids.tolist() == [
         start,
         *llama("Once", add_special_tokens=False)["input_ids"],
@@ -63,9 +63,9 @@ def test_more_documents_than_go_into_one_batch(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"line {number}\n" for number in range(10)]
-    together = encode(texts, tokenizer)
+    together = encode_texts(texts, tokenizer)
     monkeypatch.setattr("fp8q.calibrate.text.corpus.DOCUMENTS", 3)
-    assert encode(texts, tokenizer).tolist() == together.tolist()
+    assert encode_texts(texts, tokenizer).tolist() == together.tolist()
 
 
 def test_a_long_document_is_encoded_in_parts_with_the_same_tokens(
@@ -73,11 +73,11 @@ def test_a_long_document_is_encoded_in_parts_with_the_same_tokens(
 ) -> None:
     lines = [line.strip() for line in demo_texts.calibration.read_text(encoding="utf-8")[:30_000].splitlines()]
     texts = ["\n".join(lines), "x = 1\n", "", "no end of a line in sight " * 10]
-    whole = encode(texts, tokenizer)
+    whole = encode_texts(texts, tokenizer)
     monkeypatch.setattr("fp8q.calibrate.text.corpus.CHARACTERS", 2_000)
-    assert encode(texts, tokenizer).tolist() == whole.tolist()
+    assert encode_texts(texts, tokenizer).tolist() == whole.tolist()
     monkeypatch.setattr("fp8q.calibrate.text.corpus.CHARACTERS", 100)
-    assert tokenizer.decode(encode(texts, tokenizer).tolist()) == "".join(texts)
+    assert tokenizer.decode(encode_texts(texts, tokenizer).tolist()) == "".join(texts)
 
 
 def test_only_the_first_part_of_a_document_has_special_tokens(
@@ -85,33 +85,33 @@ def test_only_the_first_part_of_a_document_has_special_tokens(
 ) -> None:
     llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
     monkeypatch.setattr("fp8q.calibrate.text.corpus.CHARACTERS", 20)
-    assert (encode(["Once upon a time\n" * 5, "The end"], llama) == llama.bos_token_id).sum() == 2
+    assert (encode_texts(["Once upon a time\n" * 5, "The end"], llama) == llama.bos_token_id).sum() == 2
 
 
 def test_special_tokens_may_be_left_out(shared_checkpoint: Callable[[str], Path]) -> None:
     llama = AutoTokenizer.from_pretrained(shared_checkpoint("stories260k"))
-    assert (encode(["Once", "upon"], llama, special_tokens=False) == llama.bos_token_id).sum() == 0
+    assert (encode_texts(["Once", "upon"], llama, special_tokens=False) == llama.bos_token_id).sum() == 0
 
 
 def test_a_text_longer_than_the_model_takes_is_encoded_without_a_word(
     tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert tokenizer.model_max_length == 512
-    assert len(encode(["x = 1\n" * 1000], tokenizer)) > 512
+    assert len(encode_texts(["x = 1\n" * 1000], tokenizer)) > 512
     assert capfd.readouterr() == ("", "")
 
 
 def test_no_text_has_no_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode([], tokenizer).shape == encode([""], tokenizer).shape == (0,)
+    assert encode_texts([], tokenizer).shape == encode_texts([""], tokenizer).shape == (0,)
 
 
 def test_a_vocabulary_that_cannot_spell_the_text_is_refused() -> None:
     words = Tokenizer(WordLevel({"known": 0}))
     words.pre_tokenizer = Whitespace()
     foreign = PreTrainedTokenizerFast(tokenizer_object=words)
-    assert encode(["known known"], foreign).tolist() == [0, 0]
+    assert encode_texts(["known known"], foreign).tolist() == [0, 0]
     with pytest.raises(InputError) as refused:
-        encode(["known unknown"], foreign)
+        encode_texts(["known unknown"], foreign)
     assert str(refused.value) == (
         "the tokenizer cannot read the text: WordLevel error: Missing [UNK] token from the vocabulary; put the "
         "tokenizer the model was trained with beside config.json"
@@ -119,11 +119,11 @@ def test_a_vocabulary_that_cannot_spell_the_text_is_refused() -> None:
 
 
 def test_a_token_that_the_embedding_lacks_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    ids = encode(["import os"], tokenizer)
+    ids = encode_texts(["import os"], tokenizer)
     highest = int(ids.max())
-    assert encode(["import os"], tokenizer, highest + 1).tolist() == ids.tolist()
+    assert encode_texts(["import os"], tokenizer, highest + 1).tolist() == ids.tolist()
     with pytest.raises(InputError) as refused:
-        encode(["import os"], tokenizer, highest)
+        encode_texts(["import os"], tokenizer, highest)
     token = tokenizer.convert_ids_to_tokens(highest)
     assert str(refused.value) == (
         f"the tokenizer gives {token!r} the id {highest:,}, and the model's embedding ends at {highest - 1:,}: it is "
@@ -134,7 +134,7 @@ def test_a_token_that_the_embedding_lacks_is_named(tokenizer: PreTrainedTokenize
 @pytest.mark.parametrize(("tokens", "held_out"), [(9, 0), (10, 1), (19, 1), (20, 2), (30, 3), (1_000_000, 100_000)])
 def test_the_last_tenth_is_held_out(tokens: int, held_out: int) -> None:
     ids = np.arange(tokens)
-    calibration, evaluation = hold_out(ids)
+    calibration, evaluation = hold_out_tail(ids)
     assert len(evaluation) == held_out
     assert np.concatenate([calibration, evaluation]).tolist() == ids.tolist()
 

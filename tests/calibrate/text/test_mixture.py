@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.text.mixture import Part, interleave, largest_total, parse, shares
+from fp8q.calibrate.text.mixture import WeightedText, apportion, interleave, largest_total, parse
 from fp8q.core.errors import InputError
 
 WEIGHTS = st.lists(st.fractions(Fraction(1, 100), 100), min_size=1, max_size=5)
@@ -23,12 +23,12 @@ def refusal(*data: str) -> str:
 
 
 def test_a_weight_follows_the_last_equals_sign() -> None:
-    assert parse("a.txt") == parse(["a.txt"]) == [Part("a.txt", Fraction(1))]
+    assert parse("a.txt") == parse(["a.txt"]) == [WeightedText("a.txt", Fraction(1))]
     assert parse(["a.txt=3", "b=c.jsonl=0.25", "owner/name:config:split=.5", "d.txt"]) == [
-        Part("a.txt", Fraction(3)),
-        Part("b=c.jsonl", Fraction(1, 4)),
-        Part("owner/name:config:split", Fraction(1, 2)),
-        Part("d.txt", Fraction(1)),
+        WeightedText("a.txt", Fraction(3)),
+        WeightedText("b=c.jsonl", Fraction(1, 4)),
+        WeightedText("owner/name:config:split", Fraction(1, 2)),
+        WeightedText("d.txt", Fraction(1)),
     ]
 
 
@@ -43,8 +43,8 @@ def test_what_follows_an_equals_sign_and_is_no_number_is_part_of_the_name() -> N
 
 def test_a_file_whose_name_ends_in_a_number_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "year=2024").mkdir()
-    assert parse(f"{tmp_path}/year=2024") == [Part(f"{tmp_path}/year=2024")]
-    assert parse(f"{tmp_path}/year=2024=2") == [Part(f"{tmp_path}/year=2024", Fraction(2))]
+    assert parse(f"{tmp_path}/year=2024") == [WeightedText(f"{tmp_path}/year=2024")]
+    assert parse(f"{tmp_path}/year=2024=2") == [WeightedText(f"{tmp_path}/year=2024", Fraction(2))]
 
 
 def test_weights_and_texts_that_mean_nothing_are_refused() -> None:
@@ -58,14 +58,14 @@ def test_weights_and_texts_that_mean_nothing_are_refused() -> None:
 
 def test_shares_go_by_the_largest_remainder() -> None:
     # Quotas 4.7, 3.1 and 2.2 of 10: the one left over goes to the first.
-    assert shares(10, [Fraction(47), Fraction(31), Fraction(22)]) == [5, 3, 2]
-    assert shares(2, [Fraction(1)] * 3) == [1, 1, 0]
-    assert shares(512, [Fraction("0.7"), Fraction("0.3")]) == [358, 154]  # 358.4 and 153.6
+    assert apportion(10, [Fraction(47), Fraction(31), Fraction(22)]) == [5, 3, 2]
+    assert apportion(2, [Fraction(1)] * 3) == [1, 1, 0]
+    assert apportion(512, [Fraction("0.7"), Fraction("0.3")]) == [358, 154]  # 358.4 and 153.6
 
 
 @given(total=st.integers(0, 2000), weights=WEIGHTS)
 def test_shares_sum_to_the_whole_and_none_is_off_by_one(total: int, weights: list[Fraction]) -> None:
-    given_out = shares(total, weights)
+    given_out = apportion(total, weights)
     assert sum(given_out) == total
     assert all(abs(share - total * weight / sum(weights)) < 1 for share, weight in zip(given_out, weights, strict=True))
 
@@ -75,7 +75,7 @@ def test_the_largest_total_is_what_trying_them_all_finds(data: st.DataObject, we
     available = [data.draw(st.integers(0, 30)) for _ in weights]
 
     def fits(total: int) -> bool:
-        return all(share <= count for share, count in zip(shares(total, weights), available, strict=True))
+        return all(share <= count for share, count in zip(apportion(total, weights), available, strict=True))
 
     assert largest_total(available, weights) == max(total for total in range(sum(available) + 1) if fits(total))
 
@@ -89,10 +89,10 @@ def test_the_rarest_text_limits_the_whole() -> None:
 def test_a_smaller_total_may_fit_where_the_largest_does_and_this_does_not() -> None:
     weights, available = [Fraction(4), Fraction(20), Fraction(15), Fraction(6)], [1, 8, 11, 7]
     assert largest_total(available, weights) == 17
-    assert shares(16, weights) == [2, 7, 5, 2]  # two of the first text, which has one
+    assert apportion(16, weights) == [2, 7, 5, 2]  # two of the first text, which has one
     nearest = largest_total(available, weights, 16)
     assert nearest < 16
-    assert all(share <= count for share, count in zip(shares(nearest, weights), available, strict=True))
+    assert all(share <= count for share, count in zip(apportion(nearest, weights), available, strict=True))
 
 
 def test_windows_are_interleaved_by_their_place_in_their_own_text() -> None:

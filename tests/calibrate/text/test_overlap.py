@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from fp8q.calibrate.text.overlap import Overlap, check_disjoint, overlap, repeated, shares
+from fp8q.calibrate.text.overlap import Overlap, check_disjoint, measure_overlap, repeated, shared_runs
 from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ def test_the_share_is_that_of_the_distinct_runs_of_64_units() -> None:
     # 1,000 units have 937 runs; of the first 563, 500 are in the other text as well.
     text = prose(1000, 1)
     copied = " ".join(text.split()[:563])
-    assert shares([text], [copied, prose(1000, 2)]) == (500 / 937, 500 / 1500)
+    assert shared_runs([text], [copied, prose(1000, 2)]) == (500 / 937, 500 / 1500)
 
 
 def test_copies_shorter_than_a_run_do_not_count() -> None:
     text = prose(1000, 1)
     quoted = " ".join(text.split()[100:163])
-    assert shares([text], [prose(300, 2), quoted]) == (0.0, 0.0)
+    assert shared_runs([text], [prose(300, 2), quoted]) == (0.0, 0.0)
 
 
 def test_a_licence_header_in_every_file_counts_once(report: "Notebook") -> None:
@@ -71,7 +71,7 @@ def test_a_licence_header_in_every_file_counts_once(report: "Notebook") -> None:
     first, second = ([header + prose(500, seed) for seed in range(start, start + 20)] for start in (1, 21))
     # 150 units make 87 runs; 20 files of 650 units, whose last unit runs on into the next header, hardly any fewer than
     # 13,000.
-    assert max(shares(first, second)) < 0.01
+    assert max(shared_runs(first, second)) < 0.01
     check_disjoint(first, second, "c.txt", "e.txt", report)
     assert report.lines == []
 
@@ -107,9 +107,9 @@ def test_what_is_too_much_passes_with_a_note_where_it_is_allowed(report: "Notebo
 def test_windows_of_a_text_are_found_in_it_wherever_they_were_cut() -> None:
     words = prose(4000, 1).split()
     windows = [" ".join(words[start : start + 48]) for start in range(7, 3900, 480)]
-    found = overlap(windows, [" ".join(words)], window=64)
+    found = measure_overlap(windows, [" ".join(words)], window=64)
     assert found.of_first > 0.6
-    assert overlap(windows, [prose(4000, 2)], window=64) == Overlap()
+    assert measure_overlap(windows, [prose(4000, 2)], window=64) == Overlap()
 
 
 def test_a_text_that_repeats_itself_is_told_by_its_tokens() -> None:
@@ -121,12 +121,12 @@ def test_a_text_that_repeats_itself_is_told_by_its_tokens() -> None:
 
 def test_a_text_shorter_than_a_run_is_compared_as_far_as_it_goes() -> None:
     # runs of 4 units, 7 against 4
-    assert shares(["to be or not to be that is the question"], ["to be or\nnot to be that"]) == (
+    assert shared_runs(["to be or not to be that is the question"], ["to be or\nnot to be that"]) == (
         4 / 7,
         1.0,
     )
-    assert shares(["one two"], ["three"]) == (0.0, 0.0)
-    assert shares([""], ["three"]) == (0.0, 0.0)
+    assert shared_runs(["one two"], ["three"]) == (0.0, 0.0)
+    assert shared_runs([""], ["three"]) == (0.0, 0.0)
 
 
 def test_the_order_within_a_run_counts() -> None:
@@ -134,12 +134,12 @@ def test_the_order_within_a_run_counts() -> None:
     for half in (1, 2, 4, 8, 16):  # the inner two of four equal parts change places
         swapped = [*units[:half], *units[2 * half : 3 * half], *units[half : 2 * half], *units[3 * half :]]
         assert sorted(swapped) == sorted(units)
-        assert shares([" ".join(units)], [" ".join(swapped)]) == (0.0, 0.0)
+        assert shared_runs([" ".join(units)], [" ".join(swapped)]) == (0.0, 0.0)
 
 
 def test_signs_that_are_not_ascii_are_units_of_their_own() -> None:
     text = "".join(chr(0x4E00 + number) for number in range(200))
-    assert shares([text], [text[:100]]) == (37 / 137, 1.0)
+    assert shared_runs([text], [text[:100]]) == (37 / 137, 1.0)
 
 
 @pytest.mark.parametrize(

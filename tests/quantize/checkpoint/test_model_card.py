@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.quantize.checkpoint.model_card import code, plain
+from fp8q.quantize.checkpoint.model_card import markdown_code, markdown_text
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,17 @@ from fp8q.quantize.checkpoint.model_card import code, plain
     ],
 )
 def test_a_name_is_text(name: str, shown: str) -> None:
-    assert plain(name) == shown
+    assert markdown_text(name) == shown
 
 
 @given(st.text())
 def test_no_name_is_html_or_has_lines(name: str) -> None:
-    assert plain(name).isprintable()
-    assert all(before == "\\" for before, letter in zip(" " + plain(name), plain(name)) if letter in "<>[`")
+    assert markdown_text(name).isprintable()
+    assert all(
+        before == "\\" for before, letter in zip(" " + markdown_text(name), markdown_text(name)) if letter in "<>[`"
+    )
 
 
 def test_a_modules_name_is_code_whatever_stands_in_it() -> None:
-    assert code("model.layers.0") == "`model.layers.0`"
-    assert code("a`b``c\n") == "``` a`b``c ```"
+    assert markdown_code("model.layers.0") == "`model.layers.0`"
+    assert markdown_code("a`b``c\n") == "``` a`b``c ```"

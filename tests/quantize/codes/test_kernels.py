@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with PyT
 
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
-from fp8q.quantize.codes.kernels import encode_terms
+from fp8q.quantize.codes.kernels import triton_encode
 from tests.conftest import has_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # NumPy in the interpreter
@@ -31,7 +31,7 @@ def assert_same_codes(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("scale", [0.0371, 0.0123, 1.0, 2.0**-120, 2.0**100, 3e38])
 def test_every_bf16_pattern_has_its_code(scale: float) -> None:
     given = torch.tensor(scale)
-    found = encode_terms(PATTERNS.to(DEVICE), given.to(DEVICE), 1)
+    found = triton_encode(PATTERNS.to(DEVICE), given.to(DEVICE), 1)
     assert found.dtype == torch.float8_e4m3fn
     assert_same_codes(found, encode(PATTERNS, given)[None])
 
@@ -39,7 +39,7 @@ def test_every_bf16_pattern_has_its_code(scale: float) -> None:
 @pytest.mark.parametrize("power", [-120, -30, -6, 0, 7, 100])
 def test_every_bf16_pattern_has_its_two_codes(power: int) -> None:
     scale = torch.tensor(2.0**power)
-    found = encode_terms(PATTERNS.to(DEVICE), scale.to(DEVICE), 2)
+    found = triton_encode(PATTERNS.to(DEVICE), scale.to(DEVICE), 2)
     assert_same_codes(found, torch.stack(encode_two(PATTERNS, scale)))
 
 
@@ -47,9 +47,9 @@ def test_fp32_at_and_beside_every_midpoint_is_rounded_as_the_slow_reference_does
     edges = np.concatenate([E4M3.grid, E4M3.midpoints])
     edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(1e9))])
     x = np.concatenate([edges, -edges, [np.inf, -np.inf, np.nan]]).astype(np.float32)
-    found = encode_terms(torch.from_numpy(x).to(DEVICE), torch.ones((), device=DEVICE), 1)
+    found = triton_encode(torch.from_numpy(x).to(DEVICE), torch.ones((), device=DEVICE), 1)
     assert_same_codes(found[0], torch.from_numpy(E4M3.encode(x)).view(torch.float8_e4m3fn))
-    found = encode_terms(torch.from_numpy(x).to(DEVICE), torch.ones((), device=DEVICE), 2)
+    found = triton_encode(torch.from_numpy(x).to(DEVICE), torch.ones((), device=DEVICE), 2)
     for ours, right in zip(found, TWO_TERMS.encode(x), strict=True):
         assert_same_codes(ours, torch.from_numpy(right).view(torch.float8_e4m3fn))
 
@@ -57,13 +57,13 @@ def test_fp32_at_and_beside_every_midpoint_is_rounded_as_the_slow_reference_does
 @pytest.mark.parametrize("shape", [(0, 16), (1,), (3, 5, 7), (1025,)])
 def test_shapes_that_fill_no_block_keep_theirs(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    found = encode_terms(x.to(DEVICE), torch.tensor(0.25, device=DEVICE), 2)
+    found = triton_encode(x.to(DEVICE), torch.tensor(0.25, device=DEVICE), 2)
     assert_same_codes(found, torch.stack(encode_two(x, torch.tensor(0.25))))
 
 
 def test_a_transposed_activation_is_encoded_in_its_own_order() -> None:
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).t()
-    found = encode_terms(x.to(DEVICE), torch.tensor(0.25, device=DEVICE), 1)
+    found = triton_encode(x.to(DEVICE), torch.tensor(0.25, device=DEVICE), 1)
     assert_same_codes(found[0], encode(x, torch.tensor(0.25)))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8q.quantize.lint.check import RULES, lint_checkpoint
+from fp8q.quantize.lint.check import RULES, checkpoint_findings
 
 from .conftest import FORMS, Damaged
 
@@ -62,7 +62,7 @@ def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(
     if not it.saved:
         it.save()
     number = entry.title.partition(" ")[0]
-    found = [finding for finding in lint_checkpoint(it.folder)[1] if finding.rule == number]
+    found = [finding for finding in checkpoint_findings(it.folder)[1] if finding.rule == number]
     assert [f"{finding.severity:<8}{finding}" for finding in found] == entry.findings
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fp8q import api
 from fp8q.core.run import Run
-from fp8q.quantize.lint.check import RULES, lint_checkpoint
+from fp8q.quantize.lint.check import RULES, checkpoint_findings
 
 from ..reading import fp8_checkpoints
 from .conftest import FORMS, Damaged
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_breaks_that_rule_and_no_other(
     case.damage(it)
     if not it.saved:
         it.save()
-    _, found = lint_checkpoint(it.folder)
+    _, found = checkpoint_findings(it.folder)
     assert {finding.rule for finding in found} == {case.number} | case.also
     first = next(finding for finding in found if finding.rule == case.number)
     assert first.node == case.place(it)
@@ -249,7 +249,7 @@ def test_a_layer_whose_experts_are_split_is_told_of_once_and_one_all_of_whose_ex
     it = damaged("modelopt")
     wide_experts(it, 1, 3)
     it.save()
-    _, found = lint_checkpoint(it.folder)
+    _, found = checkpoint_findings(it.folder)
     (finding,) = found
     assert (finding.rule, finding.node) == ("C116", f"{EXPERTS}.1.w1.weight")
     assert finding.message == (
@@ -260,7 +260,7 @@ def test_a_layer_whose_experts_are_split_is_told_of_once_and_one_all_of_whose_ex
         if it.tensors[name].dtype != torch.bfloat16:
             leave_wide(it, name.removesuffix(".weight"))
     it.save()
-    assert lint_checkpoint(it.folder)[1] == []
+    assert checkpoint_findings(it.folder)[1] == []
 
 
 def test_every_rule_has_a_case_in_every_form_that_can_break_it() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from fp8q.calibrate.model.bf16_products import widened_products
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
-from fp8q.quantize.reading.dequantized import given_of
+from fp8q.quantize.reading.dequantized import fp8_source
 from fp8q.stages.shared.sources import opened
 
 from . import fp8_checkpoints
@@ -139,14 +139,14 @@ def test_what_modelopt_says_is_in_the_fingerprint(demo_checkpoint: Path, tmp_pat
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_checkpoint / name, folder)
     before: Source = opened(str(folder))
-    assert given_of(before) is not None
+    assert fp8_source(before) is not None
     said = folder / "hf_quant_config.json"
     said.write_text(said.read_text() + "\n")
     assert opened(str(folder)).fingerprint != before.fingerprint
 
 
 def test_a_bf16_checkpoint_is_no_fp8_checkpoint(demo_checkpoint: Path) -> None:
-    assert given_of(opened(str(demo_checkpoint))) is None
+    assert fp8_source(opened(str(demo_checkpoint))) is None
 
 
 AGAIN = "export the checkpoint again"

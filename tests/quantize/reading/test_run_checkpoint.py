@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fp8q.core.errors import InputError
-from fp8q.quantize.reading.run_checkpoint import stored_scales, stored_tensors
+from fp8q.quantize.reading.run_checkpoint import stored_scales, tensor_files
 
 INDEX = "model.safetensors.index.json"
 
@@ -48,7 +48,7 @@ def test_an_index_that_does_not_tell_where_a_scale_lies_is_wrong_input(
 def test_an_index_of_no_json_is_wrong_input(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("[" * 100_000)
     with pytest.raises(InputError, match=rf"^{re.escape(str(tmp_path / INDEX))}: does not read as fp8q's"):
-        stored_tensors(tmp_path)
+        tensor_files(tmp_path)
 
 
 def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import Clipping
 from fp8q.quantize.scales.decisions import activation_scales
-from fp8q.quantize.scales.expert_scales import remarks, starved
+from fp8q.quantize.scales.expert_scales import starved, starved_remarks
 
 PRODUCTS = [f"mlp.experts.{number}.down_proj" for number in range(4)]
 TAKEN = "their last products take the largest amax of the layer's other experts"
@@ -104,11 +104,11 @@ def test_zero_asks_nothing_of_an_expert_and_only_experts_are_asked() -> None:
 
 def test_the_note_names_those_that_saw_least_first() -> None:
     found = statistics(tensor(10, ONE), tensor(3, ONE), tensor(2, ONE), tensor(0))
-    assert remarks(found, starved(found, 4), 4, compensated=True) == [
+    assert starved_remarks(found, starved(found, 4), 4, compensated=True) == [
         "mlp.experts: 3 of 4 experts saw fewer than 4 tokens (experts 3 (0), 2 (2), 1 (3))",
         f"{TAKEN} and their codes are each weight's nearest; measure more --samples, or --all-experts",
     ]
-    assert remarks(found, starved(found, 1), 1, compensated=False) == [
+    assert starved_remarks(found, starved(found, 1), 1, compensated=False) == [
         "mlp.experts: 1 of 4 experts saw fewer than 1 tokens (expert 3 (0))",
         f"{TAKEN}; measure more --samples, or --all-experts",
     ]

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from fp8q.core.errors import InputError
 from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale
-from fp8q.quantize.scales.policy import Products, match_terms, parted, parted_experts, select, taken_along, whole_groups
+from fp8q.quantize.scales.policy import (
+    Products,
+    match_terms,
+    mixed_experts_warning,
+    mixed_group_warning,
+    select,
+    taken_along,
+    whole_groups,
+)
 
 NAMES = ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj", "l.0.mlp.conv", "lm_head")
 PRODUCTS = Products(NAMES, "lm_head", {"l.0.mlp.conv": "Conv1d"})
@@ -97,17 +105,19 @@ def scales(*skipped: str) -> Scales:
     "skipped", [(), ("l.0.mlp.fc",), ("l.0.attn.o_proj",), ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.attn.v_proj")]
 )
 def test_whole_families_in_one_type_are_nothing_to_warn_of(skipped: tuple[str, ...]) -> None:
-    assert parted(GROUPS, scales(*skipped)) is None
+    assert mixed_group_warning(GROUPS, scales(*skipped)) is None
 
 
 def test_a_family_in_two_types_is_what_vllm_refuses() -> None:
-    assert parted(GROUPS, scales("l.0.attn.q_proj")) == (
+    assert mixed_group_warning(GROUPS, scales("l.0.attn.q_proj")) == (
         "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one product of them and "
         "refuses such a checkpoint; "
         "keep all of a group in BF16, or none, if vLLM is to serve it"
     )
     more = [*GROUPS, ["l.1.mlp.gate_proj", "l.1.mlp.up_proj"]]
-    assert " in FP8, and so in 1 more such groups: " in str(parted(more, scales("l.0.attn.q_proj", "l.1.mlp.up_proj")))
+    assert " in FP8, and so in 1 more such groups: " in str(
+        mixed_group_warning(more, scales("l.0.attn.q_proj", "l.1.mlp.up_proj"))
+    )
 
 
 EXPERTS = "l.0.mlp.experts"
@@ -126,35 +136,35 @@ def layer_scales(layers: int, *wide: str) -> Scales:
 
 
 def test_experts_of_a_layer_in_two_types_are_what_vllm_takes_for_one() -> None:
-    assert parted_experts([EXPERTS], layer_scales(1, *(f"experts.1.{part}" for part in PARTS))) == (
+    assert mixed_experts_warning([EXPERTS], layer_scales(1, *(f"experts.1.{part}" for part in PARTS))) == (
         "l.0.mlp.experts: 3 of 6 products of its experts in BF16 (1.gate_proj, 1.up_proj, 1.down_proj) beside others "
         "in FP8: vLLM takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads "
         "it wrong in silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
     )
     layers = [f"l.{layer}.mlp.experts" for layer in range(3)]
     assert " beside others in FP8, and so in 1 more layer: " in str(
-        parted_experts(layers[:2], layer_scales(2, "1.down_proj"))
+        mixed_experts_warning(layers[:2], layer_scales(2, "1.down_proj"))
     )
     assert " in BF16 (0.gate_proj, 0.up_proj, 1.gate_proj …) beside others in FP8, and so in 2 more layers: " in str(
-        parted_experts(layers, layer_scales(3, "gate_proj", "up_proj"))
+        mixed_experts_warning(layers, layer_scales(3, "gate_proj", "up_proj"))
     )
 
 
 @pytest.mark.parametrize("wide", [(), PARTS])
 def test_whole_layers_of_experts_in_one_type_are_nothing_to_warn_of(wide: tuple[str, ...]) -> None:
     both = layer_scales(1, *wide)
-    assert parted_experts([EXPERTS], both) is None
+    assert mixed_experts_warning([EXPERTS], both) is None
     other = layer_scales(2)
     mixed = Scales(
         weights={},
         activations=both.activations | {name: SCALE for name in other.activations if name.startswith("l.1.")},
         skipped=both.skipped,
     )
-    assert parted_experts([EXPERTS, "l.1.mlp.experts"], mixed) is None
+    assert mixed_experts_warning([EXPERTS, "l.1.mlp.experts"], mixed) is None
 
 
 def test_what_is_split_inside_an_expert_is_told_once() -> None:
     split, pair = layer_scales(1, "1.up_proj"), [f"{EXPERTS}.1.gate_proj", f"{EXPERTS}.1.up_proj"]
-    assert "1.up_proj in BF16 beside" in str(parted([pair], split))
-    assert parted([pair], split, [EXPERTS]) is None
-    assert "1 of 6 products of its experts in BF16 (1.up_proj)" in str(parted_experts([EXPERTS], split))
+    assert "1.up_proj in BF16 beside" in str(mixed_group_warning([pair], split))
+    assert mixed_group_warning([pair], split, [EXPERTS]) is None
+    assert "1 of 6 products of its experts in BF16 (1.up_proj)" in str(mixed_experts_warning([EXPERTS], split))

@@ -13,7 +13,7 @@ from fp8q.options import Clipping, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.codes.encoding import CODE, code_tables, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
 from fp8q.quantize.reference.attention import attention_on_codes
-from fp8q.quantize.reference.linear import FP8Linear, current_scale
+from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.clip import LARGEST_POWER, entropy, saturation, scale_of, sqnr_db, squared_error, underflow
 from fp8q.quantize.scales.decisions import PROBABILITY_SCALES, TensorScale, tensor_scale
 from fp8q.stages.export import check_dtype
@@ -159,11 +159,6 @@ def test_a_gpu_s_product_has_twice_the_rows() -> None:
     on_codes.codes = codes  # as a GPU with FP8 units holds them, and `torch._scaled_mm` takes them
     x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     torch.testing.assert_close(on_codes(x), held(x), rtol=2e-2, atol=1e-2)
-
-
-def test_just_in_time_scales_are_powers_of_two_too() -> None:
-    x = torch.tensor([3.0, -1.0], dtype=torch.bfloat16)
-    assert current_scale(x, 2) == scale_of(3.0, TWO_TERMS) == 2.0**-7
 
 
 def test_attention_in_two_terms_loses_what_keys_and_values_lose() -> None:

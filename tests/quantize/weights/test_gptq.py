@@ -20,10 +20,10 @@ from fp8q.quantize.weights.gptq import (
     BLOCK,
     DAMPING,
     Compensations,
-    compensated_codes,
     compensation,
-    made_up_for,
-    rounded_in_turn,
+    gptq_codes,
+    gptq_round,
+    ridge_weights,
 )
 
 WIDTHS = (24, BLOCK, 2 * BLOCK + 9)
@@ -62,7 +62,7 @@ def damped(moments: torch.Tensor) -> torch.Tensor:
 def test_the_product_errs_far_less_than_with_nearest_rounding(width: int, seed: int) -> None:
     weight, scale, moments = problem(width, seed)
     nearest = product_error(weight, encode(weight, scale[:, None]), scale, moments).sum()
-    made = product_error(weight, compensated_codes(weight, scale, compensation(moments)), scale, moments).sum()
+    made = product_error(weight, gptq_codes(weight, scale, compensation(moments)), scale, moments).sum()
     assert made < 0.5 * nearest
 
 
@@ -70,7 +70,7 @@ def test_the_product_errs_far_less_than_with_nearest_rounding(width: int, seed: 
 def test_uncorrelated_inputs_give_the_codes_of_nearest_rounding(width: int) -> None:
     weight, scale, moments = problem(width, 3)
     for uncorrelated in (torch.eye(width), torch.diag(moments.diagonal()), torch.zeros(width, width)):
-        codes = compensated_codes(weight, scale, compensation(uncorrelated))
+        codes = gptq_codes(weight, scale, compensation(uncorrelated))
         np.testing.assert_array_equal(
             codes.view(torch.uint8).numpy(), encode(weight, scale[:, None]).view(torch.uint8).numpy()
         )
@@ -108,7 +108,7 @@ def test_each_rounding_is_followed_by_the_best_move_of_what_is_left() -> None:
         error = left[:, j] - expected[:, j].double() * scale.double()
         if j + 1 < 12:
             left[:, j + 1 :] += error[:, None] * torch.linalg.solve(wide[j + 1 :, j + 1 :], wide[j + 1 :, j])[None, :]
-    values, errors = rounded_in_turn(wanted.float().T.contiguous(), scale, found.factor)
+    values, errors = gptq_round(wanted.float().T.contiguous(), scale, found.factor)
     np.testing.assert_array_equal(values.T.numpy(), expected.numpy())
     np.testing.assert_allclose(errors.numpy(), product_error(wanted, expected, scale, wide).numpy(), rtol=1e-4)
 
@@ -122,9 +122,9 @@ problems = st.tuples(st.sampled_from([2, 5, 24, BLOCK + 3]), st.integers(0, 10_0
 def test_no_channel_errs_more_than_rounded_in_turn_and_all_less_than_rounded_to_nearest(drawn: tuple[int, int]) -> None:
     weight, scale, moments = problem(*drawn, outputs=7)
     found, wide = compensation(moments), damped(moments)
-    codes = compensated_codes(weight, scale, found)
+    codes = gptq_codes(weight, scale, found)
     made = product_error(weight, codes, scale, wide)
-    _, in_turn = rounded_in_turn(weight[:, found.order].float().T.contiguous(), scale, found.factor)
+    _, in_turn = gptq_round(weight[:, found.order].float().T.contiguous(), scale, found.factor)
     assert (made <= in_turn * (1 + 1e-4)).all()
     assert made.sum() <= product_error(weight, encode(weight, scale[:, None]), scale, wide).sum() * (1 + 1e-9)
     assert np.isin(codes.float().abs().numpy(), E4M3.grid).all()
@@ -137,7 +137,7 @@ def test_no_other_code_for_one_weight_lowers_the_error(drawn: tuple[int, int]) -
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fp8q.quantize.weights.coordinate_descent.PASSES", 100)
         patched.setattr("fp8q.quantize.weights.coordinate_descent.WORTHWHILE", 0.0)
-        codes = compensated_codes(weight, scale, compensation(moments)).double()
+        codes = gptq_codes(weight, scale, compensation(moments)).double()
     wide = damped(moments)
     grid = torch.from_numpy(np.unique(np.concatenate([-E4M3.grid, E4M3.grid]))).double()
     least = product_error(weight, codes, scale, wide)
@@ -154,11 +154,9 @@ def test_no_other_code_for_one_weight_lowers_the_error(drawn: tuple[int, int]) -
 def test_a_large_matrix_is_rounded_some_channels_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale, moments = problem(24, 2, outputs=40)
     found = compensation(moments)
-    expected = torch.cat(
-        [compensated_codes(*part, found) for part in zip(weight.split(7), scale.split(7), strict=True)]
-    )
+    expected = torch.cat([gptq_codes(*part, found) for part in zip(weight.split(7), scale.split(7), strict=True)])
     monkeypatch.setattr("fp8q.quantize.weights.gptq.VALUES", 24 * 7)
-    assert torch.equal(compensated_codes(weight, scale, found).view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(gptq_codes(weight, scale, found).view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_two_equal_inputs_cancel_each_other_s_errors_worked_by_hand() -> None:
@@ -168,7 +166,7 @@ def test_two_equal_inputs_cancel_each_other_s_errors_worked_by_hand() -> None:
     """
     weight, scale = torch.tensor([[17.0, 17.0]]), torch.ones(1)
     assert encode(weight, scale[:, None]).float().tolist() == [[16.0, 16.0]]
-    assert compensated_codes(weight, scale, compensation(torch.ones(2, 2))).float().tolist() == [[16.0, 18.0]]
+    assert gptq_codes(weight, scale, compensation(torch.ones(2, 2))).float().tolist() == [[16.0, 18.0]]
 
 
 def test_an_input_that_is_always_zero_is_rounded_to_nearest_and_disturbs_no_other() -> None:
@@ -176,7 +174,7 @@ def test_an_input_that_is_always_zero_is_rounded_to_nearest_and_disturbs_no_othe
     dead = torch.tensor([0, 7, 39])
     moments[dead], moments[:, dead] = 0, 0
     alive = torch.tensor([i for i in range(40) if i not in dead.tolist()])
-    codes = compensated_codes(weight, scale, compensation(moments)).float()
+    codes = gptq_codes(weight, scale, compensation(moments)).float()
     np.testing.assert_array_equal(codes[:, dead].numpy(), encode(weight, scale[:, None]).float()[:, dead].numpy())
     assert torch.isfinite(codes).all()
     nearest = encode(weight, scale[:, None])
@@ -190,7 +188,7 @@ def test_an_input_that_is_always_zero_is_rounded_to_nearest_and_disturbs_no_othe
 def test_codes_stay_on_the_grid_where_compensation_leaves_it() -> None:
     """Almost equal inputs drive what is left beyond the amax; it is clipped to the largest code, never NaN."""
     weight, scale, moments = problem(64, 7)
-    codes = compensated_codes(weight * 3, scale, compensation(moments + 1e4 * moments.max()))
+    codes = gptq_codes(weight * 3, scale, compensation(moments + 1e4 * moments.max()))
     assert codes.dtype == torch.float8_e4m3fn
     assert float(codes.float().abs().max()) == E4M3.max
     assert np.isin(codes.float().abs().numpy(), E4M3.grid).all()
@@ -198,9 +196,7 @@ def test_codes_stay_on_the_grid_where_compensation_leaves_it() -> None:
 
 def test_the_same_moments_give_the_same_bytes() -> None:
     weight, scale, moments = problem(150, 8)
-    first, second = (
-        compensated_codes(weight, scale, compensation(moments.clone())).view(torch.uint8) for _ in range(2)
-    )
+    first, second = (gptq_codes(weight, scale, compensation(moments.clone())).view(torch.uint8) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -238,7 +234,7 @@ def test_weights_make_up_for_what_rounding_their_inputs_loses_as_ridge_regressio
     """The oracle: least squares with a row for each input's noise and one for its damping, in float64."""
     weight, _, moments = problem(30, 11, outputs=5)
     found = compensation(moments, lost=0.05)
-    made = made_up_for(weight[:, found.order].float().T.contiguous(), found)
+    made = ridge_weights(weight[:, found.order].float().T.contiguous(), found)
     wide, noise = moments.double(), 0.05 * moments.diagonal().double()
     damping = torch.full_like(noise, DAMPING * float(noise.mean() / 0.05))
     square = torch.linalg.cholesky(wide + 1e-12 * torch.eye(30), upper=True)
@@ -252,7 +248,7 @@ def test_weights_make_up_for_what_rounding_their_inputs_loses_as_ridge_regressio
 def test_two_inputs_of_which_one_repeats_the_other_share_their_weight_worked_by_hand() -> None:
     """x twice, energy 1 each, w = (1, 0), a tenth of each lost: (H + N) w* = H w, so that w* = (1, 1) / 2.1."""
     found = compensation(torch.ones(2, 2), lost=0.1)
-    made = made_up_for(torch.tensor([[1.0], [0.0]]), found)
+    made = ridge_weights(torch.tensor([[1.0], [0.0]]), found)
     np.testing.assert_allclose(made.numpy(), [[1 / 2.1], [1 / 2.1]], atol=5 * DAMPING)  # damping pulls toward (1, 0)
 
 
@@ -271,7 +267,7 @@ def test_products_of_rounded_inputs_err_less_where_their_rounding_is_known(seed:
     scale = weight.float().abs().amax(1) / E4M3.max
 
     def error(lost: float) -> float:
-        codes = compensated_codes(weight, scale, compensation(learned.T @ learned, lost))
+        codes = gptq_codes(weight, scale, compensation(learned.T @ learned, lost))
         return float((fresh @ weight.float().T - given @ (codes.float() * scale[:, None]).T).square().sum())
 
     assert error(lost) < 0.8 * error(0.0)

@@ -21,7 +21,7 @@ from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.weights.gptq import compensated_codes, compensation
+from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
@@ -59,7 +59,7 @@ def expected_codes(run: Run, source: Source, lost: float) -> torch.Tensor:
     groups = json.loads(run.statistics_json.read_text())["groups"]
     (first,) = (first for first, members in groups.items() if MODULE in members)
     assert not torch.equal(codes_of(run), encode(weight, scale).view(torch.uint8))
-    found = compensated_codes(weight, scale[:, 0], compensation(load_moments(run.moments, first), lost))
+    found = gptq_codes(weight, scale[:, 0], compensation(load_moments(run.moments, first), lost))
     return found.view(torch.uint8)
 
 

@@ -9,10 +9,10 @@ import torch
 from fp8q.calibrate.model.products import observed_products
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.scales.decisions import Scales, TensorScale
+from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.quantize.weights import paired_inputs
-from fp8q.quantize.weights.paired_inputs import HELD_BYTES, Gathered, Place, passes
-from fp8q.quantize.weights.sequential import Sequence
+from fp8q.quantize.weights.paired_inputs import HELD_BYTES, GroupInput, InputSums, passes
+from fp8q.quantize.weights.sequential import SequentialRounding
 
 from ...mixtures import random_mixture
 
@@ -20,18 +20,18 @@ SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, satur
 BATCHES = {batch: np.random.default_rng(batch).integers(3, 500, (2, 24)) for batch in range(3)}
 
 
-def place(name: str, width: int = 8, out: int = 4, whole: bool = False) -> Place:
-    return Place(name, (name,), None, whole, (width, out))
+def group_input(name: str, width: int = 8, out: int = 4, paired: bool = False) -> GroupInput:
+    return GroupInput(name, (name,), None, paired, (width, out))
 
 
-def test_the_sums_of_a_place_are_two_of_h_and_where_they_are_known_two_of_m() -> None:
-    assert place("down", 8, 4).held == 2 * 4 * 8 * 8
-    assert place("o_proj", 8, 4, whole=True).held == 2 * 4 * 8 * (8 + 4)
+def test_the_sums_of_an_input_are_two_of_h_and_where_they_are_known_two_of_m() -> None:
+    assert group_input("down", 8, 4).sum_bytes == 2 * 4 * 8 * 8
+    assert group_input("o_proj", 8, 4, paired=True).sum_bytes == 2 * 4 * 8 * (8 + 4)
 
 
 def test_neighbours_whose_inputs_do_not_depend_on_one_another_share_a_pass() -> None:
     names = ["qkv", "o", "shared", "0", "1", "2", "after", "3"]
-    found = passes(map(place, names), {"0", "1", "2", "3"})
+    found = passes(map(group_input, names), {"0", "1", "2", "3"})
     assert [[each.first for each in together] for together in found] == [
         ["qkv"], ["o"], ["shared"], ["0", "1", "2"], ["after"], ["3"],
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_neighbours_whose_inputs_do_not_depend_on_one_another_share_a_pass() -> 
 def test_the_experts_of_two_mixtures_share_none() -> None:
     """What the second gets may depend on the first's products."""
     names = [f"{block}.experts.{expert}.down_proj" for block in "ab" for expert in range(2)]
-    found = passes(map(place, names), names)
+    found = passes(map(group_input, names), names)
     assert [[each.first for each in together] for together in found] == [names[:2], names[2:]]
 
 
@@ -52,35 +52,35 @@ def test_the_weights_of_experts_are_read_when_their_sums_are_used() -> None:
         read.append(name)
         return torch.ones(4, 8)
 
-    sums = Gathered(place("down", 8, 4), weight)
+    sums = InputSums(group_input("down", 8, 4), weight)
     tokens = torch.ones(3, 8)
     sums.add(0, (tokens, tokens), (tokens, tokens), tokens, 3)
     assert read == []
-    assert [*sums.rows] == [*sums.rows] == read == ["down"]
+    assert [*sums.weights] == [*sums.weights] == read == ["down"]
 
 
-def test_a_pass_gathers_what_memory_is_there_for_and_one_place_at_the_least() -> None:
+def test_a_pass_gathers_what_memory_is_there_for_and_one_input_at_the_least() -> None:
     half = int((HELD_BYTES // 2 // 8) ** 0.5)  # two of this width fit, three do not
     names = ["0", "1", "2", "3", "4"]
-    found = list(passes([place(name, half) for name in names], names))
+    found = list(passes([group_input(name, half) for name in names], names))
     assert [len(together) for together in found] == [2, 2, 1]
-    assert [len(together) for together in passes([place(name, 2 * half) for name in names], names)] == [1] * 5
+    assert [len(together) for together in passes([group_input(name, 2 * half) for name in names], names)] == [1] * 5
 
 
 def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], int]:
     """Codes and scales of every product of the layers, and how often a batch went through one."""
     folder.mkdir()
     names = observed_products(load_model(source, torch.float32, "cpu"))
-    scales = Scales(weights={}, activations=dict.fromkeys(names, SCALE), skipped={})
-    sequence, count, seen = Sequence(source, scales, "mse", BATCHES, folder), 0, Sequence._seen
+    sequence = SequentialRounding(source, dict.fromkeys(names, SCALE), "mse", BATCHES, folder)
+    count, record = 0, SequentialRounding._record_inputs
 
     def counting(*given: object) -> object:
         nonlocal count
         count += 1
-        return seen(*given)  # type: ignore[arg-type]
+        return record(*given)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "_seen", counting)
+        patch.setattr(SequentialRounding, "_record_inputs", counting)
         kept = sequence.run(SILENT)
     found = {name: made for name in names if (made := kept.of(name)) is not None}
     return {name: (made[0], made[1]) for name, made in found.items()}, count

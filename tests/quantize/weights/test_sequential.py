@@ -11,17 +11,21 @@ import transformers
 from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.observe import probe_groups
-from fp8q.calibrate.model.products import observed_products, output_axis
+from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.scales.decisions import Scales, TensorScale
+from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
 from fp8q.quantize.weights.gptq import compensation
-from fp8q.quantize.weights.residual import bases
-from fp8q.quantize.weights.ridge_target import Sums
+from fp8q.quantize.weights.residual import residual_bases
+from fp8q.quantize.weights.ridge_target import MomentSums
 from fp8q.quantize.weights.rounding_progress import Rounded
-from fp8q.quantize.weights.sequential import ProductInput, Sequence, check_sequential, exact_input, product_input
+from fp8q.quantize.weights.sequential import (
+    SequentialRounding,
+    check_sequential,
+    product_input,
+)
 
 SMALL = {
     "vocab_size": 512,
@@ -48,12 +52,20 @@ BATCHES = {
 SCALE = TensorScale(method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=30)
 
 
-def rounded(source: Source, folder: Path, seen: ProductInput) -> tuple[PreTrainedModel, Sequence, Rounded]:
+class ExactInputs(SequentialRounding):
+    """Rounds weights as if activations lost nothing."""
+
+    def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
+        return x.float()
+
+
+def rounded(
+    source: Source, folder: Path, kind: type[SequentialRounding] = ExactInputs
+) -> tuple[PreTrainedModel, SequentialRounding, Rounded]:
     """The float model in FP32, and every product of its layers rounded."""
     folder.mkdir()
     model = load_model(source, torch.float32, "cpu")
-    scales = Scales(weights={}, activations=dict.fromkeys(observed_products(model), SCALE), skipped={})
-    sequence = Sequence(source, scales, "mse", BATCHES, folder, seen=seen)
+    sequence = kind(source, dict.fromkeys(observed_products(model), SCALE), "mse", BATCHES, folder)
     return model, sequence, sequence.run(SILENT)
 
 
@@ -64,7 +76,7 @@ def weight_of(module: torch.nn.Module) -> torch.Tensor:
     return weight.detach().to(torch.bfloat16)
 
 
-def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tensor]:
+def leaving(model: PreTrainedModel, sequence: SequentialRounding) -> dict[int, torch.Tensor]:
     """What leaves the last layer of a model in memory, for each batch."""
     found: list[torch.Tensor] = []
     last = sequence.layers.of(model)[-1]
@@ -76,14 +88,14 @@ def leaving(model: PreTrainedModel, sequence: Sequence) -> dict[int, torch.Tenso
     return dict(zip(BATCHES, found, strict=True))
 
 
-def put(model: PreTrainedModel, sequence: Sequence, kept: Rounded, but: str = "") -> list[str]:
+def put(model: PreTrainedModel, sequence: SequentialRounding, kept: Rounded, but: str = "") -> list[str]:
     """Give the products of the layers the numbers of their codes, `but` one; which they are."""
     products = observed_products(model)
     inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
     for name in inside:
         made = kept.of(name)
         assert made is not None
-        weight = (made[0].float() * made[1][:, None]).movedim(0, output_axis(products[name])).contiguous()
+        weight = (made[0].float() * made[1][:, None]).movedim(0, output_channel_axis(products[name])).contiguous()
         products[name].weight = torch.nn.Parameter(weight, requires_grad=False)
     return inside
 
@@ -99,17 +111,21 @@ def test_what_two_terms_leave_of_an_input_is_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("seen", [exact_input, product_input])
+@pytest.mark.parametrize("kind", [ExactInputs, SequentialRounding])
 def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
-    name: str, seen: ProductInput, tiny: Callable[..., Source], tmp_path: Path
+    name: str, kind: type[SequentialRounding], tiny: Callable[..., Source], tmp_path: Path
 ) -> None:
     """The oracle runs whole models; the quantized one has the weights that were kept, and rounds its inputs."""
-    model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", seen)
+
+    def values(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if kind is ExactInputs else product_input(x, SCALE)
+
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", kind)
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.float[0].read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
     products = observed_products(model)
     for module in put(model, sequence, kept):
-        products[module].register_forward_pre_hook(lambda m, inputs: (seen(inputs[0], SCALE), *inputs[1:]))
+        products[module].register_forward_pre_hook(lambda m, inputs: (values(inputs[0]), *inputs[1:]))
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.quantized[0].read(batch, "cpu"), hidden, rtol=1e-4, atol=1e-4)
 
@@ -119,14 +135,14 @@ def test_what_a_product_has_lost_is_what_the_sum_it_is_part_of_lacks(
 ) -> None:
     """The oracle runs whole models: the quantized one has every weight rounded but the last."""
     told: list[torch.Tensor] = []
-    add = Sums.add
+    add = MomentSums.add
 
-    def telling(self: Sums, tokens: torch.Tensor, lost: torch.Tensor) -> None:
+    def telling(self: MomentSums, tokens: torch.Tensor, lost: torch.Tensor) -> None:
         told.append(lost)
         add(self, tokens, lost)
 
-    monkeypatch.setattr(Sums, "add", telling)
-    model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    monkeypatch.setattr(MomentSums, "add", telling)
+    model, sequence, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work")
     exact = leaving(model, sequence)
     put(model, sequence, kept, but="model.layers.1.mlp.down_proj")
     for (batch, got), lost in zip(leaving(model, sequence).items(), told[-len(BATCHES) :], strict=True):
@@ -138,7 +154,7 @@ def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_we
     tiny: Callable[..., Source], tmp_path: Path
 ) -> None:
     """Nothing was lost before the first product, so its drift is zero to the bit; before the last one something was."""
-    model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work", exact_input)
+    model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work")
     products = observed_products(model)
     first, last = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
     for name, equal in ((first, True), (last, False)):
@@ -196,7 +212,7 @@ def test_what_a_product_is_added_to_is_found_in_the_layer(
     with torch.inference_mode():
         whole()
         handle.remove()
-        found = bases(model, layers[0], products, entering[0], whole)
+        found = residual_bases(model, layers[0], products, entering[0], whole)
     short = {module.removeprefix(f"{prefix}.0."): base.removeprefix(f"{prefix}.0.") for module, base in found.items()}
     assert short == expected
 
@@ -206,7 +222,7 @@ def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
 ) -> None:
     """What the second layer is for: against `gptq` of every product on its float input."""
     source = tiny(*ARCHITECTURES["llama"])
-    model, sequence, _ = rounded(source, tmp_path / "work", exact_input)
+    model, sequence, _ = rounded(source, tmp_path / "work")
     exact = leaving(model, sequence)
     products = observed_products(model)
     moments: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ import torch
 
 from fp8q import api
 from fp8q.calibrate.model.source import open_source
-from fp8q.calibrate.ranks.torchrun import Place
+from fp8q.calibrate.ranks.torchrun import ProcessRank
 from fp8q.calibrate.ranks.world import World
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
@@ -21,7 +21,7 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.rounding_progress import Rounded
-from fp8q.quantize.weights.sequential import Sequence
+from fp8q.quantize.weights.sequential import SequentialRounding
 from fp8q.stages.commands.preflight import check_calibrate
 from fp8q.stages.corpus import save_tokens
 from fp8q.stages.measure import check_batches, measure
@@ -87,13 +87,13 @@ class Killed(BaseException):
 def layers_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that are rounded, as they begin."""
     begun: list[int] = []
-    layer = Sequence._layer
+    layer = SequentialRounding._round_layer
 
-    def counted(self: Sequence, index: int, calls: Any) -> None:
+    def counted(self: SequentialRounding, index: int, calls: Any) -> None:
         begun.append(index)
         layer(self, index, calls)
 
-    monkeypatch.setattr(Sequence, "_layer", counted)
+    monkeypatch.setattr(SequentialRounding, "_round_layer", counted)
     return begun
 
 
@@ -118,7 +118,8 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
     with monkeypatch.context() as once:
         if at in (0, 6):
             once.setattr(
-                "fp8q.quantize." + ("checkpoint.writer.quantize_checkpoint" if at else "weights.sequential.target"),
+                "fp8q.quantize."
+                + ("checkpoint.writer.quantize_checkpoint" if at else "weights.sequential.ridge_target"),
                 stopped,
             )
         once.setattr(Rounded, "end", stopping)
@@ -191,7 +192,7 @@ def test_killed_in_the_second_layer_the_next_call_gives_the_same_bytes(
 @pytest.mark.parametrize(("ranks", "batches", "how"), [(2, None, "2 ranks"), (1, (0, 2), "--batches")])
 def test_it_is_refused_in_parts(ranks: int, batches: tuple[int, int] | None, how: str) -> None:
     with pytest.raises(InputError) as refused:
-        check_batches(CalibrateOptions(weight_rounding="sequential", batches=batches), 99, World(Place(0, ranks)))
+        check_batches(CalibrateOptions(weight_rounding="sequential", batches=batches), 99, World(ProcessRank(0, ranks)))
     assert str(refused.value) == (
         "--weight-rounding sequential: runs all batches through one layer after the other, in one process; use `fp8q "
         f"calibrate` without {how}, or leave it out"

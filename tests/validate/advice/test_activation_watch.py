@@ -18,7 +18,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from fp8q.calibrate.model.classes import made
+from fp8q.calibrate.model.classes import new_model
 from fp8q.calibrate.model.decoder import Layers
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.validate.advice import model_checks
@@ -77,7 +77,7 @@ def test_capped_logits_are_seen_capped() -> None:
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, vocab_size=61, max_position_embeddings=64, attn_logit_softcapping=0.5,
     )  # fmt: skip
-    model = made(config, torch.float32)
+    model = new_model(config, torch.float32)
     torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.weight"), std=10)
     assert watched(model, torch.arange(14).reshape(2, 7)).logits["model.layers.0.self_attn"] == pytest.approx(0.5)
 
@@ -91,7 +91,7 @@ def test_capped_logits_are_seen_capped() -> None:
 )
 def test_an_attention_outside_transformers_interface_is_not_seen(made_of: PreTrainedConfig) -> None:
     """Falcon calls its own SDPA, though its configuration has transformers' name for it."""
-    assert not Watcher(made(made_of, torch.float32)).sees_logits
+    assert not Watcher(new_model(made_of, torch.float32)).sees_logits
 
 
 def captured(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:

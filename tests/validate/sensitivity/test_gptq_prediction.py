@@ -7,7 +7,7 @@ import torch
 
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.weights.channels import channel_scales
-from fp8q.quantize.weights.gptq import compensated_codes, compensation
+from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.validate.sensitivity.gptq_prediction import Gathered, Untold, share_left
 
 TOKENS = 4096
@@ -25,7 +25,7 @@ def both_errors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = channel_scales(weight, "mse")
     assert scale is not None
     nearest = encode(weight, scale[:, None]).float() * scale[:, None]
-    compensated = compensated_codes(weight, scale, compensation(x.T @ x)).float() * scale[:, None]
+    compensated = gptq_codes(weight, scale, compensation(x.T @ x)).float() * scale[:, None]
     return nearest - weight.float(), compensated - weight.float()
 
 
