@@ -46,7 +46,7 @@ def inspect(run: Run, delayed: Clipping | None, against: str | None, notes: Note
     run.refuse_stale("measure", "quantize")
     modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)
     prospective = prospective_scales(statistics, scales, clipping_of(run))
-    under_history = delayed_rows(statistics, delayed) if delayed else None
+    under_history = delayed_rows(statistics, scales, delayed) if delayed else None
     for warning in jumps(under_history or []):
         notes.note(warning)
     other = None
