@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ...core.errors import InputError
 from ...options import Clipping
-from ..codes.formats import Format
+from ..codes.formats import Grid
 from .clip import scale_of
 
 Float32s = npt.NDArray[np.float32]
@@ -71,7 +71,7 @@ def no_scale(clipping: Clipping, batches: int) -> InputError:
     )
 
 
-def saturated_batches(amax_batches: Float32s, format: Format, clipping: Clipping) -> npt.NDArray[np.bool_]:
+def saturated_batches(amax_batches: Float32s, format: Grid, clipping: Clipping) -> npt.NDArray[np.bool_]:
     """Tell whether each batch with a history saturates under its delayed scale, bool [batches with a history]."""
     amax = measured(amax_batches)
     in_use = amax_in_use(amax, clipping)[:-1]

@@ -48,7 +48,7 @@ def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | Non
     run.refuse_stale("measure", "quantize")
     modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)
     prospective = prospective_scales(statistics, scales, run.options(QUANTIZE).clip)
-    under_history = delayed_rows(statistics, delayed) if delayed else None
+    under_history = delayed_rows(statistics, scales, delayed) if delayed else None
     for warning in jumps(under_history or []):
         notes.note(warning)
     other = None

@@ -19,7 +19,7 @@ from ...core.errors import InputError
 from ...options import Clipping
 from ...quantize.codes.formats import E4M3
 from ...quantize.scales.clip import saturation
-from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_scale, unfit
+from ...quantize.scales.decisions import GRIDS, Scales, TensorScale, group_of, tensor_scale, unfit
 from ...quantize.scales.delayed import largest_jump, measured, saturated_batches
 
 #: A channel whose amax exceeds this many times the median channel's is an outlier.
@@ -204,11 +204,14 @@ def unmeasured(tensor: str) -> InputError:
     )
 
 
-def delayed_rows(statistics: Statistics, clipping: Clipping) -> list[DelayedRow]:
-    """Every tensor under delayed scaling, those that saturate most often first."""
+def delayed_rows(statistics: Statistics, scales: Scales, clipping: Clipping) -> list[DelayedRow]:
+    """Simulate delayed scaling of every tensor, on the grid it has in `scales` (E4M3 where it has none): those that
+    saturate most often first.
+    """
+    grids = {name: GRIDS[scale.terms] for name, scale in chosen_scales(scales, statistics.record.groups).items()}
     rows = []
     for name, tensor in statistics.tensors.items():
-        saturated = saturated_batches(tensor.amax_batches, E4M3, clipping)
+        saturated = saturated_batches(tensor.amax_batches, grids.get(name, E4M3), clipping)
         rows.append(
             DelayedRow(
                 name,
@@ -240,10 +243,8 @@ def against_rows(statistics: Statistics, scales: Scales, other: Statistics) -> l
     rows = []
     for name, scale in chosen_scales(scales, statistics.record.groups).items():
         if (tensor := other.tensors.get(name)) is not None:
-            amax, clip = tensor.histogram.amax, scale.scale * E4M3.max
-            rows.append(
-                AgainstRow(
-                    name, clip, amax, amax / clip, saturation(tensor.histogram, E4M3, scale.scale), scale.saturation
-                )
-            )
+            grid = GRIDS[scale.terms]
+            amax, clip = tensor.histogram.amax, scale.scale * grid.max
+            saturated = saturation(tensor.histogram, grid, scale.scale)
+            rows.append(AgainstRow(name, clip, amax, amax / clip, saturated, scale.saturation))
     return sorted(rows, key=lambda row: (-row.saturation, -row.amax_over_clip))

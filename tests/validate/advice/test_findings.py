@@ -167,7 +167,8 @@ def test_convergence_is_where_the_amax_was_first_reached() -> None:
 
 
 def test_delayed_scaling_ranks_those_that_saturate_most_and_warns_of_jumps() -> None:
-    rows = delayed_rows(statistics(calm=CALM, rare=RARE), Clipping("delayed"))
+    measured = statistics(calm=CALM, rare=RARE)
+    rows = delayed_rows(measured, chosen(measured), Clipping("delayed"))
     assert rows == [DelayedRow("rare.input", 3, 2 / 3, 224.0), DelayedRow("calm.input", 3, 0.0, 1.0)]
     assert jumps(rows) == [
         (
@@ -184,3 +185,19 @@ def test_other_text_is_held_against_the_scales_that_were_chosen() -> None:
         AgainstRow("rare.input", 448.0, 896.0, 2.0, 0.25, 0.0),
         AgainstRow("calm.input", 448.0, 448.0, 1.0, 0.0, 0.0),
     ]
+
+
+def test_a_tensor_in_two_terms_is_held_against_the_limits_of_two_terms() -> None:
+    """448 + 448/16 = 476 is the largest sum of both codes at scale 1; one code ends at 448."""
+    measured, other = statistics(calm=CALM), statistics(calm=tensor([476, 1], [476], [476]))
+    activations, _ = activation_scales(measured, ["calm"], Clipping(), two_terms=["calm"])
+    scales = Scales(weights={}, activations=activations, skipped={})
+    assert against_rows(measured, scales, other) == [AgainstRow("calm.input", 476.0, 476.0, 1.0, 0.0, 0.0)]
+
+
+def test_a_history_of_a_tensor_in_two_terms_saturates_beyond_both_codes() -> None:
+    measured = statistics(calm=tensor([476, 1], [448, 476], [476]))
+    activations, _ = activation_scales(measured, ["calm"], Clipping(), two_terms=["calm"])
+    two_terms = Scales(weights={}, activations=activations, skipped={})
+    assert [row.saturated for row in delayed_rows(measured, chosen(measured), Clipping("delayed"))] == [1.0]
+    assert [row.saturated for row in delayed_rows(measured, two_terms, Clipping("delayed"))] == [0.0]
