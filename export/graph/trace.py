@@ -121,7 +121,7 @@ def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda 
     """
     try:
         return stamped(directory, plan, ran)
-    except (NotAlikeError, BackendError, AttributeError):  # the last: of modules that a skipped layer no longer has
+    except (NotAlikeError, BackendError):
         return whole(directory, plan, ran)
 
 

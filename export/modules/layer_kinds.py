@@ -7,8 +7,9 @@ graph has a node, `operators.SKIPPED`.
 
 Being of one kind is a strong claim, so it is told from all that a layer is: the classes of its modules, every
 attribute, the shapes and types of its tensors, here and in the file, and the values of those that no file holds. What
-cannot be compared is different. Two things show only while the model runs, and end the attempt: a layer that is handed
-anything but what its kind is handed, and one that looks at its own index.
+cannot be compared is different. Three things show only while the model runs, and end the attempt with `NotAlikeError`:
+a layer that is handed anything but what its kind is handed, one that looks at its own index, and a model that reads a
+module or tensor of a layer that is not traced, which has none any more.
 """
 
 import re
@@ -145,6 +146,29 @@ class OwnIndex:
     __hash__ = None  # type: ignore[assignment]
 
 
+class SkippedLayer(nn.Module):
+    """A decoder layer without its modules, parameters and buffers, which raises NotAlikeError where one is read.
+
+    It is made of the layer itself (`strip`), whose class stays a base, so that the model knows its layer again.
+    """
+
+    stripped: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self).get("stripped", ()):
+            raise NotAlikeError(f"a layer that is not traced is asked for `{name}`, which it has no longer")
+        return super().__getattr__(name)
+
+    @classmethod
+    def strip(cls, layer: nn.Module) -> None:
+        """Take its modules, parameters and buffers from `layer`, and remember their names."""
+        registered = (layer._modules, layer._parameters, layer._buffers)
+        vars(layer)["stripped"] = frozenset(name for names in registered for name in names)
+        for names in registered:
+            names.clear()
+        layer.__class__ = type(type(layer).__name__, (cls, type(layer)), {})
+
+
 def skip(model: nn.Module, prefix: str, kinds: Sequence[Kind]) -> None:
     """Let the layers of `model` that are not to be traced hand their input on, as a node `operators.SKIPPED`.
 
@@ -160,8 +184,7 @@ def skip(model: nn.Module, prefix: str, kinds: Sequence[Kind]) -> None:
                     vars(module)["layer_idx"] = OwnIndex(index)
         for index in kind.skipped:
             layer = model.get_submodule(f"{prefix}{index}")
-            for held in (layer._modules, layer._parameters, layer._buffers):
-                held.clear()
+            SkippedLayer.strip(layer)
             layer.forward = _handing_on(index, call)
 
 

@@ -51,14 +51,18 @@ class ToyLayer(nn.Module):
 
 
 class Toy(nn.Module):
-    """Five layers, alike but for what they are handed (`shifts`)."""
+    """Five layers, alike but for what they are handed (`shifts`); the model may read layer 3's attention itself."""
 
-    def __init__(self, look: bool = False, shifts: tuple[float, ...] = (0.0,) * 5, pair: bool = False):
+    def __init__(
+        self, look: bool = False, shifts: tuple[float, ...] = (0.0,) * 5, pair: bool = False, reads: bool = False
+    ):
         super().__init__()
         self.layers = nn.ModuleList([ToyLayer(index, look) for index in range(5)])
-        self.shifts, self.pair = shifts, pair
+        self.shifts, self.pair, self.reads = shifts, pair, reads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads:
+            x = x + self.get_submodule("layers.3.attn.proj").weight[0]
         for layer, shift in zip(self.layers, self.shifts, strict=True):
             y = layer(x, shift, self.pair)
             x = y[0] if self.pair else y
@@ -160,13 +164,23 @@ def test_a_skipped_layer_hands_on_what_it_gets() -> None:
         (Toy(look=True), "layer 0 compares its index"),
         (Toy(shifts=(0.0, 0.0, 0.0, 1.0, 0.0)), "layer 3 is handed something else than its kind"),
         (Toy(pair=True), "layer 2 gives back more than its hidden states"),
+        (Toy(reads=True), "a layer that is not traced is asked for `attn`, which it has no longer"),
     ],
-    ids=["index", "argument", "output"],
+    ids=["index", "argument", "output", "attribute"],
 )
 def test_what_a_layer_does_ends_the_attempt(toy: Toy, reason: str) -> None:
     skip(toy, "layers.", kinds_of(toy, "layers.", {}, {}))
     with pytest.raises(NotAlikeError, match=re.escape(reason)):
         toy(torch.ones(1, 2))
+
+
+def test_a_skipped_layer_lacks_an_attribute_that_it_never_had_as_any_module_does() -> None:
+    toy = Toy()
+    skip(toy, "layers.", kinds_of(toy, "layers.", {}, {}))
+    assert isinstance(toy.layers[2], ToyLayer)
+    assert not hasattr(toy.layers[2], "norm")
+    with pytest.raises(AttributeError, match=r"^'ToyLayer' object has no attribute 'norm'$"):
+        _ = toy.layers[2].norm
 
 
 def small_graph(scales: tuple[float, float, float] = (1.0, 2.0, 2.0), between: bool = False) -> ir.Model:
