@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from models import Given, cut_text, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, cut_text, model_arguments, small_models
+from result import described, publish
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import open_source
@@ -49,7 +49,7 @@ ROWS, OUTPUTS = 32, 128
 ROUNDED, OWN = "fp32, rounded to bf16", "the BF16 model"
 
 
-def model(texts: Given, windows: int, context: int) -> dict[str, Any]:
+def model(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     """The BF16 model's own KL, and terms -> sums -> KL against the FP32 model and against sums in FP32, in nats."""
     with tempfile.TemporaryDirectory() as directory:
         evaluation = cut_text(texts, windows * context, Path(directory))
@@ -166,10 +166,7 @@ def against_mmaemu(lengths: tuple[int, ...] = (16, 64, 528, 1024, 4096)) -> dict
 
 def main() -> int:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=6)
-    parser.add_argument("--context", type=int, default=256)
+    parser = model_arguments(__doc__, windows=6)
     parser.add_argument("--mmaemu", action="store_true")
     options = parser.parse_args()
     if options.mmaemu:

@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import Given, given, small_models
+from models import ModelTexts, model_arguments, small_models
 from pages.accuracy import BF16, COMPRESSOR, MODELOPT, name_of
-from result import RESULTS, arguments, described, publish
+from result import RESULTS, described, publish
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -137,7 +137,7 @@ def kl(evaluation: Evaluation, exact: Forward, found: dict[str, Forward], size: 
     return {name: round(1e6 * mean, 2) for name, mean in means.items() if mean is not None}
 
 
-def measure(model: Given, options: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
+def measure(model: ModelTexts, options: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
     """Row -> KL × 10⁶ in FP32 and in BF16 arithmetic, and its costs; what ModelOpt quantizes besides.
 
     `before`: what was found of the model, of which the rows stay that are not to be measured `--again`.
@@ -207,11 +207,7 @@ def missed(model: str, rows: dict[str, dict[str, float]]) -> list[str]:
 
 def main() -> int:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument("--context", type=int, default=256)
+    parser = model_arguments(__doc__, samples=256)
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
     parser.add_argument("--again", metavar="PATTERN", help="a regular expression; needs --save and a saved result")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import SHARED, Given, main_of
+from models import SHARED, ModelTexts, main_of
 
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ STORIES, HELD_OUT = SHARED / "data" / "tinystories-train-1000.txt", 0.1
 RANK, STEPS, ROWS, LENGTH, RATE = 16, 120, 8, 128, 2e-3
 
 
-def texts(model: Given, folder: Path) -> Given:
+def texts(model: ModelTexts, folder: Path) -> ModelTexts:
     """`model` with the texts to train and to evaluate on."""
     if not STORIES.is_file():
         return model
@@ -54,7 +54,7 @@ def texts(model: Given, folder: Path) -> Given:
     return replace(model, data=str(folder / "train.txt"), eval_data=str(folder / "held-out.txt"))
 
 
-def trained(model: Given, folder: Path) -> Path:
+def trained(model: ModelTexts, folder: Path) -> Path:
     """A LoRA of `model` over all linear layers, trained on its text for about a minute."""
     import peft
     from transformers import AutoModelForCausalLM
@@ -77,7 +77,7 @@ def trained(model: Given, folder: Path) -> Path:
     return folder
 
 
-def made(source: Source, model: Given, folder: Path, context: int) -> Run:
+def made(source: Source, model: ModelTexts, folder: Path, context: int) -> Run:
     """The run of `source`, without graphs."""
     notes, run = Notes(SILENT), Run(folder)
     options = CalibrateOptions(samples=SAMPLES, seq_len=context)
@@ -94,7 +94,7 @@ def fp8(run: Run, adapter: str | None = None) -> Forward:
     return lambda ids: model(input_ids=torch.from_numpy(ids)).logits
 
 
-def measure(model: Given, windows: int, context: int) -> Mapping[str, Any]:
+def measure(model: ModelTexts, windows: int, context: int) -> Mapping[str, Any]:
     """Perplexities of base and adapter, and what FP8 costs each way."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

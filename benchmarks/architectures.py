@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models import Given, cut_text, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, cut_text, model_arguments, small_models
+from result import described, publish
 
 from fp8q.api import (
     CalibrateOptions,
@@ -60,7 +60,7 @@ def outcome(run: Run, options: ValidateOptions) -> dict[str, object]:
     }
 
 
-def measure(model: Given, windows: int, context: int) -> dict[str, dict[str, object]]:
+def measure(model: ModelTexts, windows: int, context: int) -> dict[str, dict[str, object]]:
     """`outcome` of one checkpoint with the defaults and with each of `CHOICES`."""
     with tempfile.TemporaryDirectory() as directory:
         held_out = cut_text(model, windows * context, Path(directory))
@@ -83,11 +83,7 @@ def passed(name: str, result: dict[str, dict[str, Any]]) -> bool:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    options = parser.parse_args()
+    options = model_arguments(__doc__).parse_args()
     head = described("architectures", (ScaleOptions, EngineOptions))
     models = options.models or small_models(*MODELS)
     results = {}

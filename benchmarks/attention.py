@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models import Given, cut_text, main_of
+from models import ModelTexts, cut_text, main_of
 
 from fp8q.api import CalibrateOptions, ExportOptions, ValidateOptions, calibrate, export, validate
 
 RUNTIMES = ("bf16", "reference", "onnxruntime")
 
 
-def measure(model: Given, windows: int, context: int) -> dict[str, dict[str, Any]]:
+def measure(model: ModelTexts, windows: int, context: int) -> dict[str, dict[str, Any]]:
     """`wide` and `fp8` -> KL in nats and the increase of perplexity by runtime."""
     with tempfile.TemporaryDirectory() as directory:
         evaluation = cut_text(model, windows * context, Path(directory))

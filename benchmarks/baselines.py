@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from models import Given, cut_text, main_of
+from models import ModelTexts, cut_text, main_of
 
 from fp8q.api import (
     CalibrateOptions,
@@ -29,7 +29,7 @@ RUNTIMES = {"onnxruntime": "fp8", "onnxruntime-int8": "int8", "onnxruntime-bf16"
 Clip = Literal["amax", "mse"]
 
 
-def measure(model: Given, windows: int, context: int) -> dict[str, Any]:
+def measure(model: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     """Clip method -> precision -> KL in nats and the increase of perplexity; and BF16's perplexity."""
     with tempfile.TemporaryDirectory() as directory:
         evaluation = cut_text(model, windows * context, Path(directory))

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import Given, small_models
+from models import ModelTexts, small_models
 from result import arguments, described, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,9 +67,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def text(given: Given, windows: int) -> np.ndarray:
+def text(texts: ModelTexts, windows: int) -> np.ndarray:
     """The calibration text's first windows, int64 [windows, WINDOW]."""
-    ids = AutoTokenizer.from_pretrained(given.directory)(Path(given.data).read_text(encoding="utf-8"))["input_ids"]
+    ids = AutoTokenizer.from_pretrained(texts.directory)(Path(texts.data).read_text(encoding="utf-8"))["input_ids"]
     return np.resize(np.asarray(ids, np.int64), (windows, WINDOW))
 
 
@@ -87,10 +87,10 @@ def measured(model: Any, ids: np.ndarray) -> Statistics:
     return measure_in_memory(model, Measurement(ids, identity, corpus), SILENT)
 
 
-def timed(given: Given, windows: int, rounds: int) -> dict[str, Any]:
+def timed(texts: ModelTexts, windows: int, rounds: int) -> dict[str, Any]:
     """Ratios to the plain BF16 pass on this kind of processor, medians of rounds in which the contenders take turns."""
-    source, ids = open_source(given.directory), text(given, windows)
-    theirs = AutoModelForCausalLM.from_pretrained(given.directory, dtype=torch.bfloat16).eval()
+    source, ids = open_source(texts.directory), text(texts, windows)
+    theirs = AutoModelForCausalLM.from_pretrained(texts.directory, dtype=torch.bfloat16).eval()
     ours, fp32 = load_model(source, torch.bfloat16), load_model(source, torch.float32)
     contenders: dict[str, Callable[[], object]] = {
         "plain": lambda: plain(theirs, ids),
@@ -109,14 +109,14 @@ def timed(given: Given, windows: int, rounds: int) -> dict[str, Any]:
         for name in contenders
         if name != "plain"
     }
-    return {"ratios": ratios, "seconds": took, "validate": validated(given)}
+    return {"ratios": ratios, "seconds": took, "validate": validated(texts)}
 
 
-def validated(given: Given) -> dict[str, float]:
+def validated(texts: ModelTexts) -> dict[str, float]:
     """Processor seconds of `fp8q validate` (BF16 and the reference) by torch's own BF16 products, and by fp8q's."""
     with tempfile.TemporaryDirectory() as folder:
         run = calibrate(
-            given.directory, given.data, Path(folder) / "run", given.eval_data, CalibrateOptions(samples=16)
+            texts.directory, texts.data, Path(folder) / "run", texts.eval_data, CalibrateOptions(samples=16)
         )
         chosen = ValidateOptions(runtimes=("bf16", "reference"))
         found = {}
@@ -152,9 +152,9 @@ def reordered(model: Any) -> Any:
     return model
 
 
-def compared(given: Given, windows: int) -> dict[str, Any]:
+def compared(texts: ModelTexts, windows: int) -> dict[str, Any]:
     """BF16 units against widened products: KL, statistics and scales."""
-    source, ids = open_source(given.directory), text(given, windows)
+    source, ids = open_source(texts.directory), text(texts, windows)
     native = load_model(source, torch.bfloat16)
     with units(False):
         wide = load_model(source, torch.bfloat16)
@@ -195,9 +195,9 @@ def of_this_kind(windows: int, rounds: int, models: list[str]) -> dict[str, Any]
         "bf16_units": there,
         "threads": torch.get_num_threads(),
         "models": {
-            given.name: timed(given, windows, rounds) | ({"compared": compared(given, windows)} if there else {})
-            for given in small_models(*models)
-            if given.name in models
+            texts.name: timed(texts, windows, rounds) | ({"compared": compared(texts, windows)} if there else {})
+            for texts in small_models(*models)
+            if texts.name in models
         },
     }
 

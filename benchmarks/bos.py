@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from models import DEMO, Given, small_models
+from models import DEMO, ModelTexts, small_models
 from result import ROOT, arguments, described, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -139,24 +139,24 @@ def texts_of(windows: npt.NDArray[np.int64], prefix: tuple[int, ...], tokenizer:
 
 
 @contextmanager
-def models(steps: int) -> Iterator[list[tuple[str, Given]]]:
+def models(steps: int) -> Iterator[list[tuple[str, ModelTexts]]]:
     """The models, each with its texts."""
     with tempfile.TemporaryDirectory() as folder:
         begun, demo = time.monotonic(), opening(Path(folder))
         other = adapted(demo, Path(folder), steps)
         print(f"adapted in {time.monotonic() - begun:.0f} s", file=sys.stderr)
         texts = str(DEMO / "calibration.txt"), str(DEMO / "evaluation.txt")
-        found = [(given.name, given) for given in small_models("stories260k")]
-        yield [*found, ("demo", Given(str(demo), *texts)), ("demo, adapted", Given(str(other), *texts))]
+        found = [(texts.name, texts) for texts in small_models("stories260k")]
+        yield [*found, ("demo", ModelTexts(str(demo), *texts)), ("demo, adapted", ModelTexts(str(other), *texts))]
 
 
-def benchmark(given: Given, options: argparse.Namespace) -> dict[str, Any]:
+def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
-    tokenizer = AutoTokenizer.from_pretrained(given.directory)
-    model = AutoModelForCausalLM.from_pretrained(given.directory, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(texts.directory)
+    model = AutoModelForCausalLM.from_pretrained(texts.directory, dtype=torch.bfloat16).eval()
     prefix, size = prefix_of(tokenizer), options.context
     ids, evaluated = (
-        encode_texts([Path(path).read_text(encoding="utf-8")], tokenizer) for path in (given.data, given.eval_data)
+        encode_texts([Path(path).read_text(encoding="utf-8")], tokenizer) for path in (texts.data, texts.eval_data)
     )
     ids, evaluated = ids[: (options.windows + 1) * size], evaluated[: options.windows * size]
     count = len(ids) // size - 1
@@ -193,8 +193,8 @@ def main() -> int:
     options = parser.parse_args()
     head, results = described("bos"), {}
     with models(options.steps) as found:
-        for name, given in found:
-            results[name] = benchmark(given, options)
+        for name, texts in found:
+            results[name] = benchmark(texts, options)
             print(name, results[name], file=sys.stderr, flush=True)
     passed = all(
         abs(one["auto"]["perplexity"] / one["served"]["perplexity"] - 1) <= LIMITS["perplexity"]

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 
 from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
@@ -82,7 +82,7 @@ def rates(amax: Amax, other: Amax, size: int) -> dict[str, Any]:
     return found
 
 
-def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
+def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
     source = open_source(texts.directory)
     amax, other = (measured(source, text, options) for text in (texts.data, texts.eval_data))
@@ -91,11 +91,7 @@ def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=256)
-    parser.add_argument("--context", type=int, default=256)
-    options = parser.parse_args()
+    options = model_arguments(__doc__, windows=256).parse_args()
     head, results = described("certificate"), {}
     for texts in options.models or small_models(*MODELS):
         results[texts.name] = benchmark(texts, options)

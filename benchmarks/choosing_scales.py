@@ -18,8 +18,8 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 from torch import nn
 
 from fp8q.calibrate.measure.in_memory import measure_in_memory
@@ -185,7 +185,7 @@ def make_outliers(model: Any) -> None:
 
 
 def evaluate(
-    source: Source, texts: Given, windows: int, context: int, outliers: bool
+    source: Source, texts: ModelTexts, windows: int, context: int, outliers: bool
 ) -> dict[str, dict[str, float | None]]:
     """Choice -> perplexity, its increase and mean KL, on `windows` windows of the evaluation text."""
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
@@ -235,11 +235,7 @@ def evaluate(
 
 def main() -> int:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    options = parser.parse_args()
+    options = model_arguments(__doc__).parse_args()
     head, start = described("choosing_scales", (ScaleOptions,)), monotonic()
     found = dict[str, dict[str, dict[str, float | None]]]()
     models = options.models or small_models("demo", "stories260k", "qwen2", "llama", "opt", "gemma")

@@ -22,8 +22,8 @@ from unittest.mock import patch
 
 from culprits import rescale_outliers, saturating_k, scale_too_small
 from doctor import blame, calibrated, victims
-from models import Given, cut_text, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, cut_text, model_arguments, small_models
+from result import described, publish
 from tune import kl_of
 
 from fp8q.api import DoctorOptions, SensitivityOptions, TuneOptions, doctor, sensitivity, tune
@@ -60,7 +60,7 @@ def proof(run: Run, guilty: set[str], kind: str, budget: float, options: argpars
     }
 
 
-def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
+def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -87,13 +87,7 @@ def holds(damage: dict[str, Any], budget: float) -> bool:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--evaluation", type=int, default=8, metavar="WINDOWS")
-    parser.add_argument("--choosing", type=int, default=4, metavar="WINDOWS")
-    options = parser.parse_args()
+    options = model_arguments(__doc__, windows=24, evaluation=8, choosing=4).parse_args()
     head, results = described("culprit_proof", (DoctorOptions, SensitivityOptions, TuneOptions)), dict[str, Any]()
     for texts in options.models or small_models(*MODELS):
         results[texts.name] = benchmark(texts, options)

@@ -19,8 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 from culprits import rescale_outliers, saturating_k, scale_too_small
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 
 from fp8q.api import CalibrateOptions, DoctorOptions, calibrate, doctor
 from fp8q.calibrate.measure.statistics import load_record
@@ -32,7 +32,7 @@ from fp8q.validate.advice.checkup import Checkup
 MODELS = ("demo", "llama", "qwen2", "gemma", "gpt2", "opt", "stories260k")
 
 
-def calibrated(directory: str, texts: Given, options: argparse.Namespace, out: Path) -> Run:
+def calibrated(directory: str, texts: ModelTexts, options: argparse.Namespace, out: Path) -> Run:
     """A run of the checkpoint in `directory`."""
     asked = CalibrateOptions(samples=options.windows, seq_len=options.context, kv_cache="fp8")
     with patch.object(export_stage, "export"):  # tracing a graph is most of the time, and no check reads one
@@ -62,7 +62,7 @@ def blame(found: Checkup, guilty: set[str]) -> dict[str, Any]:
     return {"found_by": sorted({each.check for each in named}), "others_blamed": others}
 
 
-def damages(texts: Given, healthy: Run, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def damages(texts: ModelTexts, healthy: Run, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What is said of each damage."""
     module, attention = victims(healthy)
     asked, found = DoctorOptions(), {}
@@ -79,7 +79,7 @@ def damages(texts: Given, healthy: Run, options: argparse.Namespace, folder: Pat
     return {"module": module, "attention": attention, "damages": found}
 
 
-def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
+def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -102,11 +102,7 @@ def passed(results: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--context", type=int, default=256)
-    options = parser.parse_args()
+    options = model_arguments(__doc__, windows=64).parse_args()
     head, results = described("doctor", (DoctorOptions,)), {}
     for texts in options.models or small_models(*MODELS):
         results[texts.name] = benchmark(texts, options)

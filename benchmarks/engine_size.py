@@ -80,14 +80,14 @@ def main() -> int:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--target", default="sm89")
-    given = parser.parse_args()
+    asked = parser.parse_args()
     head, results = described("engine_size", (EngineOptions,)), {}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         (folder / "demo").mkdir()
-        results["demo"] = measure(DEMO / "checkpoint", given.target, folder / "demo")
-        results["one layer, width 1,024"] = measure(wide_layer(folder / "wide"), given.target, folder)
-    return publish(head, {"target": given.target, "results": results}, given.save)
+        results["demo"] = measure(DEMO / "checkpoint", asked.target, folder / "demo")
+        results["one layer, width 1,024"] = measure(wide_layer(folder / "wide"), asked.target, folder)
+    return publish(head, {"target": asked.target, "results": results}, asked.save)
 
 
 if __name__ == "__main__":

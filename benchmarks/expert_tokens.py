@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 from torch import nn
 
 from fp8q.calibrate.measure.histogram import Histogram
@@ -176,7 +176,7 @@ def by_model(
     return {name: accuracy.runtimes[name].kl_mean_nats or 0.0 for name in choices}
 
 
-def measure(texts: Given, windows: int, context: int) -> dict[str, Any]:
+def measure(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     """One mixture."""
     source = open_source(texts.directory)
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
@@ -232,11 +232,7 @@ def passed(results: Mapping[str, Any]) -> bool:
 
 def main() -> int:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    asked = parser.parse_args()
+    asked = model_arguments(__doc__).parse_args()
     head, models = described("expert_tokens", (ScaleOptions,)), asked.models or small_models("mixtral")
     results = {model.name: measure(model, asked.windows, asked.context) for model in models}
     protocol = {"windows": asked.windows, "context": asked.context, "stretches": STRETCHES, "run": len(RUN)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from models import Given, main_of
+from models import ModelTexts, main_of
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.core.reporter import SILENT
@@ -56,7 +56,7 @@ def forwards(run: Run) -> Iterator[tuple[str, str, Forward]]:
         yield AS_THEY_ARE, name, logits_of(exact_inputs(load_reference(run.model, "exact", dtype)))
 
 
-def measure(model: Given, windows: int, context: int) -> dict[str, dict[str, float]]:
+def measure(model: ModelTexts, windows: int, context: int) -> dict[str, dict[str, float]]:
     """Row -> column -> mean KL(FP32 || it) × 10⁶."""
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:

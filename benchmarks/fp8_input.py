@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Given, main_of
+from models import ModelTexts, main_of
 from safetensors.torch import save_file
 
 from fp8q.calibrate.model.source import Source
@@ -82,7 +82,7 @@ def quantized(source: Source, folder: Path, block: tuple[int, int]) -> Path:
     return folder
 
 
-def losses(source: Source, model: Given, folder: Path, windows: int, context: int) -> Mapping[str, Any]:
+def losses(source: Source, model: ModelTexts, folder: Path, windows: int, context: int) -> Mapping[str, Any]:
     """KL of FP8 made of `source` and of its weights alone, and what `scales.json` says is lost."""
     tokenizer, notes, run = load_tokenizer(source), Notes(SILENT), Run(folder)
     options = CalibrateOptions(samples=SAMPLES, seq_len=context)
@@ -107,7 +107,7 @@ def losses(source: Source, model: Given, folder: Path, windows: int, context: in
     }
 
 
-def measure(model: Given, windows: int, context: int) -> dict[str, Mapping[str, Any]]:
+def measure(model: ModelTexts, windows: int, context: int) -> dict[str, Mapping[str, Any]]:
     """Row -> its losses, of one model."""
     source, found = sources.opened(model.directory), dict[str, Mapping[str, Any]]()
     with tempfile.TemporaryDirectory() as name:

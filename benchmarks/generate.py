@@ -102,9 +102,9 @@ def demo(folder: Path) -> Run:
     """A run of the demo, its cache in BF16."""
     from fp8q import api
 
-    given = small_models("demo")[0]
+    texts = small_models("demo")[0]
     return api.calibrate(
-        given.directory, given.data, folder / "run", given.eval_data, api.CalibrateOptions(samples=24, seq_len=256)
+        texts.directory, texts.data, folder / "run", texts.eval_data, api.CalibrateOptions(samples=24, seq_len=256)
     )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -124,7 +124,7 @@ def measured(model: PreTrainedModel, windows: np.ndarray) -> tuple[list[torch.Te
     ]
 
 
-def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
+def benchmark(model: ModelTexts, options: argparse.Namespace) -> dict[str, float]:
     """Row -> mean KL in nats × 10⁶, on one model."""
     source = open_source(model.directory)
     tokenizer, notes = load_tokenizer(source), Notes(SILENT)
@@ -173,12 +173,7 @@ def benchmark(model: Given, options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> int:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
-    options = parser.parse_args()
+    options = model_arguments(__doc__, samples=64).parse_args()
     head = described("kv_cache", (ScaleOptions,))
     found = {
         model.name: benchmark(model, options)

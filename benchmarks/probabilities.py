@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import Given, main_of
+from models import ModelTexts, main_of
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -97,17 +97,17 @@ class Attention:
             self.sums[name] += float((rounding(p) @ value - out).double().square().sum())
 
 
-def measure(given: Given, windows: int, context: int) -> dict[str, Any]:
+def measure(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     """The shares, and for each rounding the error of the output and KL × 10⁶."""
     attention = Attention()
     AttentionInterface.register("probabilities", attention)
     AttentionMaskInterface.register("probabilities", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    model = AutoModelForCausalLM.from_pretrained(given.directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(texts.directory, dtype=torch.float32).eval()
     model.set_attn_implementation("probabilities")
     context = min(context, model.config.max_position_embeddings)
-    text = Path(given.eval_data).read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(given.directory)(text, return_tensors="np")["input_ids"].ravel()
-    evaluation = cut(ids[: windows * context].astype(np.int64), Path(given.eval_data).name, context, context)
+    text = Path(texts.eval_data).read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(texts.directory)(text, return_tensors="np")["input_ids"].ravel()
+    evaluation = cut(ids[: windows * context].astype(np.int64), Path(texts.eval_data).name, context, context)
 
     def rounded(rounding: Rounding | None) -> Forward:
         def forward(tokens: np.ndarray) -> torch.Tensor:

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 
 from fp8q.api import CalibrateOptions, SensitivityOptions, calibrate, sensitivity
 from fp8q.core.run import Run
@@ -79,7 +79,7 @@ def found_by(run: Run, windows: int, measure: int | None) -> tuple[Sensitivity, 
     return made[0], spent
 
 
-def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
+def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
     with tempfile.TemporaryDirectory() as folder:
         asked = CalibrateOptions(samples=options.samples, seq_len=options.context, kv_cache="fp8")
@@ -121,12 +121,7 @@ def correlations(full: Sensitivity, own: Sensitivity) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=64)
-    options = parser.parse_args()
+    options = model_arguments(__doc__, windows=16, samples=64).parse_args()
     head, results = described("sensitivity"), {}
     for texts in options.models or small_models("demo", "llama", "qwen2", "gemma", "opt"):
         results[texts.name] = benchmark(texts, options)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Given, cut_text, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, cut_text, model_arguments, small_models
+from result import described, publish
 
 from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions, calibrate, tune
 from fp8q.core.reporter import SILENT
@@ -53,7 +53,7 @@ def kl_of(run: Run) -> float:
     return found["run"].kl_nats
 
 
-def benchmark(texts: Given, options: argparse.Namespace) -> dict[str, Any]:
+def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
     """One model."""
     with tempfile.TemporaryDirectory() as folder:
         asked = CalibrateOptions(samples=options.samples, seq_len=options.context)
@@ -100,13 +100,7 @@ def meets(found: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=96)
-    parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--evaluation", type=int, default=40, metavar="WINDOWS")
-    options = parser.parse_args()
+    options = model_arguments(__doc__, windows=24, samples=96, evaluation=40).parse_args()
     head, results = described("tune", (ScaleOptions, TuneOptions)), {}
     for texts in options.models or small_models(*JUDGED):
         results[texts.name] = benchmark(texts, options)

@@ -22,8 +22,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
@@ -287,7 +287,7 @@ def continuations(run: Run, prompts: np.ndarray, steps: int) -> dict[str, int]:
     return {"continuations": rows, "continuations_parted": parted, "continuations_unexplained": unexplained}
 
 
-def measure(model: Given, kv_cache: KvCache, options: argparse.Namespace) -> dict[str, object]:
+def measure(model: ModelTexts, kv_cache: KvCache, options: argparse.Namespace) -> dict[str, object]:
     """All figures of one model with one form of the cache, and whether each limit is met."""
     with tempfile.TemporaryDirectory() as directory:
         calibration = CalibrateOptions(kv_cache=kv_cache, samples=64, seq_len=256)
@@ -305,11 +305,8 @@ def measure(model: Given, kv_cache: KvCache, options: argparse.Namespace) -> dic
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
+    parser = model_arguments(__doc__)
     parser.add_argument("--kv-cache", choices=("off", "fp8"), nargs="+", default=("off", "fp8"))
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--optimized", action="store_true", help="let ONNX Runtime rewrite the graph")
     options = parser.parse_args()
     head = described("two_implementations", (ScaleOptions,))

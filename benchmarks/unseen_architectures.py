@@ -3,12 +3,12 @@
     python benchmarks/unseen_architectures.py [--names Olmo2Config,BloomConfig] [--graph] [--save unseen_architectures]
 
 Every class that transformers calls a causal language model (`small_configurations`), and models that also see, rotary
-frequencies and heads in other forms (`unseen_configurations`), two layers of width 128 each with random weights. First
+frequencies and heads in other forms (`CONFIGURATIONS`), two layers of width 128 each with random weights. First
 attention, positions and cache, with nothing quantized: what the graph is traced from is run in FP32 and held against
 transformers' eager attention at every position, for a prompt of 32 tokens at once, and for one of 12 with 20 tokens
 decoded from a buffer (limit: 1e-4 of the largest logit; windows are 12); `--graph` ends there. Then all of it with an
 FP8 KV cache, activations in one term: exported, ONNX Runtime's logits held against the exact reference, built by
-TensorRT-RTX for sm89, loaded by transformers (which has no place for experts); those of `unseen_configurations` again
+TensorRT-RTX for sm89, loaded by transformers (which has no place for experts); those of `CONFIGURATIONS` again
 in two. One term is compared at the first position of a row (limit 1e-4; later a code may differ); of two some code
 differs there already, so that the mean KL is (limit 2e-5 nats: docs/two-terms.md). What no graph can be made of is
 quantized, run by the exact reference (finite logits), and loaded by transformers. Of what is no decoder of text (a
@@ -34,10 +34,9 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from result import RESULTS, arguments, described, publish
-from small_configurations import every, kind_of, sizes
+from small_configurations import CONFIGURATIONS, every, kind_of, sizes
 from transformers import AutoConfig, PreTrainedModel
 from two_implementations import kl
-from unseen_configurations import CONFIGURATIONS
 
 from fp8q.api import (  # fmt: skip
     CalibrateOptions,

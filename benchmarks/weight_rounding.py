@@ -23,8 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from models import Given, given, small_models
-from result import arguments, described, publish
+from models import ModelTexts, model_arguments, small_models
+from result import described, publish
 from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.moments import load_moments
@@ -172,7 +172,7 @@ def sequential(
 
 
 def measured(
-    run: Run, source: Source, texts: Given, options: argparse.Namespace
+    run: Run, source: Source, texts: ModelTexts, options: argparse.Namespace
 ) -> tuple[Evaluation, CalibrateOptions, dict[str, float]]:
     """Calibrate without and with second moments; the evaluation text, cut, and the seconds of both."""
     chosen, notes = CalibrateOptions(samples=options.samples, seq_len=options.context), Notes(SILENT)
@@ -199,7 +199,7 @@ def stored_weights(model: PreTrainedModel, scales: Scales) -> Weights:
     }
 
 
-def benchmark(run: Run, source: Source, texts: Given, options: argparse.Namespace) -> dict[str, object]:
+def benchmark(run: Run, source: Source, texts: ModelTexts, options: argparse.Namespace) -> dict[str, object]:
     """All steps on one model."""
     evaluation, chosen, measure_seconds = measured(run, source, texts, options)
     statistics = load_statistics(run)
@@ -287,11 +287,7 @@ def missed(results: dict[str, dict[str, object]]) -> list[str]:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", type=given, metavar="MODEL=CALIBRATION,EVALUATION")
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=40)
+    parser = model_arguments(__doc__, samples=128)
     parser.add_argument("--shapes", nargs="*", default=["4096x4096", "14336x4096", "4096x14336"])
     options = parser.parse_args()
     head, results, threads = described("weight_rounding"), {}, torch.get_num_threads()

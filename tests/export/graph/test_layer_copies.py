@@ -62,7 +62,7 @@ class Toy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.reads:
-            x = x + self.get_submodule("layers.3.attn.proj").weight[0]
+            x = x + self.get_parameter("layers.3.attn.proj.weight")[0]
         for layer, shift in zip(self.layers, self.shifts, strict=True):
             y = layer(x, shift, self.pair)
             x = y[0] if self.pair else y
