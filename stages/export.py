@@ -49,7 +49,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     from ..calibrate.measure.statistics import load_record
     from ..export.graph.trace import export_model
     from ..export.graph.weight_scale_form import write_form
-    from ..export.lint.check import lint, promised_attention, promised_terms
+    from ..export.lint.check import lint_graph, run_promise
+    from ..export.onnx_file.loading import load_graph
     from ..quantize.reading.run_checkpoint import stored_scales
     from ..quantize.scales.decisions import load_scales
 
@@ -73,12 +74,10 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     with refusing(run, key, notes), EXPORT.writing(run, key, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
-        promised = {module: activation.scale for module, activation in scales.activations.items()}
-        weight_scales = stored_scales(run.model, promised)
+        promise = run_promise(run, scales, stored_scales(run.model, scales.activations))
 
         def linted(graphs: list[Path]) -> "dict[Path, list[Finding]]":
-            of_attention, two_terms = promised_attention(run), promised_terms(run, scales)
-            return {path: lint(path, promised, weight_scales, of_attention, two_terms) for path in graphs}
+            return {path: lint_graph(load_graph(path), promise) for path in graphs}
 
         findings = linted(graphs_of(run)) if form else {}
         if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .plan import Plan
 from .program import Pool, Program, Statement
-from .promise import Codes, Numbers, Promise
+from .promise import Codes, Numbers, ProductNumbers
 
 #: What of a module is compared.
 CODES, FACTORS, INPUT = "codes", "factors", "input scale"
@@ -63,7 +63,7 @@ class Seen:
     profile: str
     pool: Pool
     statement: Statement
-    promises: tuple[Promise, ...]
+    promises: tuple[ProductNumbers, ...]
 
     def constant(self, name: str) -> npt.NDArray[np.generic] | None:
         """The numbers of a constant."""
@@ -79,22 +79,22 @@ class Seen:
         numbers = self.numbers(product.inputs[OPERANDS : OPERANDS + 1])
         return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
 
-    def columns(self, promise: Promise) -> slice:
+    def columns(self, promise: ProductNumbers) -> slice:
         """Return the columns of a module."""
         start = sum(len(each.factors) for each in self.promises[: self.promises.index(promise)])
         return slice(start, start + len(promise.factors))
 
-    def differs(self, promise: Promise, what: str, found: str, expected: str) -> Difference:
+    def differs(self, promise: ProductNumbers, what: str, found: str, expected: str) -> Difference:
         """A number that is another."""
         return Difference(promise.module, self.profile, what, found, expected)
 
-    def untold(self, promise: Promise, what: str, reason: str) -> Difference:
+    def untold(self, promise: ProductNumbers, what: str, reason: str) -> Difference:
         """A number that is not found."""
         return Difference(promise.module, self.profile, what, reason, "", told=False)
 
 
 def compare(
-    plan: Plan, pool: Pool | None, promised: Iterable[Promise], attention: Mapping[str, tuple[float, float]],
+    plan: Plan, pool: Pool | None, promised: Iterable[ProductNumbers], attention: Mapping[str, tuple[float, float]],
     profiles: Iterable[str],
 ) -> Iterator[Difference]:  # fmt: skip
     """Yield the products of an engine that compute with other numbers than `promised`, or of which it cannot be told.
@@ -125,7 +125,7 @@ def compare(
 
 
 def _codes(
-    seen: Seen, promise: Promise, others: Iterable[Promise], same: set[tuple[str, int | None]]
+    seen: Seen, promise: ProductNumbers, others: Iterable[ProductNumbers], same: set[tuple[str, int | None]]
 ) -> Iterator[Difference]:
     """The codes that the product multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
@@ -150,7 +150,7 @@ def _same(found: npt.NDArray[np.generic], codes: Codes) -> bool:
     return np.array_equal(found[:1], codes[:1]) and np.array_equal(found, codes)
 
 
-def _factors(seen: Seen, promise: Promise) -> Iterator[Difference]:
+def _factors(seen: Seen, promise: ProductNumbers) -> Iterator[Difference]:
     """The factors of the product's columns."""
     columns, covered = seen.columns(promise), np.zeros(len(promise.factors), bool)
     if (alpha := seen.alpha(seen.statement)) is None:
@@ -219,7 +219,7 @@ def moved(program: Program, kernel: Statement, name: str) -> str | None:
 
 def _input(
     seen: Seen,
-    promise: Promise,
+    promise: ProductNumbers,
     attention: Mapping[str, tuple[float, float]],
     literals: Iterable[Literal],
 ) -> Iterator[Difference]:
@@ -246,7 +246,7 @@ def _input(
         yield seen.untold(promise, INPUT, f"{maker.name} takes no constant that could be it")
 
 
-def _scales(numbers: Numbers, promise: Promise) -> Iterator[float]:
+def _scales(numbers: Numbers, promise: ProductNumbers) -> Iterator[float]:
     """The scales that a kernel's constant may stand for: `1 / s`, or a norm's numbers divided by s."""
     if numbers[0] and np.all(numbers == numbers[0]):
         yield 1 / float(numbers[0])
@@ -279,7 +279,7 @@ def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | Non
 
 
 def _folded(
-    seen: Seen, promise: Promise, maker: Statement, attention: Mapping[str, tuple[float, float]]
+    seen: Seen, promise: ProductNumbers, maker: Statement, attention: Mapping[str, tuple[float, float]]
 ) -> Iterator[Difference]:
     """A product of attention that answers in FP8 holds the scale of the next input in its own."""
     sides = next((attention[node] for node in maker.nodes if node in attention), None)

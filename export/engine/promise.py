@@ -29,7 +29,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True)
-class Promise:
+class ProductNumbers:
     """One module's product: the `codes` of its weight, uint8 [in, out], and the `factors` of its columns, float32
     [out]; the QuantizeLinear of its input and that one's `scale`.
 
@@ -79,7 +79,7 @@ _RANK, _ROW_AXIS = 4, 2
 _ROWS = re.compile(r"(?:(\d+)\*)?seq")
 
 
-def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[Promise]:
+def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[ProductNumbers]:
     """Yield the promise that the graph makes for the products of `modules`; those it does not have on FP8 codes are
     left out.
 
@@ -92,7 +92,7 @@ def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[Promise]:
             yield made
 
 
-def _promise(graph: Indexed, module: str, product: GraphProduct) -> Promise | None:
+def _promise(graph: Indexed, module: str, product: GraphProduct) -> ProductNumbers | None:
     weight, activation = weight_of(graph, product), activation_of(graph, product)
     if weight is None or weight.dequantize is None or activation is None or activation.dequantize is None:
         return None
@@ -103,7 +103,9 @@ def _promise(graph: Indexed, module: str, product: GraphProduct) -> Promise | No
         return None
     scale = np.float32(static.ravel()[0])
     factors = np.broadcast_to(scale * channels, codes.shape[1])
-    return Promise(module, codes, factors, quantize.name, scale, tuple(_norms(graph, quantize.input[0], len(codes))))
+    return ProductNumbers(
+        module, codes, factors, quantize.name, scale, tuple(_norms(graph, quantize.input[0], len(codes)))
+    )
 
 
 def _turned(product: GraphProduct, side: Operand, codes: Codes) -> Codes:

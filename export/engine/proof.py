@@ -6,18 +6,19 @@ numbers those compute with (`numbers`), the types of the KV cache that go in and
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from onnx import TensorProto
 
+from ..lint.rules import Promise
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
 from .plan import Evidence, Kernel, Plan, evidence
 from .program import Buffer, Pool, read_pool
-from .promise import Promise, attended, promises
+from .promise import ProductNumbers, attended, promises
 from .two_terms import TERMS, compare_attention, compare_terms
 
 _CACHE = re.compile(r"(?P<name>(?:past|new)_key_values\.\d+\.(?:key|value))(?: \[profile \d+\])?(?:\.\d+)?")
@@ -31,20 +32,6 @@ _ELEMENTS: dict[int, str] = {
 _ALPHA = 2
 #: What cannot be told of a product of attention inside a kernel.
 INSIDE = "types inside a kernel"
-
-
-@dataclass(frozen=True)
-class Pledge:
-    """The promise of a run for its engines: `modules` on FP8 with the numbers of `graph`, the parts of the `cache`
-    (`<attention>.k`, `<attention>.v`) on codes, `attention` as `lint.check.promised_attention` gives it, and
-    `two_terms`: those of `modules`, and of the products of `attention`, whose (first) input is two codes a value.
-    """
-
-    modules: Sequence[str]
-    graph: Indexed
-    cache: Sequence[str] = ()
-    attention: Mapping[str, tuple[float, float]] | None = None
-    two_terms: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -75,17 +62,20 @@ def broken(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(kept, key=lambda each: not each.told)
 
 
-def prove(data: Buffer, plan: Plan | None, pledge: Pledge, profiles: Sequence[str]) -> Proof:
-    """Hold an engine, its bytes and its `plan`, against what the run promises of it in `profiles` (their names)."""
-    found = evidence(plan, {names.matmul(module): module for module in pledge.modules}, len(profiles))
+def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Proof:
+    """Compare an engine, its bytes and its `plan`, with the promise of its run and the numbers of its `graph`.
+
+    `profiles`: the names of the engine's profiles.
+    """
+    found = evidence(plan, {names.matmul(module): module for module in promise.modules}, len(profiles))
     if plan is None or found.kind == "unknown":
         return Proof(found)
-    attention = list(_attention(plan, pledge.attention or {}, profiles))
+    attention = list(_attention(plan, promise.attention, profiles))
     if not plan.programs:
         return Proof(found, None, tuple(attention))
     pool, compared = read_pool(data), found.fp8 - found.narrow
-    promised = list(promises(pledge.graph, [module for module in pledge.modules if module in compared]))
-    missing = [module for module in pledge.modules if module in compared - {each.module for each in promised}]
+    promised = list(promises(graph, [module for module in promise.modules if module in compared]))
+    missing = [module for module in promise.modules if module in compared - {each.module for each in promised}]
     differences = [
         *(
             Difference(module, profiles[0], what, "model.onnx does not have it on FP8 codes", "", told=False)
@@ -93,26 +83,29 @@ def prove(data: Buffer, plan: Plan | None, pledge: Pledge, profiles: Sequence[st
             for what in (CODES, FACTORS, INPUT)
         ),
         *sorted(
-            compare(plan, pool, promised, pledge.attention or {}, profiles),
-            key=lambda each: pledge.modules.index(each.module),
+            compare(plan, pool, promised, promise.attention, profiles),
+            key=lambda each: promise.modules.index(each.module),
         ),
-        *_terms(plan, pool, pledge, promised, profiles),
-        *_cache(plan, pledge, profiles),
+        *_terms(plan, pool, (graph, promise), promised, profiles),
+        *_cache(plan, graph, promise, profiles),
         *attention,
-        *(_attention_scales(plan, pool, pledge.attention or {}, profiles) if pool is not None else ()),
+        *(_attention_scales(plan, pool, promise.attention, profiles) if pool is not None else ()),
     ]
     return Proof(found, compared, tuple(differences))
 
 
 def _terms(
-    plan: Plan, pool: Pool | None, pledge: Pledge, promised: Sequence[Promise], profiles: Sequence[str]
-) -> Iterator[Difference]:
+    plan: Plan, pool: Pool | None, promised: tuple[Indexed, Promise], products: Sequence[ProductNumbers],
+    profiles: Sequence[str],
+) -> Iterator[Difference]:  # fmt: skip
     """Inputs that are promised in two terms, and whose products are not of both."""
-    both = [each for each in promised if each.module in pledge.two_terms]
-    attention = {node: scales for node, scales in (pledge.attention or {}).items() if node in pledge.two_terms}
+    graph, promise = promised
+    two_terms = promise.two_terms or ()
+    both = [each for each in products if each.module in two_terms]
+    attention = {node: scales for node, scales in promise.attention.items() if node in two_terms}
     if pool is not None:
         yield from compare_terms(plan, pool, both, profiles)
-        yield from compare_attention(plan, pool, list(attended(pledge.graph, attention)), profiles)
+        yield from compare_attention(plan, pool, list(attended(graph, attention)), profiles)
     else:
         reason = "its constants do not read"
         named = [*(each.module for each in both), *attention]
@@ -171,9 +164,9 @@ def _attention_scales(
                 yield Difference(node, profile, FACTORS, f"the product is scaled by {found:.9g}", f"{wanted:.9g}")
 
 
-def _cache(plan: Plan, pledge: Pledge, profiles: Sequence[str]) -> Iterator[Difference]:
+def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Iterator[Difference]:
     """Keys and values that go in or out as another type than the run's."""
-    wanted = _cache_types(pledge)
+    wanted = _cache_types(graph, promise)
     for index, profile in enumerate(profiles):
         bound = {
             match["name"]: program.type(name)
@@ -189,11 +182,11 @@ def _cache(plan: Plan, pledge: Pledge, profiles: Sequence[str]) -> Iterator[Diff
                 yield Difference(name, profile, "type", f"it is {bound[name]}", expected)
 
 
-def _cache_types(pledge: Pledge) -> dict[str, str]:
+def _cache_types(graph: Indexed, promise: Promise) -> dict[str, str]:
     """The type of every `past_key_values.N.key`, `new_key_values.N.value` …: FP8 where scales.json has a scale for it,
     and the graph's elsewhere.
     """
-    graph, promised = pledge.graph, {names.cache_pair(*name.rsplit(".", 1)).quantize for name in pledge.cache}
+    promised = {names.cache_pair(*name.rsplit(".", 1)).quantize for name in promise.cache}
     codes = {node.output[0] for node in graph.nodes if node.name in promised}
     return {
         name: "fp8"

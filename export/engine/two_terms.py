@@ -25,7 +25,7 @@ from ...quantize.codes.formats import TWO_TERMS
 from .numbers import MOVES, OPERANDS, Difference, moved, quantizer_of
 from .plan import Plan
 from .program import Pool, Program, Statement, Tensor
-from .promise import Attended, Promise
+from .promise import Attended, ProductNumbers
 from .sizes import multiple
 
 #: What of a module is compared.
@@ -33,7 +33,9 @@ TERMS = "two terms"
 _LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
 
 
-def compare_terms(plan: Plan, pool: Pool, promised: Sequence[Promise], profiles: Sequence[str]) -> Iterator[Difference]:
+def compare_terms(
+    plan: Plan, pool: Pool, promised: Sequence[ProductNumbers], profiles: Sequence[str]
+) -> Iterator[Difference]:
     """Yield the products `promised` in two terms that do not multiply both, or of which it cannot be told; `profiles`:
     their names, in order.
     """
@@ -89,7 +91,7 @@ class _Read:
 Fault = tuple[str, str, bool]
 
 
-def _faults(read: _Read, promise: Promise, product: Statement, roots: Collection[str]) -> Iterator[Fault]:
+def _faults(read: _Read, promise: ProductNumbers, product: Statement, roots: Collection[str]) -> Iterator[Fault]:
     program, divisor = read.program, TWO_TERMS.divisor
     codes = next((name for name in product.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), "")
     whole = program.tensors.get(program.root(codes)[0])

@@ -8,6 +8,7 @@ held against `scales.json` and against the interface that serving relies on. The
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ...core.errors import InputError
 from ...core.files import read_document
@@ -41,7 +42,7 @@ __all__ = [
     "lint",
     "lint_graph",
     "promised_attention",
-    "promised_terms",
+    "run_promise",
     "sound_graph",
 ]
 
@@ -103,15 +104,16 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
     return promised
 
 
-def promised_terms(run: Run, scales: Scales) -> list[str]:
-    """The modules, and the products of attention, whose input is promised in two terms: of a product of attention the
-    first.
+def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = MappingProxyType({})) -> Promise:
+    """The promise of a run with these `scales` for its graph and its engines; `weight_scales` as in `lint`.
 
-    Raises InputError for an `attention.json` that does not read.
+    Raises InputError for an `attention.json` that does not read or lacks a scale.
     """
-    if not run.attention.is_file() or read_document(run.attention, AttentionScales).terms == 1:
-        return scales.two_terms
-    return [*scales.two_terms, *promised_attention(run)]
+    attention, two_terms = promised_attention(run), scales.two_terms
+    if attention and read_document(run.attention, AttentionScales).terms > 1:
+        two_terms = [*two_terms, *attention]
+    inputs = {module: activation.scale for module, activation in scales.activations.items()}
+    return Promise(inputs, weight_scales, attention, two_terms, tuple(scales.kv_cache))
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:

@@ -23,12 +23,19 @@ class Promise:
 
     `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules,
     and the products of attention by node, whose (first) input is two codes a value; None where that is not known.
+    `cache`: the cached tensors (`<attention>.k`, `<attention>.v`) on FP8 codes.
     """
 
     input_scales: Mapping[str, float | None]
     weight_scales: Mapping[str, Array] = field(default_factory=dict)
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     two_terms: Collection[str] | None = None
+    cache: Collection[str] = ()
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules whose product runs on FP8 codes on both sides."""
+        return list(self.input_scales)
 
 
 Check = Callable[[Indexed], Broken]

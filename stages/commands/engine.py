@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ...export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
     from ...export.engine.numbers import Difference
     from ...export.engine.plan import Plan
-    from ...export.engine.proof import Pledge
+    from ...export.lint.rules import Promise
+    from ...export.onnx_file.indexed import Indexed
     from ...quantize.scales.decisions import Scales
 
 
@@ -62,8 +63,7 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     from other files than the run has now.
     """
     from ...export.engine.info import load_engines
-    from ...export.engine.proof import Pledge
-    from ...export.lint.check import promised_attention, promised_terms, sound_graph
+    from ...export.lint.check import run_promise, sound_graph
     from ...quantize.scales.decisions import load_scales
 
     run.refuse_without_graph()
@@ -79,9 +79,8 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
     scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
-    cache, terms = tuple(scales.kv_cache), promised_terms(run, scales)
-    pledge = Pledge(scales.promised, graph, cache, promised_attention(run), terms)
-    return [view(info, engine_file(run, info, plan), pledge, scales) for info in chosen]
+    promise = run_promise(run, scales)
+    return [view(info, engine_file(run, info, plan), graph, promise, scales) for info in chosen]
 
 
 def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
@@ -93,8 +92,8 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
     return plan
 
 
-def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
-    """Read one engine."""
+def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", scales: "Scales") -> EngineView:
+    """Read one engine, and compare it with the promise of its run."""
     from ...export.engine.kernel_rows import attention_rows, product_rows, wide_rows
     from ...export.engine.numbers import CODES, FACTORS, INPUT
     from ...export.engine.proof import prove
@@ -103,7 +102,7 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
     plan, reason = read(info, data)
     profiles = [profile.name for profile in info.profiles]
-    proof = prove(data.data, plan, pledge, profiles)
+    proof = prove(data.data, plan, graph, promise, profiles)
     found = proof.evidence
     if found.kind == "unknown" and reason is None:
         reason = next(iter(found.wide.values()), "it shows no promised product")
@@ -116,18 +115,18 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
         bytes=len(data),
         evidence=found.kind,
         unknown=reason,
-        promised_products=len(pledge.modules),
+        promised_products=len(promise.modules),
         fp8_products=len(found.fp8),
         codes_found=proof.found(CODES),
         codes_missing=tuple(dict.fromkeys(each.module for each in proof.differences if each.what == CODES)),
         factors_found=proof.found(FACTORS),
         inputs_found=proof.found(INPUT),
-        terms_found=proof.found(TERMS) if pledge.two_terms else None,
+        terms_found=proof.found(TERMS) if promise.two_terms else None,
         differences=proof.differences,
         narrow=tuple(sorted(found.narrow)),
         products=tuple(product_rows(plan, profiles)) if plan else (),
         attention=tuple(attention_rows(plan, profiles)) if plan else (),
-        wide=tuple(wide_rows(plan, found, pledge.graph, skipped)),
+        wide=tuple(wide_rows(plan, found, graph, skipped)),
     )
 
 

@@ -154,8 +154,7 @@ def promise(run: Run) -> "Promise":
 
     Raises InputError where it cannot be told what is promised.
     """
-    from ...export.lint.check import promised_attention, promised_terms
-    from ...export.lint.rules import Promise
+    from ...export.lint.check import run_promise
     from ...quantize.reading.run_checkpoint import stored_scales
     from ...quantize.scales.decisions import Scales, load_scales
 
@@ -165,12 +164,7 @@ def promise(run: Run) -> "Promise":
         weight_scales = stored_scales(run.model, scales.promised)
     except (OSError, SafetensorError):
         weight_scales = {}
-    return Promise(
-        {module: activation.scale for module, activation in scales.activations.items()},
-        weight_scales,
-        promised_attention(run),
-        promised_terms(run, scales),
-    )
+    return run_promise(run, scales, weight_scales)
 
 
 def check_findings(linted: Linted | LintedRun) -> None:

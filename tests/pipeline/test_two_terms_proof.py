@@ -15,10 +15,10 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.export.engine.plan import read_plan
-from fp8q.export.engine.proof import Pledge, broken, prove
+from fp8q.export.engine.proof import broken, prove
 from fp8q.export.engine.two_terms import TERMS
 from fp8q.export.graph.weight_scale_form import in_form
-from fp8q.export.lint.check import lint_graph, promised_attention
+from fp8q.export.lint.check import lint_graph, run_promise
 from fp8q.export.onnx_file.indexed import Indexed
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
@@ -304,10 +304,7 @@ def test_an_engine_whose_attention_is_not_of_both_terms_is_named(
 def test_rows_that_the_graph_does_not_say_cannot_be_told(run: Run) -> None:
     graph, data = load_graph(run.onnx), (run.engines / "sm89.plan").read_bytes()
     del graph.model.graph.value_info[:]
-    attention = promised_attention(run)
-    pledge = Pledge(load_scales(run).promised, graph, attention=attention, two_terms=attention)
-    found = [
-        each for each in prove(data, read_plan(data), pledge, ("prefill", "decode")).differences if each.what == TERMS
-    ]
+    proof = prove(data, read_plan(data), graph, run_promise(run, load_scales(run)), ("prefill", "decode"))
+    found = [each for each in proof.differences if each.what == TERMS]
     assert {each.module for each in broken(found)} == {SCORES, VALUES}
     assert str(broken(found)[0]) == f"{SCORES}: its two terms cannot be told, the rows of its codes do not read"

@@ -13,7 +13,8 @@ from fp8q.core.errors import InputError
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
 from fp8q.export.engine.plan import Kernel, Plan, Product, read_plan
 from fp8q.export.engine.promise import promises
-from fp8q.export.engine.proof import Pledge, Proof, broken, prove
+from fp8q.export.engine.proof import Proof, broken, prove
+from fp8q.export.lint.rules import Promise
 from fp8q.export.onnx_file.loading import load_graph
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -26,8 +27,8 @@ CACHE = (f"{LAYER}.self_attn.k", f"{LAYER}.self_attn.v")
 
 def proof_of(written: Any, plan: bytes, **pledged: Any) -> Proof:
     """A plan held against the graph that was `written`, with an FP8 cache unless told otherwise."""
-    pledge = Pledge(written.modules, load_graph(written.path), **({"cache": CACHE} | pledged))
-    return prove(plan, read_plan(plan), pledge, PROFILES)
+    promise = Promise(dict.fromkeys(written.modules), **({"cache": CACHE} | pledged))
+    return prove(plan, read_plan(plan), load_graph(written.path), promise, PROFILES)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -162,14 +163,14 @@ def test_attention_on_codes_that_nobody_promised_or_that_is_missing_is_told(engi
 def test_attention_that_is_one_kernel_is_told_by_its_quantizers(engine_of: Engines) -> None:
     """As OPT's is in decoding: whether it rounds to codes is told, the types that it multiplies are not."""
     graph, scores = load_graph(engine_of("sm89")[0].path), "a.attention_scores"
-    pledge = Pledge(["a.o"], graph, attention={scores: (0.5, 0.5)})
+    promise = Promise({"a.o": None}, attention={scores: (0.5, 0.5)})
     products = {0: (Product(("a.o.matmul",), ("fp8", "fp8"), "fp32"),)}
     for layers, wanted in (
         ((scores, "a.q.attention_quantize"), []),
         ((scores,), [f"{scores}: mha attends in it without codes, and the run has FP8 on both sides"]),
     ):
         plan = Plan(products, "inspector", {0: (Kernel("mha", layers, ("bf16",), ("bf16",)),)})
-        proof = prove(b"", plan, pledge, ["prefill"])
+        proof = prove(b"", plan, graph, promise, ["prefill"])
         assert proof.compared is None
         assert [str(each) for each in broken(proof.differences)] == wanted
         assert [each.what for each in proof.differences] == ["types" if wanted else "types inside a kernel"]
