@@ -20,11 +20,10 @@ from .shared.model_files import graphs_of, has_graphs, hashes_of
 
 if TYPE_CHECKING:
     from ..core.findings import Finding
+    from ..quantize.scales.decisions import AttentionScales, TensorScale
 
 #: The stages that make something of an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")
-#: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
-SMALLEST_FP16_SCALE = 2.0**-15
 
 
 class NoGraphError(InputError):
@@ -57,7 +56,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     scales = load_scales(run)
     check_attention(adapters_of(run), asked)
     inputs = hashes_of(run, QUANTIZE.name)
-    check_dtype({module: scales.activations[module].scale for module in scales.two_terms}, asked)
+    check_dtype(scales.activations, asked)
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:
         refuse(run, Key(inputs, asked, NO_FACTS), refused, notes)
@@ -137,26 +136,24 @@ def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes
         log.refused = reason
 
 
-def check_dtype(two_terms: Mapping[str, float], asked: ExportOptions) -> None:
-    """Raise InputError where a graph in FP16 cannot hold the second of two terms: a code times its scale has to be a
-    number of that type, whose smallest is 2^-24, and the smallest code is 2^-9.
+def check_dtype(tensors: "Mapping[str, TensorScale]", asked: ExportOptions) -> None:
+    """Raise InputError where a graph in FP16 cannot hold code × scale of one of the `tensors`, modules or queries."""
+    from ..quantize.scales.decisions import SMALLEST_FP16_SCALE
 
-    `two_terms`: the scale of each module's input, or each attention's queries, that are of two.
-    """
     if asked.dtype != "fp16":
         return
-    for name, scale in two_terms.items():
-        if scale < SMALLEST_FP16_SCALE:
+    for name, tensor in tensors.items():
+        if not tensor.fits_fp16:
             raise InputError(
-                f"--dtype fp16: {name} takes two terms with the scale {scale:.3g}, and below "
+                f"--dtype fp16: {name} takes two terms with the scale {tensor.scale:.3g}, and below "
                 f"{SMALLEST_FP16_SCALE:.3g} code × scale leaves FP16; export in bf16, or choose one term with `fp8q "
                 "scales`"
             )
 
 
-def write_attention(run: Run, asked: ExportOptions) -> int:
-    """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where
-    not, take them away. Returns how many codes a query or a probability is, 0 for none.
+def write_attention(run: Run, asked: ExportOptions) -> "AttentionScales | None":
+    """Choose the scales of attention in FP8, and write them for the graph and for readers; None where it is not asked
+    for, and what an earlier export wrote is removed.
     """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..quantize.reference.attention import attention_scales, save_scales
@@ -165,16 +162,14 @@ def write_attention(run: Run, asked: ExportOptions) -> int:
     for path in (stored, run.attention):
         path.unlink(missing_ok=True)
     if asked.attention == "wide":
-        return 0
+        return None
     queries, _ = load_arrays(run.require(run.queries, "queries"))
-    chosen = run.options(QUANTIZE)
-    terms = chosen.activation_terms
-    scales = attention_scales({**load_statistics(run).tensors, **queries}, chosen.clip, terms)
-    check_dtype({name: each.scale for name, each in scales.tensors.items() if each.terms == 2}, asked)
+    scales = attention_scales({**load_statistics(run).tensors, **queries}, run.options(QUANTIZE))
+    check_dtype(scales.tensors, asked)
     with replacing(stored) as partial:
         save_scales(partial, scales)
     write_document(run.attention, scales)
-    return terms
+    return scales
 
 
 def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:

@@ -59,16 +59,13 @@ def _note_choices(
     """
     from ..quantize.reading.inherited_scales import inherited_remarks
     from ..quantize.scales import expert_scales
-    from ..quantize.scales.policy import mixed_experts_warning, mixed_group_warning, taken_along
+    from ..quantize.scales.policy import mixed_experts_warning, mixed_group_warning, shared_input_note
 
     for module, decision in scales.skipped.items():
         if decision.samples is not None:
             notes.note(f"{module}: stays in BF16: {decision.reason}")
-    if others := taken_along(options.two_terms, scales.two_terms):
-        notes.note(
-            f"--two-terms: {others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same "
-            "tensor as a module that it names, and take two terms with it"
-        )
+    if note := shared_input_note(options, scales):
+        notes.note(note)
     groups, least = statistics.record.groups, options.min_expert_tokens
     compensated = options.weight_rounding != "nearest"
     if not options.inherit:
@@ -152,18 +149,15 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
     from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
     from ..quantize.scales.expert_scales import starved
-    from ..quantize.scales.policy import match_terms, select, whole_groups
+    from ..quantize.scales.policy import select, two_term_modules
 
     chosen, skipped = select(products, options.skip, options.only)
     if options.inherit:
         activations, unfit = inherited_activations(source, statistics, chosen)
         cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
         return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
-    named = match_terms(options.two_terms, products, chosen)
-    two_terms = chosen if options.activation_terms == 2 else whole_groups(named, statistics.record.groups.values())
-    few = starved(statistics, options.min_expert_tokens)
-    activations, unfit = activation_scales(
-        statistics, chosen, options.clip, two_terms=frozenset(two_terms), starved=few
-    )
+    groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
+    finer = two_term_modules(options, products, chosen, groups)
+    activations, unfit = activation_scales(statistics, chosen, options.clip, finer=finer, starved=few)
     cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

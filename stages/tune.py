@@ -6,7 +6,7 @@ is chosen by another, and the prediction is checked by the third, so that neithe
 they are judged by.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import expm1, isfinite, log1p
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,15 +130,7 @@ def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
 
 def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
     """Return the options that `fp8q scales` would be asked for: the recipe in the place of what the run has."""
-    recipe, before = chosen.recipe, run.options(QUANTIZE)
-    return replace(
-        before,
-        activation_terms=1,
-        two_terms=tuple(recipe.two_terms),
-        skip=(*before.skip, *recipe.skip),
-        kv_cache=recipe.kv_cache,
-        weight_rounding=recipe.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these
-    )
+    return chosen.recipe.over(run.options(QUANTIZE))
 
 
 @dataclass
@@ -183,7 +175,7 @@ class Search:
 
 
 def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
-    from ..validate.tuning.choices import Mix, Price
+    from ..validate.tuning.choices import COARSEST, FINEST, Mix, Price
     from ..validate.tuning.document import Step, Tuning, Windows, changed, point
     from ..validate.tuning.joint import believed, ratio
     from ..validate.tuning.solve import Problem
@@ -196,8 +188,8 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
     search = Search(prepared, problem, choosing, notes)
     names = [group.name for group in shape.groups]
-    worst = Mix(dict.fromkeys(names, "one_term"), losses.roundings[0], losses.caches[-1])
-    finest = Mix(dict.fromkeys(names, "two_terms"), losses.roundings[-1], losses.caches[0])
+    worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])
+    finest = Mix(dict.fromkeys(names, FINEST), losses.roundings[-1], losses.caches[0])
     as_it_is = prepared.as_it_is("choosing", choosing, notes)
     anchors, factor = [worst, finest], believed(*ratio(search.measured(worst)))
     chosen = None
@@ -233,7 +225,6 @@ def _judged(
     run: Run, search: Search, found: "Tuning", mix: "Mix", held_out: "list[tuple[torch.Tensor, torch.Tensor]]"
 ) -> "Tuning":
     """Measure the chosen `mix` and add it to what was `found`: on the windows held out and on the evaluation text."""
-    from ..validate.tuning.choices import members
     from ..validate.tuning.document import Change, Chosen, Interval, Recipe, changed, point
 
     prepared, notes, shape = search.prepared, search.notes, search.problem.shape
@@ -254,12 +245,7 @@ def _judged(
 
     chosen = Chosen(
         **point(shape, mix, predicted.kl_nats, True).model_dump(),
-        recipe=Recipe(
-            two_terms=members(shape.groups, mix.of("two_terms")),
-            skip=members(shape.groups, mix.of("bf16")),
-            kv_cache=mix.kv_cache,
-            weight_rounding=mix.rounding,
-        ),
+        recipe=Recipe.of(shape.groups, mix),
         predicted_increase=interval(rise, within),
         held_out_kl_nats=elsewhere.kl_nats,
         measured_kl_nats=there.kl_nats,

@@ -6,7 +6,7 @@ a module, predictions a batch, measurements a mix.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,14 +155,12 @@ def _candidates(
     from ..calibrate.model.source import load_model
     from ..quantize.weights.rounding_progress import Rounded
     from ..validate.tuning.candidates import Candidates
-    from ..validate.tuning.choices import ROUNDINGS, TERMS
+    from ..validate.tuning.choices import ROUNDINGS, options_of
 
     statistics = load_statistics(run)
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
     products, inputs = products_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
-    for form, terms in TERMS.items():
-        inherit = options.inherit and terms == 1  # what was given is of one term
-        asked = replace(options, activation_terms=terms, two_terms=(), kv_cache="off", inherit=inherit)
+    for form, asked in options_of(options).items():
         inputs[form] = choose_scales(source, statistics, products, asked).activations
     roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
     codes: dict[Kind, Rounded] = {}
@@ -235,12 +233,11 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
 def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
     """The mix that a run has."""
     from ..quantize.scales.decisions import CACHE_PARTS
-    from ..validate.tuning.choices import TERMS, Mix
+    from ..validate.tuning.choices import Mix, form_of
 
-    forms = {terms: form for form, terms in TERMS.items()}
     parts = {"".join(sorted(parts)): kv_cache for kv_cache, parts in CACHE_PARTS.items()}
     return Mix(
-        {name: forms[scales.activations[name].terms] for name in groups},
+        {name: form_of(scales.activations[name]) for name in groups},
         next(iter(scales.weights.values())).rounding,
         parts[scales.cache_parts],
     )

@@ -27,7 +27,7 @@ from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
 from ...quantize.codes.encoding import CODE
-from ...quantize.scales.decisions import Scales
+from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
 from ..modules.cache import cache_shapes
 from ..modules.graph_model import Graph, GraphPlan, prepare
@@ -53,20 +53,25 @@ class UntraceableError(BackendError):
 
 
 def export_model(
-    run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter, attention: int = 0
-) -> list[Path]:
-    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32, `attention` as `GraphPlan`
-    has it, and both with each adapter beside it; returns their paths.
+    run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter,
+    attention: AttentionScales | None = None,
+) -> list[Path]:  # fmt: skip
+    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32, and for each adapter.
+
+    `attention`: the scales of attention in FP8. Returns the paths.
     """
     plan = graph_plan(record, scales, dtype, attention)
     plans = [plan, *(replace(plan, adapter=name) for name in record.model.adapters or ())]
     return [path for each in plans for path in export_graphs(run.model, each, report)]
 
 
-def graph_plan(record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: int = 0) -> GraphPlan:
-    """Plan which parts of a checkpoint with these `scales` run in FP8."""
+def graph_plan(
+    record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: AttentionScales | None = None
+) -> GraphPlan:
+    """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does."""
     groups, two_terms = promised_groups(record.groups, scales), frozenset(scales.two_terms)
-    return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, attention=attention)
+    codes = attention.terms if attention else 0
+    return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, attention=codes)
 
 
 def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...calibrate.measure.statistics import TensorStatistics
 from ...core.errors import InputError
-from ...options import Clipping, Terms
+from ...options import ScaleOptions
 from ..codes.encoding import code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
@@ -31,11 +31,13 @@ CODES = "fp8q_codes"
 PARTS = ("q", "k", "v")
 
 
-def attention_scales(tensors: Mapping[str, TensorStatistics], clipping: Clipping, terms: Terms = 1) -> AttentionScales:
+def attention_scales(tensors: Mapping[str, TensorStatistics], options: ScaleOptions) -> AttentionScales:
     """Choose the scales of attention from the statistics of queries, keys and values.
 
-    Queries and probabilities take `terms` codes a value. Raises InputError naming the first tensor without a scale.
+    Queries and probabilities take as many codes a value as `options` say for activations. Raises InputError naming the
+    first tensor without a scale.
     """
+    terms, clipping = options.activation_terms, options.clip
     modules = sorted({name.removesuffix(".q") for name in tensors if name.endswith(".q")})
     scales: dict[str, TensorScale] = {}
     for name in (f"{module}.{part}" for module in modules for part in PARTS):

@@ -33,6 +33,8 @@ LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 INHERITED: Literal["inherited"] = "inherited"
 #: The formats of activations, by the number of their terms.
 GRIDS: dict[int, Grid] = {1: E4M3, 2: TWO_TERMS}
+#: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
+SMALLEST_FP16_SCALE = 2.0**-15
 #: The scale of a probability, by the number of its terms.
 PROBABILITY_SCALES = {terms: float(scale_of(1.0, grid)) for terms, grid in GRIDS.items()}
 
@@ -83,6 +85,19 @@ class TensorScale(Lossy):
     underflow: float
     sqnr_db: float | None
     sqnr_best_db: float | None = Field(default=None, description="at the scale of least squared error")
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the values under a scale of 1."""
+        return GRIDS[self.terms]
+
+    @property
+    def fits_fp16(self) -> bool:
+        """Tell whether an FP16 graph holds every code × scale: FP16's smallest number is 2^-24, E4M3's 2^-9.
+
+        One term is rounded to this grid only, so that any scale is good enough for it.
+        """
+        return self.terms == 1 or self.scale >= SMALLEST_FP16_SCALE
 
 
 class Skipped(Strict):
@@ -228,12 +243,12 @@ def activation_scales(
     modules: Iterable[str],
     clipping: Clipping,
     format: Grid = E4M3,
-    two_terms: Collection[str] = (),
+    finer: Collection[str] = (),
     starved: Mapping[str, Starved] = MappingProxyType({}),
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """Choose the scales of the inputs of `modules`; return them, and the modules that have none with the reasons.
 
-    `two_terms`: modules, in whole groups, whose input is two codes a value; the others take one code of `format`.
+    `finer`: modules, in whole groups, whose input is two codes a value; the others take one code of `format`.
     `starved`: experts that saw too few tokens and take the amax of others. All members of a group have the same scale.
     """
     scales: dict[str, TensorScale] = {}
@@ -243,7 +258,7 @@ def activation_scales(
     for module in modules:
         name = f"{first.get(module, module)}.input"
         if name not in chosen:
-            grid = TWO_TERMS if module in two_terms else format
+            grid = TWO_TERMS if module in finer else format
             chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
         decision = chosen[name]
         if isinstance(decision, Skipped):

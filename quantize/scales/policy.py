@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
+from ...options import ScaleOptions
 from .decisions import Scales, Skipped
 
 
@@ -83,9 +84,39 @@ def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[
     return [member for members in groups if not wanted.isdisjoint(members) for member in members]
 
 
+def two_term_modules(
+    options: ScaleOptions, products: Products, chosen: Sequence[str], groups: Iterable[Sequence[str]]
+) -> frozenset[str]:
+    """The modules among `chosen`, the quantized ones, whose input is two codes a value.
+
+    `groups`: modules that receive the same tensor. Raises InputError for a pattern that matches no quantized module.
+    """
+    if options.activation_terms == 2:
+        return frozenset(chosen)
+    return frozenset(whole_groups(match_terms(options.two_terms, products, chosen), groups))
+
+
+def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
+    """The modules that are quantized under `options`; raises InputError for a pattern that matches nothing."""
+    chosen, _ = select(products, options.skip, options.only)
+    match_terms(options.two_terms, products, chosen)
+    return chosen
+
+
 def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
     """The modules in `two_terms` that no pattern matches: they share the input of a module that a pattern matches."""
     return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def shared_input_note(options: ScaleOptions, scales: Scales) -> str | None:
+    """Name the modules in two terms that --two-terms did not name; None where there are none."""
+    others = taken_along(options.two_terms, scales.two_terms)
+    if not others:
+        return None
+    return (
+        f"--two-terms: {others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same "
+        "tensor as a module that it names, and take two terms with it"
+    )
 
 
 def mixed_group_warning(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:

@@ -37,7 +37,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     from ...export.modules.support import unsupported
     from ...quantize.reading.dequantized import fp8_source
     from ...quantize.reading.inherited_scales import check_inherit
-    from ...quantize.scales.policy import Products, match_terms, select
+    from ...quantize.scales.policy import Products, check_patterns
 
     model = meta_model(source)
     check_forward(source)
@@ -58,9 +58,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         unsupported(model),
         frozenset(routers(model)),
     )
-    chosen, _ = select(products, options.skip, options.only)
-    match_terms(options.two_terms, products, chosen)
-    check_inherit(source, chosen, attention_modules(model).values(), options)
+    check_inherit(source, check_patterns(options, products), attention_modules(model).values(), options)
     return products
 
 

@@ -6,23 +6,40 @@ costs nothing that is served. What the run keeps in BF16 already stays there.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
-from ...options import KvCache, Prefer
-from ...quantize.scales.decisions import CACHE_PARTS
+from ...options import KvCache, Prefer, ScaleOptions
+from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost
 
 Form = Literal["one_term", "two_terms", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
 #: The codes that stand for an activation.
 TERMS: dict[Form, Literal[1, 2]] = {"one_term": 1, "two_terms": 2}
+#: The form that loses most, and the one on codes that loses least.
+COARSEST: Form = "one_term"
+FINEST: Form = "two_terms"
 RoundingName = Literal["nearest", "gptq"]
 ROUNDINGS: tuple[RoundingName, ...] = get_args(RoundingName)
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 #: What the cost that is not dear counts, where the dear one counts 1: it decides between equals.
 BESIDE = 1e-4
+
+
+def options_of(options: ScaleOptions) -> dict[Form, ScaleOptions]:
+    """Form on codes -> `options` that give it to every module; inherited scales are those of one term."""
+    plain = replace(options, two_terms=(), kv_cache="off")
+    return {
+        form: replace(plain, activation_terms=terms, inherit=options.inherit and terms == 1)
+        for form, terms in TERMS.items()
+    }
+
+
+def form_of(scale: TensorScale) -> Form:
+    """The form of an activation with this scale."""
+    return next(form for form, terms in TERMS.items() if terms == scale.terms)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """`tune.json`: the mix that was chosen for a budget, what it was predicted to lose and loses, and the frontier."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import KvCache, Prefer
-from .choices import Mix, Shape, changes, members
+from ...options import KvCache, Prefer, ScaleOptions
+from .choices import Group, Mix, Shape, changes, members
 
 
 class Change(Strict):
@@ -65,6 +67,27 @@ class Recipe(Strict):
     skip: list[str]
     kv_cache: KvCache
     weight_rounding: str
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], mix: Mix) -> "Recipe":
+        """The recipe of a mix."""
+        return cls(
+            two_terms=members(groups, mix.of("two_terms")),
+            skip=members(groups, mix.of("bf16")),
+            kv_cache=mix.kv_cache,
+            weight_rounding=mix.rounding,
+        )
+
+    def over(self, before: ScaleOptions) -> ScaleOptions:
+        """The options that `fp8q scales` would be given on a run that was made with `before`."""
+        return replace(
+            before,
+            activation_terms=1,
+            two_terms=tuple(self.two_terms),
+            skip=(*before.skip, *self.skip),
+            kv_cache=self.kv_cache,
+            weight_rounding=self.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these
+        )
 
 
 class Chosen(Point):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...options import KvCache
 from ...quantize.scales.decisions import CACHE_PARTS
-from .choices import FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
+from .choices import FINEST, FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
 from .frontier import Choice, Items, cheapest, loss_of, price_of, steps
 from .gradients import CODES, variant
 
@@ -95,10 +95,10 @@ class Problem:
         """The mix that loses least: all but one group in BF16, since a run without FP8 is none."""
         rounding = min(
             self.losses.roundings,
-            key=lambda each: min(self.losses.group(g.name, each, "two_terms") for g in self.shape.groups),
+            key=lambda each: min(self.losses.group(g.name, each, FINEST) for g in self.shape.groups),
         )
-        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, "two_terms")).name
-        forms: dict[str, Form] = {g.name: "two_terms" if g.name == kept else "bf16" for g in self.shape.groups}
+        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, FINEST)).name
+        forms: dict[str, Form] = {g.name: FINEST if g.name == kept else "bf16" for g in self.shape.groups}
         return Mix(forms, rounding, self.losses.caches[0])
 
     def frontier(self) -> list[Mix]:

@@ -1,5 +1,7 @@
 """Two codes a value: exact for every BF16 number between s/64 and 476·s, and the products of such codes."""
 
+from typing import Literal
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -208,18 +210,23 @@ def test_the_options_say_all_or_some_and_never_both() -> None:
         RescaleOptions(two_terms=("a",)).over(ScaleOptions(activation_terms=2))
 
 
+def chosen(scale: float, terms: Literal[1, 2] = 2) -> TensorScale:
+    return TensorScale(method="amax", amax=1, clip=1, scale=scale, terms=terms, saturation=0, underflow=0, sqnr_db=None)
+
+
 def test_a_graph_in_fp16_refuses_a_scale_whose_codes_it_cannot_hold() -> None:
     in_fp16 = ExportOptions(dtype="fp16")
     with pytest.raises(InputError) as refused:
-        check_dtype({"gate": 2.0**-15, "self_attn.q": 2.0**-16}, in_fp16)
+        check_dtype({"up": chosen(2.0**-16, 1), "gate": chosen(2.0**-15), "self_attn.q": chosen(2.0**-16)}, in_fp16)
     assert str(refused.value) == (
         "--dtype fp16: self_attn.q takes two terms with the scale 1.53e-05, and below 3.05e-05 code × scale leaves "
         "FP16; export in bf16, or choose one term with `fp8q scales`"
     )
     smallest = np.float16(2.0**-9 * 2.0**-15)
     assert smallest == np.finfo(np.float16).smallest_subnormal
-    for fine, options in (({"up": 2.0**-15}, in_fp16), ({}, in_fp16), ({"up": 2.0**-16}, ExportOptions())):
-        assert check_dtype(fine, options) is None  # type: ignore[func-returns-value]
+    for fine, options in ((2.0**-15, in_fp16), (2.0**-16, ExportOptions())):
+        assert check_dtype({"up": chosen(fine)}, options) is None  # type: ignore[func-returns-value]
+    assert check_dtype({}, in_fp16) is None  # type: ignore[func-returns-value]
 
 
 @given(st.lists(st.floats(-400, 400, width=16), min_size=1, max_size=30), st.integers(-6, 0))
