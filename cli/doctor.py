@@ -26,8 +26,8 @@ FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing looked for: `version` is None where it is missing."""
+class Requirement:
+    """A library or device that fp8q can use; `version` is None where it is missing."""
 
     name: str
     version: str | None
@@ -35,21 +35,21 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Requirement]:
     """Look for Python, the libraries and the GPUs. Nothing is imported, so a broken library cannot break this."""
     python = ".".join(map(str, sys.version_info[:3]))
-    return [Finding("python", python, "everything"), *(_distribution(name) for name in PURPOSES), *_gpus()]
+    return [Requirement("python", python, "everything"), *(_distribution(name) for name in PURPOSES), *_gpus()]
 
 
-def _distribution(name: str) -> Finding:
+def _distribution(name: str) -> Requirement:
     purpose, extra = PURPOSES[name]
     try:
-        return Finding(name, metadata.version(name), purpose)
+        return Requirement(name, metadata.version(name), purpose)
     except metadata.PackageNotFoundError:
-        return Finding(name, None, purpose, f"pip install 'fp8q[{extra}]'" if extra else f"pip install {name}")
+        return Requirement(name, None, purpose, f"pip install 'fp8q[{extra}]'" if extra else f"pip install {name}")
 
 
-def _gpus() -> list[Finding]:
+def _gpus() -> list[Requirement]:
     smi = shutil.which("nvidia-smi")
     query = [smi or "", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader"]
     try:
@@ -62,7 +62,7 @@ def _gpus() -> list[Finding]:
         lines = []
     if not lines:
         return [
-            Finding(
+            Requirement(
                 "GPU",
                 None,
                 "runs TensorRT engines; calibrates faster",
@@ -72,11 +72,11 @@ def _gpus() -> list[Finding]:
     return [_gpu(line) for line in lines]
 
 
-def _gpu(line: str) -> Finding:
+def _gpu(line: str) -> Requirement:
     name, capability, memory = (part.strip() for part in line.split(","))
     major, minor = map(int, capability.split("."))
     fp8 = (major, minor) >= FP8_CAPABILITY
-    return Finding(
+    return Requirement(
         f"GPU {name}",
         f"sm{major}{minor}, {memory}",
         "runs FP8 engines" if fp8 else "calibrates; it has no FP8 units, so it runs no FP8 engine",

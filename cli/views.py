@@ -23,10 +23,10 @@ from ..validate.report.tables import (
     against_table,
     delayed_table,
     engine_table,
-    finding_table,
     kept_table,
     loss_table,
     module_table,
+    outlier_table,
     size_table,
     stage_table,
     wide_cache_table,
@@ -156,7 +156,7 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     tables += [delayed_table(found.delayed)] if found.delayed is not None else []
     tables += [against_table(found.against)] if found.against is not None else []
     tables += [text_table(found.certificate), record_table(found.certificate)]
-    for table in (*tables, finding_table(found.findings)):
+    for table in (*tables, outlier_table(found.findings)):
         if table.rows:
             draw(speak, table)
     speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")

@@ -104,7 +104,7 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     Raises BackendError where no runtime runs.
     """
     from ..validate.accuracy.adder_cost import compare_sums, cost, sample
-    from ..validate.accuracy.compare import BASELINE, compare_in_turn
+    from ..validate.accuracy.compare import BASELINE, Workplace, compare_in_turn
     from ..validate.accuracy.runtimes import openers, vocabulary
 
     taken = sample(tokens, options.accumulator_windows)
@@ -114,7 +114,7 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in found.failed else None
-        sums = compare_sums(run, taken, baseline, options.accumulator, device(), folder / "sums", notes)
+        sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
         found = found.joined(sums)
     if not found.nll:
         raise BackendError("; ".join(found.failed.values()))
@@ -128,8 +128,9 @@ def _with_adapters(
     if not adapters_of(run):
         return {}, {}
     from ..validate.accuracy.adapters import compare_adapted
+    from ..validate.accuracy.compare import Workplace
 
-    return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), device(), folder, notes)
+    return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), Workplace(device(), folder, notes))
 
 
 def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":

@@ -56,7 +56,8 @@ def branch_experts(model: ir.Model, place: Place) -> None:
         assert total is not None, "a mark reads a total"
         for number, pattern in sorted((number, each) for each in patterns for number in each.members):
             index = numbers.get(number) or numbers.setdefault(number, _number(model, pattern, number))
-            total = _branch(model, pattern, number, index, total, last, place)
+            nodes, total = _branch(model, pattern, index, total, place)
+            model.graph.insert_before(last, nodes)
         last.outputs[0].replace_all_uses_with(total)
         model.graph.remove([node for each in patterns for node in (each.begins, *each.nodes, each.ends)], safe=True)
 
@@ -94,9 +95,14 @@ def _number(model: ir.Model, pattern: Pattern, number: int) -> ir.Value:
 
 
 def _branch(
-    model: ir.Model, pattern: Pattern, number: int, index: ir.Value, total: ir.Value, before: ir.Node, place: Place
-) -> ir.Value:
-    """Expert `number` as a branch that goes on with `total`, put before a node; returns the new total."""
+    model: ir.Model, pattern: Pattern, index: ir.Value, total: ir.Value, place: Place
+) -> tuple[list[ir.Node], ir.Value]:
+    """Make the branch of the expert whose number is the constant `index`; it adds to `total`.
+
+    Returns its nodes and the new total.
+    """
+    assert index.const_value is not None, "the number of an expert is a constant"
+    number = int(index.const_value.numpy())
     _, shares, chosen = pattern.begins.inputs
     old_total, old_share = pattern.begins.outputs
     name = f"{pattern.place}.{number}"
@@ -114,8 +120,7 @@ def _branch(
         "else_branch": ir.Graph([], [kept.outputs[0]], nodes=[kept], name=f"{name}.else"),
     }
     choice = _node("If", [value], f"{name}.If", old_total, **branches)
-    model.graph.insert_before(before, [condition, choice])
-    return choice.outputs[0]
+    return [condition, choice], choice.outputs[0]
 
 
 def _node(operator: str, inputs: list[ir.Value | None], name: str, as_value: ir.Value, **attributes: object) -> ir.Node:

@@ -5,6 +5,7 @@ It is ONNX's Attention operator where TensorRT-RTX has a kernel for it, and plai
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +34,7 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: object,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
     by slot.
@@ -45,10 +43,11 @@ def attention(
     does not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
     which is in FP32.
     """
+    scaling, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
     queries, keys, filled, bias = _mask[-1]
     allowed = (keys <= queries) & filled
-    if sliding_window is not None:
-        allowed = allowed & (queries - keys < sliding_window)
+    if window is not None:
+        allowed = allowed & (queries - keys < window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if (own := getattr(module, "fp8q_attention", None)) is not None:
         assert bias is None, "queries of an attention with ALiBi are not measured"
@@ -60,7 +59,7 @@ def attention(
         or getattr(module, "fp8q_plain", False)
         or not has_fused_kernel(*query.shape[1::2])
     ):
-        output = plain_attention(query, key, value, allowed, scale, softcap, bias)
+        output = plain_attention(query, key, value, Scoring(allowed, scale, softcap, bias))
     else:
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -75,23 +74,23 @@ def has_fused_kernel(heads: int, size: int) -> bool:
     return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
 
 
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    allowed: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention [batch, heads, length, size] as two products and a softmax in FP32, of scores to which `bias` is
-    added.
-    """
+@dataclass(frozen=True)
+class Scoring:
+    """The way from products of queries and keys to scores: multiply by `scale`, add `bias`, cap, mask by `allowed`."""
+
+    allowed: torch.Tensor
+    scale: float
+    softcap: float | None = None
+    bias: torch.Tensor | None = None
+
+
+def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
-    scores = scores if bias is None else scores + bias
-    return torch.matmul(weights_of(scores, allowed, softcap).to(value.dtype), value)
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scoring.scale
+    scores = scores if scoring.bias is None else scores + scoring.bias
+    return torch.matmul(weights_of(scores, scoring.allowed, scoring.softcap).to(value.dtype), value)
 
 
 def weights_of(scores: torch.Tensor, allowed: torch.Tensor, softcap: float | None) -> torch.Tensor:

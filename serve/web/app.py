@@ -20,7 +20,7 @@ from ..loop.request import Request as Asked
 from .answering import Answer, Told
 from .answers import ChatForm, CompletionForm, Writer
 from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
-from .fields import ChatFields, CompletionFields, Fields, prompts
+from .fields import ChatFields, CompletionFields, prompts
 from .gate import Gate
 from .page import page_response
 from .refusals import ErrorBody, Refusal, of_fields
@@ -127,7 +127,8 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         given = prompts(fields.prompt, model.positions)
         asked = [fields.asked(prompt, fields.max_tokens or 16, fields.logprobs) for prompt in given]
         form = CompletionForm(model.vocabulary, fields.logprobs is not None)
-        return _answer(serving, model, asked, fields, Writer(form, model.name), begun, "prompt")
+        told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "prompt")
+        return _answer(serving, model, asked, told, begun)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=responses)
     async def chat(fields: ChatFields) -> Response:
@@ -139,15 +140,12 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         most = fields.max_completion_tokens or fields.max_tokens or model.positions
         asked = [fields.asked(prompt, most, (fields.top_logprobs or 0) if fields.logprobs else None)]
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
-        return _answer(serving, model, asked, fields, Writer(form, model.name), begun, "messages")
+        told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "messages")
+        return _answer(serving, model, asked, told, begun)
 
 
-def _answer(
-    serving: Serving, model: Model, asked: list[Asked], fields: Fields, writer: Writer, begun: float, param: str
-) -> Answer:
-    streamed = bool(fields.stream)
-    handed = serving.submit(model, asked, streamed)
-    return Answer(handed, Told(writer, streamed, fields.usage_wanted, param), serving.counts(model), begun)
+def _answer(serving: Serving, model: Model, asked: list[Asked], told: Told, begun: float) -> Answer:
+    return Answer(serving.submit(model, asked, told.streamed), told, serving.counts(model), begun)
 
 
 def _add_health(app: FastAPI, serving: Serving) -> None:

@@ -87,15 +87,15 @@ def _spread(windows: Tokens, count: int) -> Tokens:
 
 def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check], bool]":
     """The checks that run the model, and whether it was run."""
-    from ...validate.advice.model_checks import unknown
+    from ...validate.advice.model_checks import not_measured
 
     try:
         needs("calibrate", CALIBRATE_MODULES)
         source = source_of(what.run)
     except BackendError as error:
-        return unknown(str(error), "`pip install 'fp8q[calibrate]'`"), False
+        return not_measured(str(error), "`pip install 'fp8q[calibrate]'`"), False
     except InputError as error:
-        return unknown(str(error), what.remedies.restored()), False
+        return not_measured(str(error), what.remedies.restored()), False
     return _run(what, source, windows, notes), True
 
 
@@ -119,13 +119,12 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
             pair.run(ids, watcher.watching(ids))
             advance(ids.numel())
     seen, parted = watcher.seen, pair.parted
-    terms = {module: activation.terms for module, activation in scales.activations.items()}
     fp16 = export_options(what.run).dtype == "fp16"
     return [
         *running.norm_inputs(seen, fp16, remedies),
         *running.attention_logits(seen, scales.cache_parts, remedies),
         *running.cache_tokens(seen, list(scales.kv_cache), _namer(what.run), remedies),
-        *running.product_errors(parted, terms, remedies),
+        *running.product_errors(parted, scales.activations, remedies),
         *running.hidden_states(parted, pair.layers, what.tensors, remedies),
         running.loops(_loops(what.run, pair, source, notes), remedies),
     ]

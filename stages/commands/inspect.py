@@ -17,7 +17,7 @@ from ..shared.opening import command
 if TYPE_CHECKING:
     from ...validate.advice.certificate import Certificate
     from ...validate.advice.expert_coverage import ExpertRow
-    from ...validate.advice.findings import AgainstRow, DelayedRow, Finding
+    from ...validate.advice.findings import AgainstRow, DelayedRow, Outlier
     from ...validate.report.rows import ModuleRow
 
 
@@ -29,7 +29,7 @@ class Inspection:
 
     modules: "list[ModuleRow]"
     bf16_cache: "list[ModuleRow]"
-    findings: "list[Finding]"
+    findings: "list[Outlier]"
     certificate: "Certificate"
     experts: "list[ExpertRow]"
     all_experts: bool

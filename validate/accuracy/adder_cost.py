@@ -8,14 +8,12 @@ same windows, since only with that can they be compared; both scale the sum in F
 
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...core.headers import read_header
-from ...core.reporter import Reporter
 from ...core.run import Run
 from ...options import Accumulator
 from ...quantize.codes.formats import CODE_DTYPE
@@ -23,7 +21,7 @@ from ...quantize.reference.adder import seconds_a_product
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.reference.linear import FP8Linear
 from ...quantize.scales.decisions import load_scales
-from .compare import BASELINE, Forward, Opener, Outcome, compare_in_turn
+from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
 from .perplexity import Evaluation
 from .runtimes import logits_of, open_reference, vocabulary
 
@@ -86,24 +84,20 @@ def products_a_token(run: Run) -> int:
 
 
 def compare_sums(
-    run: Run,
-    taken: Sample,
-    baseline: Opener | None,
-    accumulator: Accumulator,
-    device: str,
-    folder: Path,
-    report: Reporter,
+    run: Run, taken: Sample, baseline: Opener | None, accumulator: Accumulator, workplace: Workplace
 ) -> Outcome:
-    """Run the sample through the reference with sums in FP32 and as `accumulator` has them, and through the `baseline`
-    that both are compared with; the outcome is of both references. `folder`: as of `compare_in_turn`.
+    """Run the sample through the reference with sums in FP32 and with sums as `accumulator` has them.
+
+    Both are compared with the `baseline`, and the outcome is of both.
     """
 
     def opener(name: Accumulator) -> Opener:
-        return lambda: adding(open_reference(run, "exact", device), name)
+        return lambda: adding(open_reference(run, "exact", workplace.device), name)
 
     runtimes = {f"reference-{name}": opener(name) for name in dict.fromkeys(["fp32", accumulator])}
     besides = {BASELINE: baseline} if baseline else {}
-    found = compare_in_turn(taken.evaluation, besides | runtimes, vocabulary(run.model), folder, report)
+    openers, count = besides | runtimes, vocabulary(run.model)
+    found = compare_in_turn(taken.evaluation, openers, count, workplace.folder, workplace.report)
     of = {
         name: accuracy.model_copy(update={"tokens": taken.tokens})
         for name, accuracy in found.accuracy.runtimes.items()

@@ -25,7 +25,7 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.undo import scratch
-from .divergence import Against, Found, joined, measure
+from .divergence import Against, Baselines, Found, joined, measure_tokens
 from .document import Accuracy, RuntimeAccuracy
 from .perplexity import Evaluation
 from .stored_logits import Kept
@@ -52,6 +52,15 @@ MEANS = {
 LOGITS_BYTES = 16 << 20
 #: Of the free disk, what the logits of a chunk may take: the disk is others' too, and the numbers stay the same.
 DISK_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The device of a comparison, the folder that keeps its results for a call that goes on, and its reporter."""
+
+    device: str
+    folder: Path
+    report: Reporter
 
 
 @dataclass(frozen=True)
@@ -169,14 +178,14 @@ class Turns:
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
         """Load a runtime, run it over a chunk, and save what is found of it, and its logits to `keep`."""
         forward, against = loading(name, self.openers[name]), self._against(name, part)
-        back = BACK if name == FLOAT32 and against else None
+        baselines = Baselines(against, BACK if name == FLOAT32 and against else None)
         found, row = list[Found](), 0
         with self._kept(name, part).writing() if keep else nullcontext() as write:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
                 some = slice(start, min(start + self.batch, self.parts[part].stop))
                 ids, scored = self.evaluation.ids[some], self.evaluation.scored[some]
                 logits = running(name, forward, ids, some, len(self.evaluation.ids))
-                found.append(measure(logits, scored, ids, row, against, back, write))
+                found.append(measure_tokens(logits, scored, ids, row, baselines, write))
                 row += int(scored.sum())
                 advance(len(ids))
         with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:

@@ -38,20 +38,27 @@ class Against:
     agreement: bool = False
 
 
-def measure(
+@dataclass(frozen=True)
+class Baselines:
+    """The runtimes that another is compared with; `back` names the divergence of the first of them from that one."""
+
+    all: Sequence[Against]
+    back: str | None = None
+
+
+def measure_tokens(
     logits: torch.Tensor,
     scored: npt.NDArray[np.bool_],
     ids: npt.NDArray[np.int64],
     start: int,
-    against: Sequence[Against],
-    back: str | None = None,
+    baselines: Baselines,
     write: Writer | None = None,
 ) -> Found:
     """Measure `logits` [windows, context, vocabulary] at those of the tokens `ids` [windows, context] that are
     `scored`, each by the logits at the position before it.
 
-    `start`: the row of the first of them in what was kept of `against`. `back`: what to call the divergence of the
-    first of these from this runtime. `write`: takes the logits of the scored tokens.
+    `start`: the row of the first of them in the stored logits of the baselines. `write` receives the logits of the
+    scored tokens.
     """
     context, vocabulary = logits.shape[1:]
     windows, positions = np.nonzero(scored)
@@ -64,8 +71,9 @@ def measure(
         some = flat[rows[first : first + size]]
         if write:
             write(some)
-        others = {each: each.kept.read(start + first, start + first + len(some)).to(some.device) for each in against}
-        blocks.append(of_block(some.float(), targets[first : first + size], others, back))
+        stored = slice(start + first, start + first + len(some))
+        others = {each: each.kept.read(stored.start, stored.stop).to(some.device) for each in baselines.all}
+        blocks.append(of_block(some.float(), targets[first : first + size], others, baselines.back))
     return joined(blocks)
 
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...calibrate.measure.attention_interface import attention_of, attention_replaced
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
-from .limits import ONE_HOT_NATS
+from .criteria import ONE_HOT_NATS
 
 #: How classes end that normalize what they read.
 NORM = re.compile(r"norm$", re.IGNORECASE)

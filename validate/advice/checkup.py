@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...core.errors import GateError
 from ...core.files import Strict
-from .limits import Limit
+from .criteria import Criterion, Limit
 
 Verdict = Literal["good", "watch", "bad", "unknown"]
 #: The worst first.
@@ -51,20 +51,25 @@ def verdict_of(value: float, limit: Limit) -> Verdict:
     return "watch" if value > limit.watch else "good"
 
 
+def unknown(criterion: Criterion, why: str, remedy: str | None = None) -> Check:
+    """The entry of a check that has no value, because of `why`."""
+    return Check(check=criterion.check, verdict="unknown", what=criterion.what, said=why, remedy=remedy)
+
+
 def graded(
-    check: str,
-    what: str,
+    criterion: Criterion,
     values: Sequence[tuple[str, float]],
-    limit: Limit,
     said: Callable[[float], str],
     remedy: Callable[[str, float], str],
-    none: str = "nothing to measure",
 ) -> list[Check]:
-    """An entry for each module beyond the limit, the worst first, or one for the worst that is not; `values` are in the
-    order of the model. Without values: unknown, and `none` says why.
+    """An entry for each module beyond the limit, the worst first, or one for the worst module where none is.
+
+    `values`: module and value, in the order of the model; the check is unknown where there are none. `said` puts a
+    value into words, and `remedy` gives the command that helps a module.
     """
     if not values:
-        return [Check(check=check, verdict="unknown", what=what, said=none)]
+        return [unknown(criterion, criterion.nothing)]
+    check, what, limit = criterion.check, criterion.what, criterion.limit
     ranked = sorted(values, key=lambda found: -found[1] if not isnan(found[1]) else float("-inf"))
     beyond = [found for found in ranked if verdict_of(found[1], limit) != "good"]
     entries = [

@@ -1,9 +1,8 @@
 """Find outliers in a run's statistics, ranked, each with a remedy; and the two what-ifs: a history of amax, and other
 text.
 
-Pure functions of the statistics and the chosen scales. Every check compares one number with a limit, and a finding's
-severity is their ratio, so that findings of different kinds can be ranked; the limits are conventions, written here
-once.
+Pure functions of the statistics and the chosen scales. Every check compares one number with a limit (`criteria`), and
+the severity of an outlier is their ratio, so that outliers of different kinds can be ranked.
 """
 
 import math
@@ -19,16 +18,11 @@ from ...core.errors import InputError
 from ...options import Clipping
 from ...quantize.codes.formats import E4M3
 from ...quantize.scales.clip import saturation
-from ...quantize.scales.decisions import GRIDS, Scales, TensorScale, group_of, tensor_scale, unfit
+from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_scale, unfit
 from ...quantize.scales.delayed import largest_jump, measured, saturated_batches
+from . import criteria
+from .criteria import Criterion
 
-#: A channel whose amax exceeds this many times the median channel's is an outlier.
-OUTLIER_RATIO = 10.0
-#: Shares of values that may saturate and underflow, dB that may be lost to the best scale, growth in the last quarter,
-#: jump between batches.
-#: Of values that crowd around zero (what down_proj reads) 6 % underflow at the best scale there is, and a scale at
-#: which a quarter does loses no 0.1 dB.
-MOST_SATURATION, MOST_UNDERFLOW, MOST_DB_LOST, MOST_GROWTH, MOST_JUMP = 1e-3, 0.25, 1.0, 1.1, 10.0
 #: What `{wide}` in a remedy stands for, by the last part of the tensor's name: --skip matches modules, and a cache
 #: tensor is none.
 WIDE = {
@@ -41,8 +35,8 @@ BEFORE_FP8 = "in BF16; before it goes into FP8: "
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that stands out: `value` of `what` at `tensor`; `severity` is the value over its limit."""
+class Outlier:
+    """A value beyond its limit: `value` of `what` at `tensor`; `severity` is the value over the limit."""
 
     tensor: str
     what: str
@@ -97,14 +91,14 @@ def prospective_scales(statistics: Statistics, scales: Scales, clipping: Clippin
 
 
 def outlier_channels(amax_channels: npt.NDArray[np.float32]) -> tuple[int, float]:
-    """Count the channels that exceed `OUTLIER_RATIO` times the median channel's amax, and the largest ratio; the median
+    """Count the channels that exceed ten times the median channel's amax, and the largest ratio; the median
     is over channels that are not zero.
     """
     finite = amax_channels[np.isfinite(amax_channels) & (amax_channels > 0)]
     if not len(finite):
         return 0, 1.0
     ratios = finite / np.median(finite)
-    return int((ratios > OUTLIER_RATIO).sum()), float(ratios.max())
+    return int((ratios > criteria.OUTLIER_CHANNELS.limit.watch).sum()), float(ratios.max())
 
 
 def converged_after(amax_batches: npt.NDArray[np.float32]) -> float:
@@ -124,76 +118,61 @@ def late_growth(amax_batches: npt.NDArray[np.float32]) -> float:
     return float(amax.max() / early) if len(amax) >= 4 and early > 0 else 1.0
 
 
-def _saturation(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    return scale.saturation, MOST_SATURATION, "clip less: --method amax, or --margin 1"
-
-
-def _underflow(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
-    return (
-        scale.underflow,
-        MOST_UNDERFLOW,
-        "a smaller --margin" if beyond else "a few huge values set its scale: {wide}",
-    )
-
-
-def _db_lost(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
+def _db_lost(scale: TensorScale) -> float:
+    """dB below the scale of least squared error, as they were measured when the scale was chosen."""
     if scale.sqnr_db is None:
-        return 0.0, MOST_DB_LOST, ""
-    best = math.inf if scale.sqnr_best_db is None else scale.sqnr_best_db
-    return best - scale.sqnr_db, MOST_DB_LOST, "--method mse finds the best scale there is"
+        return 0.0
+    return (math.inf if scale.sqnr_best_db is None else scale.sqnr_best_db) - scale.sqnr_db
 
 
-def _outliers(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    return outlier_channels(tensor.amax_channels)[1], OUTLIER_RATIO, "harmless while little underflows; else {wide}"
+def _rounds_to_zero(scale: TensorScale) -> str:
+    beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
+    return "a smaller --margin" if beyond else "a few huge values set its scale: {wide}"
 
 
-def _growth(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    return late_growth(tensor.amax_batches), MOST_GROWTH, "not enough data: more --samples, or --margin 1"
-
-
-def _jump(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float, str]:
-    return (
-        largest_jump(tensor.amax_batches),
-        MOST_JUMP,
-        "rare huge values: calibrate on more text like it, and do not serve it with delayed scaling",
-    )
-
-
-CHECKS: dict[str, Callable[[TensorStatistics, TensorScale], tuple[float, float, str]]] = {
-    "share of values that saturate": _saturation,
-    "share of values that underflow": _underflow,
-    "dB below the best scale": _db_lost,
-    "largest channel over the median": _outliers,
-    "amax over that of the first three quarters": _growth,
-    "amax over the batch before's": _jump,
+#: Check -> its value for a tensor, and its remedy.
+CHECKS: dict[Criterion, tuple[Callable[[TensorStatistics, TensorScale], float], Callable[[TensorScale], str]]] = {
+    criteria.SATURATION: (
+        lambda tensor, scale: scale.saturation,
+        lambda scale: "clip less: --method amax, or --margin 1",
+    ),
+    criteria.UNDERFLOW: (lambda tensor, scale: scale.underflow, _rounds_to_zero),
+    criteria.DB_LOST: (
+        lambda tensor, scale: _db_lost(scale),
+        lambda scale: "--method mse finds the best scale there is",
+    ),
+    criteria.OUTLIER_CHANNELS: (
+        lambda tensor, scale: outlier_channels(tensor.amax_channels)[1],
+        lambda scale: "harmless while little underflows; else {wide}",
+    ),
+    criteria.AMAX_GROWTH: (
+        lambda tensor, scale: late_growth(tensor.amax_batches),
+        lambda scale: "not enough data: more --samples, or --margin 1",
+    ),
+    criteria.AMAX_JUMPS: (
+        lambda tensor, scale: largest_jump(tensor.amax_batches),
+        lambda scale: "rare huge values: calibrate on more text like it, and do not serve it with delayed scaling",
+    ),
 }
 
 
 def findings(
     statistics: Statistics, scales: Scales, prospective: Mapping[str, TensorScale] = MappingProxyType({})
-) -> list[Finding]:
+) -> list[Outlier]:
     """Everything beyond its limit in the tensors that have a scale, and in those of the cache that have a `prospective`
     one, the worst first. Raises InputError for a scale of a tensor that was not measured.
     """
-    found = []
+    outliers = []
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
-        wide = WIDE[name.rpartition(".")[2]]
+        wide, prefix = WIDE[name.rpartition(".")[2]], BEFORE_FP8 if name in prospective else ""
         if name not in statistics.tensors:
             raise unmeasured(name)
-        for what, check in CHECKS.items():
-            value, limit, remedy = check(statistics.tensors[name], scale)
+        for criterion, (value_of, remedy_of) in CHECKS.items():
+            value, limit = value_of(statistics.tensors[name], scale), criterion.limit.watch
             if value > limit:
-                found.append(
-                    Finding(
-                        name,
-                        what,
-                        value,
-                        value / limit,
-                        f"{BEFORE_FP8 if name in prospective else ''}{remedy.format(wide=wide)}",
-                    )
-                )
-    return sorted(found, key=lambda finding: -finding.severity)
+                remedy = prefix + remedy_of(scale).format(wide=wide)
+                outliers.append(Outlier(name, criterion.what, value, value / limit, remedy))
+    return sorted(outliers, key=lambda outlier: -outlier.severity)
 
 
 def unmeasured(tensor: str) -> InputError:
@@ -208,7 +187,7 @@ def delayed_rows(statistics: Statistics, scales: Scales, clipping: Clipping) -> 
     """Simulate delayed scaling of every tensor, on the grid it has in `scales` (E4M3 where it has none): those that
     saturate most often first.
     """
-    grids = {name: GRIDS[scale.terms] for name, scale in chosen_scales(scales, statistics.record.groups).items()}
+    grids = {name: scale.grid for name, scale in chosen_scales(scales, statistics.record.groups).items()}
     rows = []
     for name, tensor in statistics.tensors.items():
         saturated = saturated_batches(tensor.amax_batches, grids.get(name, E4M3), clipping)
@@ -232,7 +211,7 @@ def jumps(rows: list[DelayedRow]) -> list[str]:
             "batches before saturates there"
         )
         for row in rows
-        if row.largest_jump > MOST_JUMP
+        if row.largest_jump > criteria.AMAX_JUMPS.limit.watch
     ]
 
 
@@ -243,7 +222,7 @@ def against_rows(statistics: Statistics, scales: Scales, other: Statistics) -> l
     rows = []
     for name, scale in chosen_scales(scales, statistics.record.groups).items():
         if (tensor := other.tensors.get(name)) is not None:
-            grid = GRIDS[scale.terms]
+            grid = scale.grid
             amax, clip = tensor.histogram.amax, scale.scale * grid.max
             saturated = saturation(tensor.histogram, grid, scale.scale)
             rows.append(AgainstRow(name, clip, amax, amax / clip, saturated, scale.saturation))

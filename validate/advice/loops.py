@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .checkup import Verdict
-from .limits import CHANCE
+from .criteria import CHANCE
 
 #: Prompts, the tokens of each, and the tokens of each answer.
 PROMPTS, PROMPT, ANSWER = 16, 32, 96

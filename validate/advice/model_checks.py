@@ -1,11 +1,13 @@
 """The checks that run the model: what was seen (`activation_watch`, `hidden_states`, `loops`), as verdicts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...core.columns import magnitude, share
-from . import limits
-from .checkup import AtDepth, Check, finite, graded
+from ...quantize.scales.decisions import TensorScale
+from . import criteria
+from .checkup import AtDepth, Check, finite, graded, unknown
 from .remedies import Remedies
 from .scale_checks import Tensor, relative_error
 
@@ -15,23 +17,10 @@ if TYPE_CHECKING:
     from .hidden_states import Parted
     from .loops import Loops
 
-#: The checks of this file, by their names, and what their values are.
-WHAT = {
-    "norm_inputs": "largest magnitude that a norm reads",
-    "attention_logits": "largest attention logit, in nats",
-    "cache_tokens": "a token's amax over the median token's",
-    "product_errors": "relative error of the product by itself",
-    "hidden_states": "relative error of the layer's hidden states, the median token's",
-    "loops": "prompts after which FP8 alone loops",
-}
 
-
-def unknown(why: str, remedy: str) -> list[Check]:
+def not_measured(why: str, remedy: str) -> list[Check]:
     """All checks of this file, where the model cannot be run."""
-    return [
-        Check(check=check, verdict="unknown", what=what, said=f"not measured: {why}", remedy=remedy)
-        for check, what in WHAT.items()
-    ]
+    return [unknown(criterion, f"not measured: {why}", remedy) for criterion in criteria.OF_THE_MODEL]
 
 
 def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
@@ -44,12 +33,12 @@ def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
         return f"{magnitude(value)}{grown}"
 
     def remedy(name: str, value: float) -> str:
-        if not value <= limits.SQUARE_OVERFLOWS:
+        if not value <= criteria.SQUARE_OVERFLOWS:
             return "the float model itself overflows here; check its weights"
         return f"serve it in BF16, not in FP16: {remedies.wide_graph()}"
 
-    limit = limits.NORM_INPUT_FP16 if fp16 else limits.NORM_INPUT
-    return graded("norm_inputs", WHAT["norm_inputs"], values, limit, said, remedy, "the model has no norm of its own")
+    criterion = replace(criteria.NORM_INPUTS, limit=criteria.NORM_INPUTS_FP16) if fp16 else criteria.NORM_INPUTS
+    return graded(criterion, values, said, remedy)
 
 
 def attention_logits(seen: "Seen", cache_parts: str, remedies: Remedies) -> list[Check]:
@@ -59,15 +48,13 @@ def attention_logits(seen: "Seen", cache_parts: str, remedies: Remedies) -> list
 
     def said(value: float) -> str:
         rows = seen.hot[hot[value]]
-        leads = f"a lead of {limits.ONE_HOT_NATS} makes a row of the softmax one-hot in FP32"
+        leads = f"a lead of {criteria.ONE_HOT_NATS} makes a row of the softmax one-hot in FP32"
         return f"{magnitude(value)} ({leads}: {share(rows[0] / max(rows[1], 1))} of the rows)"
 
     def remedy(name: str, value: float) -> str:
         return remedies.wide(f"{name}.k") if "k" in cache_parts else remedies.two(f"{name}.*")
 
-    what = WHAT["attention_logits"]
-    none = "its attention does not go through transformers' interface"
-    return graded("attention_logits", what, values, limits.ATTENTION_LOGIT, said, remedy, none)
+    return graded(criteria.ATTENTION_LOGITS, values, said, remedy)
 
 
 def cache_tokens(seen: "Seen", cached: Sequence[str], named: Callable[[int], str], remedies: Remedies) -> list[Check]:
@@ -81,15 +68,12 @@ def cache_tokens(seen: "Seen", cached: Sequence[str], named: Callable[[int], str
         return f"{token.ratio:.3g} times, position {token.position:,}, {named(token.token)}"
 
     checks = graded(
-        "cache_tokens",
-        WHAT["cache_tokens"],
+        criteria.CACHE_TOKENS,
         [(tensor, token.ratio) for tensor, token in found.items()],
-        limits.OUTLIER_TOKEN,
         magnitude,
         lambda tensor, value: (
             remedies.wide(tensor) if tensor in cached else f"leave it in BF16: {remedies.wide(tensor)}"
         ),
-        "nothing was written to a cache",
     )
     return [
         each
@@ -104,17 +88,14 @@ def cache_tokens(seen: "Seen", cached: Sequence[str], named: Callable[[int], str
     ]
 
 
-def product_errors(parted: "Parted", terms: Mapping[str, int], remedies: Remedies) -> list[Check]:
+def product_errors(parted: "Parted", inputs: Mapping[str, TensorScale], remedies: Remedies) -> list[Check]:
     """The error that each product makes by itself."""
     values = [(name, parted.products[name].relative) for name in parted.products]
     return graded(
-        "product_errors",
-        WHAT["product_errors"],
+        criteria.PRODUCT_ERRORS,
         values,
-        limits.PRODUCT_ERROR,
         share,
-        lambda name, value: remedies.better(name, terms[name]),
-        "no product runs in FP8",
+        lambda name, value: remedies.better(name, inputs[name]),
     )
 
 
@@ -125,11 +106,10 @@ def hidden_states(
 
     `layers` None: the model is no chain of layers.
     """
-    what = WHAT["hidden_states"]
     if layers is None:
-        return [Check(check="hidden_states", verdict="unknown", what=what, said="the model is no chain of layers")]
+        return [unknown(criteria.HIDDEN_STATES, criteria.HIDDEN_STATES.nothing)]
     values = [(index, parted.error(index)) for index in sorted(parted.errors)]
-    apart = next((found for found in values if not found[1] <= limits.HIDDEN_ERROR.watch), None)
+    apart = next((found for found in values if not found[1] <= criteria.HIDDEN_STATES.limit.watch), None)
     layer, error = apart or max(values, key=lambda found: found[1])
     cosine = parted.cosine(layer)
     own = _own_errors(parted, tensors)
@@ -138,10 +118,8 @@ def hidden_states(
     module = f"{layers.prefix}.{layer}"
     worst = max((value for _, value in values), key=lambda value: (value != value, value))
     (check,) = graded(
-        "hidden_states",
-        what,
+        criteria.HIDDEN_STATES,
         [(module, worst)],
-        limits.HIDDEN_ERROR,
         lambda value: f"{share(error)}, cosine {cosine:.4f}{_further(layer, error, worst)}",
         lambda name, value: remedies.better(culprit) if culprit else remedies.tune(),
     )
@@ -163,12 +141,12 @@ def _own_errors(parted: "Parted", tensors: Sequence[Tensor]) -> dict[str, float]
 def loops(found: "Loops | None", remedies: Remedies) -> Check:
     """Tell whether FP8 falls into loops where BF16 does not; None where prompts and answers do not fit the model."""
     if found is None:
-        return Check(check="loops", verdict="unknown", what=WHAT["loops"], said="the model has too few positions")
+        return unknown(criteria.LOOPS, criteria.LOOPS.nothing)
     return Check(
-        check="loops",
+        check=criteria.LOOPS.check,
         verdict=found.verdict,
         value=float(found.fp8),
-        what=WHAT["loops"],
+        what=criteria.LOOPS.what,
         said=f"{found.fp8} of {found.prompts}; BF16 alone after {found.bf16}, both after {found.both}",
         remedy=None if found.verdict == "good" else remedies.tune(),
     )

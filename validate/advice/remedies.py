@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from shlex import quote
 
+from ...quantize.scales.decisions import TensorScale
+
 
 @dataclass(frozen=True)
 class Remedies:
@@ -34,9 +36,13 @@ class Remedies:
             return self.scales("--kv-cache", "off")
         return self.scales(*_repeated("--skip", (*self.skip, tensor)))
 
-    def better(self, tensor: str, terms: int = 1) -> str:
-        """The next better form of a tensor: two terms for one, BF16 for two; a cache has no two terms."""
-        return self.wide(tensor) if terms == 2 or tensor.endswith((".k", ".v")) else self.two(tensor)
+    def better(self, tensor: str, scale: TensorScale | None = None) -> str:
+        """The next better form of a tensor with this `scale` (None: of one term): two terms for one, BF16 for two.
+
+        A cache has no two terms.
+        """
+        exact = scale is not None and scale.grid.by_value
+        return self.wide(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
 
     def again(self) -> str:
         """Choose all scales as they were chosen, where the files are not what that gives."""

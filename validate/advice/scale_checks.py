@@ -19,9 +19,9 @@ from ...options import Clipping
 from ...quantize.codes.formats import E4M3, Grid
 from ...quantize.reading.run_checkpoint import stored_arrays
 from ...quantize.scales.clip import clip_mse, lost_share, saturation, scale_of, sqnr_db, underflow
-from ...quantize.scales.decisions import GRIDS, Scales, TensorScale, group_of
+from ...quantize.scales.decisions import Scales, TensorScale, group_of
 from ...quantize.scales.delayed import largest_jump, measured
-from . import limits
+from . import criteria
 from .checkup import Check, graded
 from .findings import unmeasured
 from .remedies import Remedies
@@ -42,7 +42,7 @@ class Tensor:
     @property
     def grid(self) -> Grid:
         """The format of its values."""
-        return GRIDS[self.chosen.terms]
+        return self.chosen.grid
 
     @property
     def clips(self) -> bool:
@@ -111,20 +111,12 @@ def _narrow(tensors: Sequence[Tensor], remedies: Remedies) -> Callable[[str, flo
 
 def _saturation(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
     values = [(tensor.name, saturation(tensor.histogram, tensor.grid, tensor.scale)) for tensor in tensors]
-    return graded(
-        "saturation", "share of values beyond the clip", values, limits.SATURATION, share, _narrow(tensors, remedies)
-    )
+    return graded(criteria.SATURATION, values, share, _narrow(tensors, remedies))
 
 
 def _fit(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
-    return graded(
-        "scale",
-        "dB of signal to noise below the best scale",
-        [(tensor.name, db_lost(tensor)) for tensor in tensors],
-        limits.DB_LOST,
-        lambda value: f"{value:.1f} dB",
-        _narrow(tensors, remedies),
-    )
+    values = [(tensor.name, db_lost(tensor)) for tensor in tensors]
+    return graded(criteria.DB_LOST, values, lambda value: f"{value:.1f} dB", _narrow(tensors, remedies))
 
 
 def db_lost(tensor: Tensor) -> float:
@@ -148,10 +140,10 @@ def _underflow(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
         tensor = by_name[name]
         if tensor.scale * tensor.grid.max > 2 * tensor.histogram.amax:  # by more than rounding to a power of two
             return remedies.scales("--margin", "0")
-        return f"a few huge values set its scale; {remedies.better(name, tensor.chosen.terms)}"
+        return f"a few huge values set its scale; {remedies.better(name, tensor.chosen)}"
 
     values = [(tensor.name, underflow(tensor.histogram, tensor.grid, tensor.scale)) for tensor in tensors]
-    return graded("underflow", "share of non-zero values that become zero", values, limits.UNDERFLOW, share, remedy)
+    return graded(criteria.UNDERFLOW, values, share, remedy)
 
 
 def _inverse(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> list[Check]:
@@ -164,10 +156,8 @@ def _inverse(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> l
         largest[name] = max(scale, largest.get(name, 0.0))
     values = sorted(largest.items(), key=lambda named: in_order(named[0]))
     checks = graded(
-        "inverse_scale",
-        "1 / scale",
+        criteria.INVERSE_SCALE,
         values,
-        limits.SCALE,
         lambda scale: f"{1 / scale:.3g}",
         lambda name, scale: f"its values reach {magnitude(scale * E4M3.max)}; {remedies.wide(name)}",
     )
@@ -179,11 +169,8 @@ def _jumps(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
         (tensor.name, largest_jump(tensor.amax_batches)) for tensor in tensors if len(measured(tensor.amax_batches)) > 1
     ]
     return graded(
-        "amax_jumps",
-        "amax over the batch before's",
+        criteria.AMAX_JUMPS,
         values,
-        limits.JUMP,
         lambda value: f"{value:.3g}-fold",
         lambda name, value: remedies.more_text(),
-        none="the calibration text was one batch; two are needed",
     )

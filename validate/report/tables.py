@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.columns import Column, Table, count, decibels, duration, increase, magnitude, nats, share, size
 from ...export.engine.info import listed
-from ..advice.findings import AgainstRow, DelayedRow, Finding
+from ..advice.findings import AgainstRow, DelayedRow, Outlier
 from .curves import LEAST_WINDOWS
 from .rows import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 
@@ -65,13 +65,13 @@ def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
     )
 
 
-def finding_table(rows: Sequence[Finding]) -> Table[Finding]:
+def outlier_table(rows: Sequence[Outlier]) -> Table[Outlier]:
     """Tabulate the findings, the worst first."""
     columns = (
-        Column[Finding]("tensor", lambda row: row.tensor, numeric=False),
-        Column[Finding]("what", lambda row: row.what, numeric=False),
-        Column[Finding]("value", lambda row: row.value, magnitude),
-        Column[Finding]("what to do", lambda row: row.remedy, numeric=False),
+        Column[Outlier]("tensor", lambda row: row.tensor, numeric=False),
+        Column[Outlier]("what", lambda row: row.what, numeric=False),
+        Column[Outlier]("value", lambda row: row.value, magnitude),
+        Column[Outlier]("what to do", lambda row: row.remedy, numeric=False),
     )
     return Table("What stands out", rows, columns, "Nothing: every number is within its limit.")
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from fp8q.export.graph.trace import trace
-from fp8q.export.modules.attention import plain_attention
+from fp8q.export.modules.attention import Scoring, plain_attention
 from fp8q.export.modules.graph_model import GraphPlan, QuantizedAttention
 from fp8q.export.onnx_file.names import module_of, product_of
 from fp8q.quantize.reference.attention import attention_on_codes
@@ -55,7 +55,7 @@ def test_capped_logits_are_capped_before_they_are_masked() -> None:
     k, v = (np.repeat(x.double().numpy(), 2, 1) for x in (key, value))
     scores = query.double().numpy() @ k.swapaxes(2, 3) * 0.25
     expected = softmax(np.tanh(scores / 0.5) * 0.5, allowed.numpy()) @ v
-    np.testing.assert_allclose(plain_attention(query, key, value, allowed, 0.25, 0.5), expected, atol=1e-6)
+    np.testing.assert_allclose(plain_attention(query, key, value, Scoring(allowed, 0.25, 0.5)), expected, atol=1e-6)
     assert np.abs(softmax(scores, allowed.numpy()) @ v - expected).max() > 0.1
 
 

@@ -1,7 +1,7 @@
 """What is seen of the float model, held against what transformers itself computes, and of tensors made by hand."""
 
 from math import log
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from fp8q.calibrate.model.classes import new_model
 from fp8q.calibrate.model.decoder import Layers
 from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.validate.advice import model_checks
 from fp8q.validate.advice.activation_watch import Seen, Watcher, logits_of, one_hot
 from fp8q.validate.advice.hidden_states import Parted, Sums, float_product, fp8_product
@@ -205,8 +206,13 @@ def test_hidden_states_that_are_no_numbers_are_bad() -> None:
     assert (found.verdict, found.module, found.value) == ("bad", "h.1", None)
 
 
+def scale_in(terms: Literal[1, 2]) -> TensorScale:
+    return TensorScale(method="amax", amax=1, clip=1, scale=1, terms=terms, saturation=0, underflow=0, sqnr_db=None)
+
+
 def test_each_product_answers_for_its_own_error() -> None:
-    found = model_checks.product_errors(parted(0.01, 0.1, 0.2), {"h.1.up": 1, "h.2.up": 2}, REMEDIES)
+    inputs = {"h.1.up": scale_in(1), "h.2.up": scale_in(2)}
+    found = model_checks.product_errors(parted(0.01, 0.1, 0.2), inputs, REMEDIES)
     assert [(each.verdict, each.module) for each in found] == [("bad", "h.2.up"), ("watch", "h.1.up")]
     assert found[0].remedy == "`fp8q scales RUN --skip h.2.up`"
     assert found[1].remedy == "`fp8q scales RUN --two-terms h.1.up`"

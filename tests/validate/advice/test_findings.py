@@ -85,16 +85,16 @@ def test_findings_are_ranked_by_how_far_they_lie_beyond_their_limit() -> None:
         ("rare.input", "amax over that of the first three quarters", 224.0, 203.64),
         ("rare.input", "largest channel over the median", 224.0, 22.4),
         ("rare.input", "amax over the batch before's", 224.0, 22.4),
-        ("rare.input", "share of values that underflow", 0.75, 3.0),
+        ("rare.input", "share of non-zero values that become zero", 0.75, 3.0),
     ]
 
 
 def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
     measured = statistics(calm=CALM)
     found = {finding.what: finding for finding in findings(measured, chosen(measured, Clipping(margin=-1)))}
-    saturated = found["share of values that saturate"]
+    saturated = found["share of values beyond the clip"]
     assert (saturated.value, saturated.remedy) == (0.25, "clip less: --method amax, or --margin 1")
-    assert found["dB below the best scale"].remedy == "--method mse finds the best scale there is"
+    assert found["dB of signal to noise below the best scale"].remedy == "--method mse finds the best scale there is"
 
 
 #: Of 100 values 6 round to zero at the scale of its amax, as of what `down_proj` reads in the demo; its other values
@@ -113,11 +113,11 @@ def test_underflow_that_no_other_scale_takes_off_is_not_mentioned(clipping: Clip
 def test_underflow_is_told_with_what_takes_it_off() -> None:
     measured = statistics(rare=RARE, crowded=CROWDED)
     found = findings(measured, chosen(measured, Clipping(margin=10)))
-    assert {finding.tensor: finding.remedy for finding in found if "underflow" in finding.what} == dict.fromkeys(
+    assert {finding.tensor: finding.remedy for finding in found if "become zero" in finding.what} == dict.fromkeys(
         ("rare.input", "crowded.input"), "a smaller --margin"
     )
     found = findings(measured, chosen(measured))
-    assert {finding.tensor: finding.remedy for finding in found if "underflow" in finding.what} == {
+    assert {finding.tensor: finding.remedy for finding in found if "become zero" in finding.what} == {
         "rare.input": "a few huge values set its scale: keep it in BF16 with --skip"
     }
 

@@ -7,7 +7,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.options import Clipping
 from fp8q.quantize.scales.decisions import Scales, WeightScales, tensor_scale
 from fp8q.validate.advice.checkup import Check, graded, ranked, verdict_of
-from fp8q.validate.advice.limits import Limit
+from fp8q.validate.advice.criteria import Criterion, Limit
 from fp8q.validate.advice.remedies import Remedies
 from fp8q.validate.advice.scale_checks import Tensor, in_order, stored_checks
 
@@ -15,6 +15,7 @@ REMEDIES = Remedies("RUN", "a model", "text.txt", 64, two_terms=("a.*",), skip=(
 NONE = Scales(weights={}, activations={}, skipped={})
 NORMAL = np.abs(np.random.default_rng(5).normal(size=20_000)).astype(np.float32)
 BATCHES = np.array([3, 4, 4, 4], np.float32)
+CRITERION = Criterion("check", "what", Limit(1.0, 2.0), "why")
 
 
 def tensor(
@@ -50,15 +51,15 @@ def test_a_value_is_good_up_to_the_limit_and_no_number_is_bad() -> None:
 
 def test_every_module_beyond_the_limit_has_an_entry_and_the_first_tells_all_by_depth() -> None:
     values = [("a", 0.5), ("b", 9.0), ("c", float("nan")), ("d", 1.5)]
-    entries = graded("check", "what", values, Limit(1.0, 2.0), str, lambda name, value: f"mend {name}")
+    entries = graded(CRITERION, values, str, lambda name, value: f"mend {name}")
     assert [(each.verdict, each.module, each.value) for each in entries] == [
         ("bad", "c", None), ("bad", "b", 9.0), ("watch", "d", 1.5),
     ]  # fmt: skip
     assert [(at.module, at.value) for at in entries[0].by_depth] == [("a", 0.5), ("b", 9.0), ("c", None), ("d", 1.5)]
     assert entries[1].by_depth == []
-    (good,) = graded("check", "what", values[:1], Limit(1.0, 2.0), str, lambda name, value: "nothing")
+    (good,) = graded(CRITERION, values[:1], str, lambda name, value: "nothing")
     assert (good.verdict, good.module, good.remedy) == ("good", "a", None)
-    (unknown,) = graded("check", "what", [], Limit(1.0, 2.0), str, lambda name, value: "nothing", none="why")
+    (unknown,) = graded(CRITERION, [], str, lambda name, value: "nothing")
     assert (unknown.verdict, unknown.said) == ("unknown", "why")
 
 
