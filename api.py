@@ -36,8 +36,8 @@ from .options import (
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.scales.decisions import load_scales, tensor_scale
-from .serve.local.generation import answer
-from .serve.loop.request import Completion
+from .serve.local.generation import answer_request
+from .serve.loop.request import GeneratedAnswer
 from .stages import bench as bench_stage
 from .stages import build_engine as build_engine_stage
 from .stages import generate as generate_stage
@@ -271,12 +271,14 @@ def generate(
     prompt: str,
     options: GenerateOptions = GenerateOptions(),
     told: Callable[[str], None] = lambda _: None,
-) -> Completion:
+) -> GeneratedAnswer:
     """Go on from `prompt` with the FP8 model of the run at `path`, or another that `options.runtime` names; `told` is
     called with each piece of the text as it comes.
     """
     request = generate_stage.asked(prompt, options)
-    return answer(generate_stage.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told)
+    return answer_request(
+        generate_stage.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told
+    )
 
 
 def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_stage.Chat:
@@ -286,7 +288,7 @@ def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_s
 
 def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generate_stage.Comparison:
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
-    return generate_stage.compare(open_run(path), prompt, options)
+    return generate_stage.compare_answers(open_run(path), prompt, options)
 
 
 def serve(

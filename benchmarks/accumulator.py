@@ -39,7 +39,7 @@ from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.adder_cost import adding
-from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, vocabulary
 
@@ -58,14 +58,14 @@ def model(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
         source = open_source(texts.directory)
         tokens = cut(load_tokens(run, run.evaluation), evaluation.name, context, context)
         wide = {dtype: float_model(source, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)}
-        own, _ = compare(
+        own, _ = compare_runtimes(
             tokens, {BASELINE: wide[torch.float32], OWN: wide[torch.bfloat16]}, vocabulary(run.model), SILENT
         )
         found: dict[str, Any] = {OWN: own.runtimes[OWN].kl_mean_nats}
         for terms in get_args(Terms):
             scales(run.root, RescaleOptions(activation_terms=terms))
             runtimes = {BASELINE: wide[torch.float32], **sums(run)}
-            accuracy, _ = compare(tokens, runtimes, vocabulary(run.model), SILENT)
+            accuracy, _ = compare_runtimes(tokens, runtimes, vocabulary(run.model), SILENT)
             found[str(terms)] = {
                 name.removeprefix("reference-"): {"kl_nats": each.kl_mean_nats, "kl_sums_nats": each.kl_sums_nats}
                 for name, each in accuracy.runtimes.items()

@@ -47,7 +47,7 @@ from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model, reference, session, vocabulary
 
@@ -132,7 +132,7 @@ def compressor(python: str, directory: str, windows: np.ndarray, folder: Path) -
 
 def kl(evaluation: Evaluation, exact: Forward, found: dict[str, Forward], size: int) -> dict[str, float]:
     """Mean KL(FP32 || each) in nats × 10⁶."""
-    accuracy, _ = compare(evaluation, {"bf16": exact, **found}, size, SILENT)
+    accuracy, _ = compare_runtimes(evaluation, {"bf16": exact, **found}, size, SILENT)
     means = {name: accuracy.runtimes[name].kl_mean_nats for name in found}
     return {name: round(1e6 * mean, 2) for name, mean in means.items() if mean is not None}
 

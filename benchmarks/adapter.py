@@ -34,7 +34,7 @@ from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
 
@@ -127,7 +127,7 @@ def measure(model: ModelTexts, windows: int, context: int) -> Mapping[str, Any]:
             "base, scales that serve the adapter": fp8(runs["beside"]),
         }
         size = base.text_config.vocab_size
-        found = [compare(evaluation, runtimes, size, SILENT)[0].runtimes for runtimes in (of_adapter, of_base)]
+        found = [compare_runtimes(evaluation, runtimes, size, SILENT)[0].runtimes for runtimes in (of_adapter, of_base)]
     kl = {name: runtime.kl_mean_nats for each in found for name, runtime in each.items() if name != "bf16"}
     return {
         "perplexity": {"adapter": found[0]["bf16"].perplexity, "base": found[1]["bf16"].perplexity},

@@ -40,7 +40,7 @@ from fp8q.quantize.scales.decisions import SMALLEST_SCALE, group_of, tensor_scal
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 OUTLIER, OUTLIER_CHANNELS = 64.0, 4
@@ -220,7 +220,7 @@ def evaluate(
 
         return run
 
-    accuracy, _ = compare(
+    accuracy, _ = compare_runtimes(
         evaluation, {"bf16": logits} | {name: forward(choice) for name, choice in CHOICES.items()}, vocabulary, SILENT
     )
     return {

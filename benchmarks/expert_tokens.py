@@ -45,7 +45,7 @@ from fp8q.quantize.scales.policy import select
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -172,7 +172,7 @@ def by_model(
     """KL(BF16 || FP8) in nats under each of `choices` of the amaxes of experts' last products."""
     runtimes: dict[str, Forward] = {"bf16": lambda ids: logits_of(reference.model, ids)}
     runtimes |= {name: reference.forward(amaxes) for name, amaxes in choices.items()}
-    accuracy, _ = compare(evaluation, runtimes, vocabulary, SILENT)
+    accuracy, _ = compare_runtimes(evaluation, runtimes, vocabulary, SILENT)
     return {name: accuracy.runtimes[name].kl_mean_nats or 0.0 for name in choices}
 
 

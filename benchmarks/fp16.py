@@ -25,7 +25,7 @@ from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary
 
@@ -67,7 +67,7 @@ def measure(model: ModelTexts, windows: int, context: int) -> dict[str, dict[str
         runtimes = {f"{row}: {column}": (row, column, forward) for row, column, forward in forwards(run)}
         named: dict[str, Forward] = {name: forward for name, (*_, forward) in runtimes.items()}
         named[BASELINE] = float_model(source_of(run), torch.float32, "cpu")
-        accuracy, _ = compare(evaluation, named, vocabulary(run.model), SILENT)
+        accuracy, _ = compare_runtimes(evaluation, named, vocabulary(run.model), SILENT)
     for name, (row, column, _) in runtimes.items():
         mean = accuracy.runtimes[name].kl_mean_nats
         assert mean is not None, "it is compared with FP32"

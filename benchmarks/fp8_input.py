@@ -33,7 +33,7 @@ from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
 
@@ -97,7 +97,9 @@ def losses(source: Source, model: ModelTexts, folder: Path, windows: int, contex
         "fp8": lambda ids: fp8(input_ids=torch.from_numpy(ids)).logits,
         "weights": float_model(sources.opened(str(run.model)), torch.float32, "cpu"),
     }
-    found, _ = compare(cut(tokens, model.eval_data, context, context), runtimes, source.text_config.vocab_size, SILENT)
+    found, _ = compare_runtimes(
+        cut(tokens, model.eval_data, context, context), runtimes, source.text_config.vocab_size, SILENT
+    )
     kl = {name: found.runtimes[name].kl_mean_nats or 0.0 for name in ("fp8", "weights")}
     least = [weight.sqnr_db for weight in load_scales(run).weights.values() if weight.sqnr_db is not None]
     return {

@@ -38,7 +38,7 @@ from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import cut
 
 #: Row -> which parts of the cache are codes, and whether keys are stored less their channels' means.
@@ -163,7 +163,7 @@ def benchmark(model: ModelTexts, options: argparse.Namespace) -> dict[str, float
             | {name: forward(original, *how) for name, how in CACHES.items()}
             | {PRODUCTS: forward(reference, "", False)}
         )
-        accuracy, _ = compare(evaluation, runtimes, source.text_config.vocab_size, SILENT)
+        accuracy, _ = compare_runtimes(evaluation, runtimes, source.text_config.vocab_size, SILENT)
     return {
         name: round(1e6 * found.kl_mean_nats, 2)
         for name, found in accuracy.runtimes.items()

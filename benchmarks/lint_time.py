@@ -1,4 +1,4 @@
-"""How long `lint` takes on graphs of up to 10,000 products, beside what onnx itself takes for them: at most 10 s.
+"""How long `lint_file` takes on graphs of up to 10,000 products, beside what onnx itself takes for them: at most 10 s.
 
     python benchmarks/lint_time.py [--products 1000 3000 10000]
 
@@ -24,7 +24,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 from result import arguments, described, publish
 
-from fp8q.export.lint.check import lint
+from fp8q.export.lint.check import lint_file
 
 Array = npt.NDArray[np.generic]
 #: The file of a graph, and what is promised of it.
@@ -158,8 +158,8 @@ def measured(kind: str, products: int) -> dict[str, object]:
             "graph": kind,
             "products": products,
             "file_bytes": path.stat().st_size,
-            "findings": len(lint(path, promised, scales)),
-            "lint_seconds": seconds(lambda: lint(path, promised, scales)),
+            "findings": len(lint_file(path, promised, scales)),
+            "lint_seconds": seconds(lambda: lint_file(path, promised, scales)),
             "onnx_load_seconds": seconds(lambda: onnx.load(path, load_external_data=False)),
             "onnx_load_and_checker_seconds": seconds(lambda: checked(path)),
         }

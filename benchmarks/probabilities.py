@@ -25,7 +25,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.formats import TWO_TERMS
 from fp8q.quantize.scales.decisions import PROBABILITY_SCALES
-from fp8q.validate.accuracy.compare import BASELINE, Forward, compare
+from fp8q.validate.accuracy.compare import BASELINE, Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import cut
 
 #: The least probability that two terms hold to eight significant bits.
@@ -118,7 +118,7 @@ def measure(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
         return forward
 
     forwards = {BASELINE: rounded(None)} | {name: rounded(each) for name, each in ROUNDINGS.items()}
-    accuracy, _ = compare(evaluation, forwards, model.config.vocab_size, SILENT)
+    accuracy, _ = compare_runtimes(evaluation, forwards, model.config.vocab_size, SILENT)
     sums, runtimes = attention.sums, accuracy.runtimes
     return {
         "context": context,

@@ -29,7 +29,7 @@ from fp8q.stages.other_text import evaluation
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune_candidates import batches_of
 from fp8q.validate.accuracy.runtimes import float_model
-from fp8q.validate.tuning.joint import measure
+from fp8q.validate.tuning.joint import measure_mixes
 
 #: Of the mix's KL on the evaluation text over the default's, and of the prediction over the windows held out.
 LIMITS = {"kl_over_default": 1 / 3, "prediction_off": 0.2}
@@ -49,7 +49,7 @@ def kl_of(run: Run) -> float:
         ).logits
         return logits
 
-    found = measure(lambda ids: exact(ids.numpy()), {"run": forward}, batches_of(text.ids, text.scored), SILENT)
+    found = measure_mixes(lambda ids: exact(ids.numpy()), {"run": forward}, batches_of(text.ids, text.scored), SILENT)
     return found["run"].kl_nats
 
 

@@ -55,7 +55,7 @@ from fp8q.calibrate.model.latent_attention import cache_heads
 from fp8q.calibrate.model.source import meta_model, open_source
 from fp8q.core.run import Run
 from fp8q.export.modules.cache import cache_shapes
-from fp8q.export.modules.graph_model import GraphPlan, prepare
+from fp8q.export.modules.graph_model import GraphPlan, prepare_graph
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
@@ -116,7 +116,7 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
         eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)
         expected = eager(input_ids=ids).logits
         shapes = cache_shapes(model.config.get_text_config())
-        graph, (rows, length) = prepare(model, GraphPlan({}, "", torch.float32)), ids.shape
+        graph, (rows, length) = prepare_graph(model, GraphPlan({}, "", torch.float32)), ids.shape
         positions, capacity = torch.arange(length).expand(rows, -1), length + 8
 
         def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

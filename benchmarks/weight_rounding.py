@@ -56,7 +56,7 @@ from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 LIMIT_DEMO, LIMIT_RATIO = 400.0, 0.95
@@ -245,7 +245,9 @@ def means(
     evaluation: Evaluation, model: PreTrainedModel, forwards: dict[str, Forward], source: Source
 ) -> dict[str, float]:
     """Mean KL(`model` || each) in nats."""
-    accuracy, _ = compare(evaluation, {"bf16": changed(model, {}), **forwards}, source.text_config.vocab_size, SILENT)
+    accuracy, _ = compare_runtimes(
+        evaluation, {"bf16": changed(model, {}), **forwards}, source.text_config.vocab_size, SILENT
+    )
     return {name: kl for name in forwards if (kl := accuracy.runtimes[name].kl_mean_nats) is not None}
 
 

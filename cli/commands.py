@@ -260,7 +260,7 @@ def engine(
     from . import views
 
     found = api.engine(run, target, plan)
-    views.engines(terminal(), found, common.as_json)
+    views.show_engines(terminal(), found, common.as_json)
     check_views(found, options.share)
 
 
@@ -293,9 +293,9 @@ def generate(
     common: Common = Common(),
 ) -> None:
     """Generate text with the FP8 model, as it comes: an answer to one prompt, a conversation, or FP8 beside BF16."""
-    from . import generating
+    from . import answers
 
-    generating.show(terminal(), run, prompt, options, (chat, compare), common.as_json)
+    answers.show_answers(terminal(), run, prompt, options, (chat, compare), common.as_json)
 
 
 @app.command
@@ -304,9 +304,9 @@ def serve(run: RunPath, /, *, options: ServeOptions = ServeOptions(), common: Co
 
     Those who are being answered then are answered first: exit code 0, or the signal's where one was broken off.
     """
-    from . import serving
+    from . import server
 
-    serving.show(terminal(), run, options, common.as_json)
+    server.run_server(terminal(), run, options, common.as_json)
 
 
 @app.command
@@ -384,7 +384,7 @@ def sensitivity(
     from . import views
 
     speak = terminal()
-    views.losses(speak, api.sensitivity(run, options, speak), common.as_json)
+    views.show_losses(speak, api.sensitivity(run, options, speak), common.as_json)
 
 
 @app.command
@@ -396,11 +396,11 @@ def tune(
     """
     from .. import api
     from ..stages.tune import check_met
-    from . import tuning
+    from . import tune_table
 
     speak = terminal()
     found = api.tune(run, options, apply, speak)
-    tuning.show(speak, found, common.as_json)
+    tune_table.show_tuning(speak, found, common.as_json)
     check_met(found)
 
 
@@ -409,14 +409,14 @@ def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions
     """Say which runtimes, GPUs and versions are here, and what each is good for; or look through a RUN for what is
     known to go wrong, with a verdict, a module and a remedy each, and exit code 3 where one is bad.
     """
-    from . import examining
+    from . import checklist
 
     if run is None:
         if given := first_given(options, options.declared()):
             raise InputError(f"{given}: is for a RUN, and none is given; name one, or leave this out")
-        examining.machine(terminal(), common.as_json)
+        checklist.machine(terminal(), common.as_json)
     else:
-        examining.show(terminal(), run, options, common.as_json)
+        checklist.show_checklist(terminal(), run, options, common.as_json)
 
 
 for position, name in enumerate(app):
@@ -436,6 +436,6 @@ def showing(speak: "Terminal", path: Path, common: Common) -> Iterator[None]:
     try:
         yield
     except (GateError, UnfinishedError):
-        views.summary(speak, path, common.as_json)
+        views.show_summary(speak, path, common.as_json)
         raise
-    views.summary(speak, path, common.as_json)
+    views.show_summary(speak, path, common.as_json)

@@ -45,17 +45,17 @@ def fill(arguments: ArgumentCollection, command: str) -> None:
     if asked is None or not asked.tokens:
         return
     file, known = Path(asked.tokens[0].value), dict(entries(arguments))
-    for name, value in read(file).items():
+    for name, value in read_config_table(file).items():
         if name not in known:
             raise InputError(f"{file}: {name}: is no option of `fp8q {command}`; {suggestion(name, known)}")
         found = typed(known[name], value, file)
         if found is None:
-            raise InputError(f"{file}: {name}: must be {wanted(known[name])}, and is {shown(value)}")
+            raise InputError(f"{file}: {name}: must be {wanted(known[name])}, and is {shortened_value(value)}")
         if not known[name].tokens:
             known[name].append(found)
 
 
-def read(file: Path) -> dict[str, Any]:
+def read_config_table(file: Path) -> dict[str, Any]:
     """The table in a TOML file; raises InputError where it is none."""
     try:
         if not file.is_file():
@@ -88,7 +88,7 @@ def wanted(argument: Argument) -> str:
     return (f"{WANTED[inner]}, or an array of such" if kind in (list, tuple) else WANTED[inner]) + text
 
 
-def shown(value: object) -> str:
+def shortened_value(value: object) -> str:
     """A value of a file, cut where it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:60]}…"

@@ -5,7 +5,7 @@ import sys
 import traceback
 
 from ..core.errors import INTERRUPTED, BackendError, Fp8qError, InputError
-from .signals import KEPT, deafen, listen
+from .signals import KEPT, deafen, handle_signals
 
 
 def main() -> None:
@@ -13,10 +13,10 @@ def main() -> None:
 
     Nothing is imported before the signals are: half of a short command's time is imports.
     """
-    listen()
+    handle_signals()
     from . import console, streams
 
-    streams.settle()
+    streams.settle_streams()
     console.tame_warnings()
     code = command()
     deafen()

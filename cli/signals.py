@@ -27,13 +27,13 @@ _start: list[str] = []
 drawing = threading.Event()
 
 
-def listen() -> None:
+def handle_signals() -> None:
     """End the program at each of these signals, but for those that whoever started it wants ignored (`nohup`)."""
     with suppress(OSError):
         _start.append(os.getcwd())
     for number in TOLD:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
+            signal.signal(number, end_process)
 
 
 def deafen() -> None:
@@ -46,7 +46,7 @@ def line(number: int) -> str:
     return f"{TOLD[signal.Signals(number)]}; {KEPT}"
 
 
-def end(number: int, frame: FrameType | None) -> None:
+def end_process(number: int, frame: FrameType | None) -> None:
     """Undo what is open, say why, and end the process; the second time at once."""
     _heard.append(number)
     if len(_heard) == 1:

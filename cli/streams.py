@@ -43,7 +43,7 @@ class Messages(io.FileIO):
         return memoryview(content).nbytes
 
 
-def settle() -> None:
+def settle_streams() -> None:
     """Let this process's standard streams be `Results` and `Messages`, and no file ever be opened in place of a closed
     one.
     """

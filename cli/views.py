@@ -59,7 +59,7 @@ FILES = (
 )
 
 
-def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
+def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
     """Show the run at `path`: tables on a terminal, or one JSON object on one line of standard output.
 
     The work is done, and it stands: what of the run cannot be read now is named in a note, and left out.
@@ -67,7 +67,7 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
     run = Run(path)
     found = rows_of(run, speak)
     if as_json:
-        emit(document(run, found))
+        emit(run_document(run, found))
         return
     tables: dict[str, Callable[[Any], Table[Any]]] = {
         "accuracy": partial(accuracy_table, wide=speak.out.width >= WIDE),
@@ -79,7 +79,7 @@ def summary(speak: "Terminal", path: Path, as_json: bool) -> None:
     for part, made in tables.items():
         table = made(found.get(part, []))
         if table.rows:
-            draw(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
+            draw_table(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
     if there := files(run):
         speak.table("Files", ("path",), [(str(file),) for file in there])
 
@@ -111,7 +111,7 @@ def files(run: Run) -> list[Path]:
     return [run.root / name for name in FILES if (run.root / name).exists()]
 
 
-def document(run: Run, found: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def run_document(run: Run, found: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """The run as one JSON object: paths, numbers of modules, and the rows of every table that was `found`."""
     shown: dict[str, Any] = {"run": str(run.root)}
     if "modules" in found:
@@ -158,16 +158,16 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     tables += [text_table(found.certificate), record_table(found.certificate)]
     for table in (*tables, outlier_table(found.findings)):
         if table.rows:
-            draw(speak, table)
+            draw_table(speak, table)
     speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")
 
 
-def losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:
+def show_losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:
     """Show what `fp8q sensitivity` found: the worst last, where a terminal leaves the eye."""
     if as_json:
         emit(found.model_dump(by_alias=True, mode="json"))
         return
-    draw(speak, loss_table(found.modules[::-1]))
+    draw_table(speak, loss_table(found.modules[::-1]))
 
 
 def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:
@@ -180,8 +180,8 @@ def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:
         f"{its.runtime} {its.version} on {its.device}; answers of {its.tokens:,} tokens, rounds: {its.rounds:,}. "
         f"{its.method}"
     )
-    draw(speak, bench_table(found.rows))
-    draw(speak, capacity_table(found))
+    draw_table(speak, bench_table(found.rows))
+    draw_table(speak, capacity_table(found))
 
 
 def linted(found: "Linted | LintedRun", as_json: bool) -> None:
@@ -214,7 +214,7 @@ def part_lines(part: "Linted") -> list[str]:
     return [*lines, *(["no findings"] if not part.findings else [])]
 
 
-def engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
+def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
     """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and
     wide products.
     """
@@ -289,7 +289,7 @@ def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
 
 
-def draw(speak: "Terminal", table: Table[Any], told: str = "") -> None:
+def draw_table(speak: "Terminal", table: Table[Any], told: str = "") -> None:
     """Draw one table; `told`: what its title says besides."""
     titles = [column.title for column in table.columns]
     numeric = [column.title for column in table.columns if column.numeric]

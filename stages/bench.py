@@ -17,8 +17,8 @@ from ..core.record import library_versions
 from ..core.run import Run
 from ..options import Baseline, BenchOptions, Precision
 from ..quantize.scales.serving_cost import largest_batch
-from ..serve.bench.meter import Held, Meter, open_meter
-from ..serve.bench.rounds import Answers, Contender, measure
+from ..serve.bench.meter import MemoryTaken, Meter, open_meter
+from ..serve.bench.rounds import Answers, Contender, time_contenders
 from ..serve.bench.timing import million_tokens_cost, timing
 from ..serve.loop.cuda import CudaDevice, CudaError
 from ..serve.loop.sessions import SessionError, import_onnxruntime
@@ -182,7 +182,7 @@ def _load_library(runtime: str) -> None:
 
 def _opened(named: Named, runtime: str, meter: Meter) -> Contender:
     name, run, precision = named
-    held = Held(meter)
+    held = MemoryTaken(meter)
     with held.counting():
         session = session_of(run, runtime, precision)
     return Contender(name, session, held)
@@ -272,12 +272,12 @@ def _rows(
         for rows in batches:
             for length in prompts:
                 size = rows, length, options.tokens
-                answers = measure(contenders, size, options.rounds, advance)
+                answers = time_contenders(contenders, size, options.rounds, advance)
                 names = [each.name for each in contenders]
-                yield from size_rows(names, answers, size, options.gpu_hour_price, emulated)
+                yield from rows_of_size(names, answers, size, options.gpu_hour_price, emulated)
 
 
-def size_rows(
+def rows_of_size(
     names: Sequence[str], answers: Sequence[Answers], size: tuple[int, int, int], price: float | None, emulated: bool
 ) -> list[BenchRow]:
     """The rows of one size: rows, tokens of each prompt, tokens of each answer."""

@@ -17,7 +17,7 @@ from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
 from .pipeline.stage import Key
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
 from .pipeline.steps import Notes
-from .shared.texts import Text, Tokens, check_apart, hold_out, read, share_out
+from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, share_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ def collect(
     limit = max(corpus.Reading.limit, BYTES_PER_TOKEN * seq_len * (options.samples or DEFAULT_SAMPLES))
     reading = corpus.Reading(render=renderer(tokenizer, source.name) if options.chat_template else None, limit=limit)
     vocabulary = source.text_config.vocab_size
-    texts = [read(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
+    texts = [read_tokens(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
     names = " and ".join(text.name for text in texts)
     if options.chat_template and not any(text.documents.chat for text in texts):
         raise InputError(
@@ -82,7 +82,7 @@ def collect(
         )
     packing = Packing(seq_len, prefix_for(tokenizer, texts, options, report))
     packing.check("--seq-len")
-    other = None if eval_data is None else read(eval_data, tokenizer, vocabulary, reading, report)
+    other = None if eval_data is None else read_tokens(eval_data, tokenizer, vocabulary, reading, report)
     overlap = shared(texts, other, options, report)
     kept, evaluation = ([text.ids for text in texts], other.ids) if other else hold_out(parts, texts, packing, report)
     check_lengths(texts, kept, (eval_data or names, evaluation), packing)

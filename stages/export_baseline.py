@@ -26,8 +26,8 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
     FP8 codes.
     """
     from ..calibrate.measure.statistics import load_statistics
-    from ..export.graph.trace import export_baseline, promised_groups
-    from ..export.lint.check import lint
+    from ..export.graph.trace import export_baseline_graphs, promised_groups
+    from ..export.lint.check import lint_file
     from ..quantize.checkpoint.baselines import write_bf16, write_int8
     from ..quantize.scales.decisions import load_scales
 
@@ -53,6 +53,6 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
                 )
             else:
                 write_bf16(source, partial, notes)
-            for path in export_baseline(partial, groups, notes):
-                say(path, [finding for finding in lint(path, {}) if finding.rule.startswith(APPLYING)], notes)
+            for path in export_baseline_graphs(partial, groups, notes):
+                say(path, [finding for finding in lint_file(path, {}) if finding.rule.startswith(APPLYING)], notes)
         log.outputs += sorted(path for path in directory.iterdir() if path.is_file())

@@ -8,9 +8,9 @@ from ..core.record import FP8_STAGES
 from ..core.run import Run
 from ..options import GenerateOptions, Precision
 from ..serve.local.chat_template import ChatTemplate, Message
-from ..serve.local.generation import answer, open_generator, open_run_session
+from ..serve.local.generation import answer_request, open_generator, open_run_session
 from ..serve.loop.generate import Generator
-from ..serve.loop.request import Completion, Request, RequestError
+from ..serve.loop.request import GeneratedAnswer, Request, RequestError
 from ..serve.loop.sessions import Session
 from ..serve.triton.repository import weight_files
 from .pipeline.steps import CALIBRATE_MODULES, device, needs
@@ -93,13 +93,13 @@ class Chat:
     options: GenerateOptions
     messages: list[Message] = field(default_factory=list)
 
-    def ask(self, text: str, told: Callable[[str], None]) -> Completion:
+    def ask(self, text: str, told: Callable[[str], None]) -> GeneratedAnswer:
         """Say `text`, and have the answer, which is told as it comes.
 
         Raises InputError where the template refuses the conversation, or it no longer fits the model.
         """
         said = [*self.messages, {"role": "user", "content": text}]
-        found = answer(self.generator, asked(self.template.render(said), self.options), told)
+        found = answer_request(self.generator, asked(self.template.render(said), self.options), told)
         self.messages = [*said, {"role": "assistant", "content": found.text}]
         return found
 
@@ -122,15 +122,15 @@ class Comparison:
     does; the text that they share, and the text of the tokens with which they part.
     """
 
-    fp8: Completion
-    bf16: Completion
+    fp8: GeneratedAnswer
+    bf16: GeneratedAnswer
     parts_at: int | None
     common: str
     fp8_token: str
     bf16_token: str
 
 
-def compare(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
+def compare_answers(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
     """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`: `compare_all` of one."""
     return compare_all(run, [prompt], options)[0]
 
@@ -145,11 +145,13 @@ def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> l
     requests = [asked(prompt, options) for prompt in prompts]
     wide = open_model(run, "bf16", adapter=options.adapter)
     narrow = open_model(run, options.runtime, adapter=options.adapter)
-    answers = [[answer(generator, request, lambda _: None) for generator in (narrow, wide)] for request in requests]
+    answers = [
+        [answer_request(generator, request, lambda _: None) for generator in (narrow, wide)] for request in requests
+    ]
     return [_comparison(fp8, bf16, wide) for fp8, bf16 in answers]
 
 
-def _comparison(fp8: Completion, bf16: Completion, generator: Generator) -> Comparison:
+def _comparison(fp8: GeneratedAnswer, bf16: GeneratedAnswer, generator: Generator) -> Comparison:
     at = parting(fp8.tokens, bf16.tokens)
     text = generator.vocabulary.token_text
     there = [text(each.tokens[at]) if at is not None and at < len(each.tokens) else "" for each in (fp8, bf16)]

@@ -40,7 +40,7 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
     key = Key(inputs, PageOptions(), NO_FACTS)
     if not REPORT.is_current(run, key):
         with REPORT.writing(run, key, notes) as log:
-            log.outputs += page.write_report(run, notes, others)
+            log.outputs += page.render_report(run, notes, others)
     return [run.report_html, run.report_ipynb]
 
 

@@ -45,7 +45,7 @@ MEASURING_PASSES = 1.0
 
 
 @dataclass
-class Progress(Saved):
+class SensitivityProgress(Saved):
     """The losses so far, batch by batch."""
 
     predicted: "list[Predicted]" = field(default_factory=list)
@@ -82,7 +82,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     from ..calibrate.model.source import load_model
     from ..quantize.reference.fp8_model import load_reference
     from ..quantize.scales.decisions import load_scales
-    from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.document import Sensitivity, ranked_losses
     from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
     from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.single_site import Prefix
@@ -93,7 +93,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
     sites, prefix = sites_of(scales, load_record(run).groups), Prefix.of(quantizer, source, where)
     batches, windows = _batches(run, options, where)
-    progress = Progress.of(folder / "progress.json")
+    progress = SensitivityProgress.of(folder / "progress.json")
     _tell(quantizer, batches, sites, prefix, options.measure, notes)
     _predict(quantizer, sites, batches, progress, folder / "moments", notes)
     worst = _worst(sites, progress, prefix, options)
@@ -101,7 +101,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     _measure(quantizer, worst, measured, prefix, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in batches)
     left = left_of_sites(quantizer, sites, Gathered(folder / "moments"), load_tokens(run, run.calibration).size)
-    modules = ranked(scales, sites, tokens, summed(progress.predicted), _over_all(progress), left)
+    modules = ranked_losses(scales, sites, tokens, summed(progress.predicted), _over_all(progress), left)
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -138,16 +138,16 @@ def _locate_streamed(
     from ..calibrate.measure.statistics import load_record
     from ..quantize.reference.fp8_model import open_codes
     from ..quantize.scales.decisions import load_scales
-    from ..validate.sensitivity.document import Sensitivity, ranked
+    from ..validate.sensitivity.document import Sensitivity, ranked_losses
     from ..validate.sensitivity.gradients import summed
-    from ..validate.sensitivity.layerwise import PASSES, Layerwise, Task
+    from ..validate.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
     from ..validate.sensitivity.site_quantizers import sites_of
 
     scales, where = load_scales(run), device()
     sites = sites_of(scales, load_record(run).groups)
     ids, windows = _batches(run, options, "cpu")
     batches = {index: batch.numpy() for index, batch in enumerate(ids)}
-    task = Task(sites, batches, load_tokens(run, run.calibration).size)
+    task = LayerwiseTask(sites, batches, load_tokens(run, run.calibration).size)
     stored = open_codes(run.model, "exact", torch.float32, where)
     layerwise = Layerwise(source, stored, scales, task, folder, where)
     notes.note(
@@ -156,7 +156,7 @@ def _locate_streamed(
     )
     found = layerwise.run(notes.report)
     tokens = sum(batch.numel() - len(batch) for batch in ids)
-    modules = ranked(scales, sites, tokens, summed(found.predicted), {}, found.left)
+    modules = ranked_losses(scales, sites, tokens, summed(found.predicted), {}, found.left)
     return Sensitivity(windows=windows, tokens=tokens, modules=modules)
 
 
@@ -202,7 +202,7 @@ def _predict(
     quantizer: "Quantizer",
     sites: "list[Site]",
     batches: "list[torch.Tensor]",
-    progress: Progress,
+    progress: SensitivityProgress,
     moments: Path,
     notes: Notes,
 ) -> None:
@@ -210,7 +210,7 @@ def _predict(
     import torch
 
     from ..validate.sensitivity.gptq_prediction import Gathered
-    from ..validate.sensitivity.gradients import predict
+    from ..validate.sensitivity.gradients import predict_sites
 
     gathered = Gathered(moments)
     if gathered.batches != len(progress.predicted):
@@ -220,13 +220,13 @@ def _predict(
         for batch in remaining:
             draw = torch.Generator(batches[batch].device).manual_seed(batch)
             see = partial(gathered.add, batch)
-            progress.predicted.append(predict(quantizer, sites, batches[batch], draw, see))
+            progress.predicted.append(predict_sites(quantizer, sites, batches[batch], draw, see))
             progress.save()
             advance(1)
 
 
 def _worst(
-    sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
+    sites: "list[Site]", progress: SensitivityProgress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
     """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
     from ..validate.sensitivity.gradients import summed
@@ -254,7 +254,7 @@ def _measure(
     worst: "list[Site]",
     batches: "list[torch.Tensor]",
     prefix: "Prefix | None",
-    progress: Progress,
+    progress: SensitivityProgress,
     notes: Notes,
 ) -> None:
     """Measure the chosen sites on the batches that are not done."""
@@ -272,7 +272,7 @@ def _measure(
             progress.save()
 
 
-def _over_all(progress: Progress) -> dict[str, float]:
+def _over_all(progress: SensitivityProgress) -> dict[str, float]:
     """Site -> nats over all batches, of the measured: where they were measured on the first batches alone, as many
     times as much there as all were predicted to be (a ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
     """

@@ -27,7 +27,7 @@ from .shared.adapters import note_base_alone
 from .shared.model_files import export_options
 from .shared.opening import command
 from .shared.sources import products_of, source_of
-from .tune_candidates import Prepared, batches_of, parted, prepare
+from .tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
 class Search:
     """The state of the search: the measured mixes, and what follows."""
 
-    prepared: Prepared
+    prepared: PredictedCandidates
     problem: "Problem"
     batches: "list[tuple[torch.Tensor, torch.Tensor]]"
     notes: Notes
@@ -183,7 +183,9 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     every = load_tokens(run, run.calibration)
     parts = parted(len(every), options.windows)
     rounding, choosing, held_out = (batches_of(every[part]) for part in parts)
-    prepared = prepare(run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes)
+    prepared = predicted_candidates(
+        run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
+    )
     shape, losses, own = prepared.shape, prepared.losses, prepared.own
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
     search = Search(prepared, problem, choosing, notes)

@@ -43,7 +43,7 @@ TOKENS = 1024
 
 
 @dataclass
-class Kept(Saved):
+class TuneProgress(Saved):
     """The predictions and measurements so far."""
 
     predicted: "list[Predicted]" = field(default_factory=list)
@@ -52,7 +52,7 @@ class Kept(Saved):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PredictedCandidates:
     """The candidates, their predicted losses in nats a token, and the mix that the run has."""
 
     run: Run
@@ -61,7 +61,7 @@ class Prepared:
     shape: "Shape"
     losses: "Losses"
     own: "Mix"
-    kept: Kept
+    kept: TuneProgress
 
     def measured(self, where: str, mix: "Mix", batches: "Batches", notes: Notes) -> "Measured":
         """Measure the loss of `mix` on `batches`, which are known as `where`; measured once."""
@@ -91,12 +91,12 @@ class Prepared:
         ]
 
     def _measured(self, name: str, runner: "Callable[[], Runner]", batches: "Batches", notes: Notes) -> "Measured":
-        from ..validate.tuning.joint import Measured, measure
+        from ..validate.tuning.joint import Measured, measure_mixes
 
         if name not in self.kept.measured:
             exact = self.candidates.exact
             what = "as it is" if name.endswith('"as it is"]') else "a mix"
-            self.kept.measured[name] = asdict(measure(exact, {what: runner()}, batches, notes)[what])
+            self.kept.measured[name] = asdict(measure_mixes(exact, {what: runner()}, batches, notes)[what])
             self.kept.save()
         return Measured(**self.kept.measured[name])
 
@@ -109,14 +109,14 @@ class Prepared:
         return lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits
 
 
-def prepare(
+def predicted_candidates(
     run: Run,
     source: "Source",
     rounding: "Sequence[torch.Tensor]",
     choosing: "Sequence[torch.Tensor]",
     folder: Path,
     notes: Notes,
-) -> Prepared:
+) -> PredictedCandidates:
     """Choose scales and round weights in every way, those of `gptq` by the windows `rounding`, and predict what each
     choice loses on the windows `choosing` (each int64 [windows, seq_len]). What is found is kept in `folder`.
     """
@@ -131,7 +131,7 @@ def prepare(
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
     round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
-    kept = Kept.of(folder / "found.json")
+    kept = TuneProgress.of(folder / "found.json")
     _predict(candidates, choosing, kept, notes)
     tokens = sum(ids.numel() - len(ids) for ids in choosing)
     parts = {
@@ -140,7 +140,7 @@ def prepare(
     }
     caches = CACHES if candidates.cache else CACHES[:1]
     own = own_mix(scales, candidates.groups)
-    return Prepared(
+    return PredictedCandidates(
         run, scales, candidates, _shape(candidates, kept.values), Losses(parts, roundings, caches), own, kept
     )
 
@@ -193,17 +193,17 @@ def _can_compensate(run: Run, notes: Notes) -> bool:
     return not merged
 
 
-def _predict(candidates: "Candidates", choosing: "Sequence[torch.Tensor]", kept: Kept, notes: Notes) -> None:
+def _predict(candidates: "Candidates", choosing: "Sequence[torch.Tensor]", kept: TuneProgress, notes: Notes) -> None:
     """Predict all choices on the batches that are not done."""
     import torch
 
-    from ..validate.tuning.gradients import predict
+    from ..validate.tuning.gradients import predict_choices
 
     remaining = range(len(kept.predicted), len(choosing))
     with notes.track("Predicting what each choice loses", len(remaining), "batches") as advance:
         for batch in remaining:
             draw = torch.Generator(choosing[batch].device).manual_seed(batch)
-            found, kept.values = predict(candidates, choosing[batch], draw)
+            found, kept.values = predict_choices(candidates, choosing[batch], draw)
             kept.predicted.append(found)
             kept.save()
             advance(1)

@@ -128,7 +128,7 @@ def perplexity(setting: Setting, part: Part) -> None:
     from fp8q.core.run import Run
     from fp8q.quantize.reference.fp8_model import load_reference
     from fp8q.stages.corpus import load_tokens
-    from fp8q.validate.accuracy.compare import BASELINE, compare
+    from fp8q.validate.accuracy.compare import BASELINE, compare_runtimes
     from fp8q.validate.accuracy.perplexity import Evaluation, cut
     from fp8q.validate.accuracy.runtimes import logits_of, vocabulary
 
@@ -146,7 +146,7 @@ def perplexity(setting: Setting, part: Part) -> None:
         forwards = {
             name: logits_of(load_reference(run.model, mode, torch.bfloat16, device)) for name, mode, device in kinds
         }
-        found, _ = compare(tokens, forwards, vocabulary(run.model), SILENT)
+        found, _ = compare_runtimes(tokens, forwards, vocabulary(run.model), SILENT)
     base = found.runtimes[BASELINE].perplexity
     for name, each in found.runtimes.items():
         named = "reference, CPU, exact" if name == BASELINE else name

@@ -27,11 +27,11 @@ from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.reading.run_checkpoint import checkpoint_of
-from ..lint.check import lint, promised_attention, sound_graph
+from ..lint.check import lint_file, promised_attention, sound_graph
 from ..onnx_file import names
 from ..onnx_file.loading import load_graph
 from . import targets
-from .build_progress import Progress
+from .build_progress import BuildProgress
 from .failures import explain
 from .info import LISTED, EngineInfo, engines_of
 from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
@@ -89,14 +89,14 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
     `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is
     noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays, with its
     JSON, so that it can be looked into. Nothing is replaced before all are built; engines of other targets, built from
-    an earlier graph, are removed then. Raises InputError when the graph breaks a rule of `lint`, BackendError when the
-    builder fails.
+    an earlier graph, are removed then. Raises InputError when the graph breaks a rule of `lint_file`, BackendError when
+    the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
     directory = engines_of(run, options.precision, options.adapter)
     if options.precision == "fp8":
-        check_graph(graph, promised, promised_attention(run))
+        check_buildable(graph, promised, promised_attention(run))
     else:
         sound_graph(graph)
     wanted = profiles(
@@ -141,7 +141,7 @@ def together(directory: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
+def check_buildable(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
     """Raise InputError when the graph, or its external data, is not fit to be built."""
     if not promised:
         raise InputError(
@@ -150,7 +150,7 @@ def check_graph(onnx_file: Path, promised: Sequence[str], attention: Mapping[str
         )
     errors = [
         finding
-        for finding in lint(onnx_file, dict.fromkeys(promised), attention=attention)
+        for finding in lint_file(onnx_file, dict.fromkeys(promised), attention=attention)
         if finding.severity == "error"
     ]
     if errors:
@@ -180,7 +180,7 @@ def build_engine(
     seconds = round(time.monotonic() - start, 3)
     with replacing(path) as whole:
         whole.write_bytes(plan)
-    looked = read_inspector(inspect(plan)) if job.runtime == "tensorrt" else read_plan(plan)
+    looked = read_inspector(inspect_plan(plan)) if job.runtime == "tensorrt" else read_plan(plan)
     if job.runtime == "tensorrt-rtx" and looked and doubt(plan, looked, job.target):
         looked = None
     found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
@@ -244,8 +244,8 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     for profile in job.profiles:
         if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
             raise BackendError(f"{failed}: {explain(errors)}")
-    with report.track(f"Building the {job.target} engine", Progress.TOTAL, "%") as advance:
-        progress = Progress(advance)
+    with report.track(f"Building the {job.target} engine", BuildProgress.TOTAL, "%") as advance:
+        progress = BuildProgress(advance)
         monitor = progress_monitor(trt, progress)
         config.progress_monitor = monitor
         plan = interruptible(lambda: builder.build_serialized_network(network, config), progress)
@@ -319,7 +319,7 @@ def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
     return made
 
 
-def progress_monitor(trt: Any, progress: Progress) -> Any:
+def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
     """`progress` as the object that the builder calls."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -338,7 +338,7 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
     return Monitor()
 
 
-def interruptible(work: Callable[[], Any], progress: Progress) -> Any:
+def interruptible(work: Callable[[], Any], progress: BuildProgress) -> Any:
     """Do `work` in a thread, so that Ctrl-C is heard while the builder works: it then stops at its next step.
 
     An exception raised inside one of the builder's callbacks would have to cross its C++ frames; in a thread of its own
@@ -353,7 +353,7 @@ def interruptible(work: Callable[[], Any], progress: Progress) -> Any:
             raise
 
 
-def inspect(plan: memoryview) -> str:
+def inspect_plan(plan: memoryview) -> str:
     """Return the JSON of TensorRT's engine inspector; needs the GPU it was built on.
 
     Written from the documentation, not run yet.

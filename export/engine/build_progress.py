@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 
-class Progress:
+class BuildProgress:
     """The share of a build that is done, from the builder's phases: each is one step of its parent, and has steps of
     its own.
 

@@ -13,7 +13,7 @@ TAGS: dict[bytes, Runtime] = {b"ftrt": "tensorrt", b"vtrt": "tensorrt-rtx"}
 SIZE = 28
 
 
-def read_header(path: Path) -> tuple[Runtime | None, str | None]:
+def read_engine_header(path: Path) -> tuple[Runtime | None, str | None]:
     """The runtime that an engine is for (None: it is none), and the version of TensorRT that built it (None: it cannot
     be told). Raises OSError.
     """

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...core.errors import GateError, InputError
 from ...core.files import Strict, read_document
-from ...core.record import command
+from ...core.record import stage_command
 from ...core.run import Run
 from ...options import Precision, WeightScale
 from ...quantize.reading.run_checkpoint import ADAPTERS
@@ -69,7 +69,7 @@ def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = N
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
         raise InputError(
-            f"{engines_of(run, precision, adapter)}: holds no engine; run `{command(name, run.root)}` first"
+            f"{engines_of(run, precision, adapter)}: holds no engine; run `{stage_command(name, run.root)}` first"
         )
     return sorted(
         (read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0)
@@ -102,7 +102,7 @@ def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8
     """
     if (promised - len(wide) - len(narrow)) / promised >= min_fp8_share:
         return None
-    named = [f"{word}: {listed(those)}" for word, those in (("wide", wide), ("narrow", narrow)) if those]
+    named = [f"{word}: {first_few(those)}" for word, those in (("wide", wide), ("narrow", narrow)) if those]
     answers = f" and {len(narrow)} of them answer in less than FP32" if narrow else ""
     return (
         f"{promised - len(wide)} of {promised} promised products take FP8 on both sides{answers}, less than "
@@ -110,7 +110,7 @@ def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8
     )
 
 
-def listed(items: Sequence[str]) -> str:
+def first_few(items: Sequence[str]) -> str:
     """The first of `items`, and how many more there are."""
     more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
     return ", ".join(items[:LISTED]) + more

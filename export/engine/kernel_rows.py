@@ -14,7 +14,7 @@ from ..lint.rules_products import why_wide
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.indexed import Product as GraphProduct
-from .plan import Evidence, Kernel, Plan, Product
+from .plan import EngineProduct, Evidence, Kernel, Plan
 
 #: Fused attention: `_gemm_mha_v2` for prompts, `_gemv_mha_v1` for single tokens in TensorRT-RTX 1.7; TensorRT calls its
 #: kernels fmha.
@@ -84,7 +84,7 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
     return rows
 
 
-def _products_of(product: Product) -> tuple[str, ...]:
+def _products_of(product: EngineProduct) -> tuple[str, ...]:
     """The nodes that are products of linear layers; all of them where none is.
 
     TensorRT's inspector lists what went into a product beside it.
@@ -92,7 +92,7 @@ def _products_of(product: Product) -> tuple[str, ...]:
     return tuple(node for node in product.nodes if node == names.matmul(names.module_of(node) or "")) or product.nodes
 
 
-def _quantizes(product: Product) -> set[str]:
+def _quantizes(product: EngineProduct) -> set[str]:
     """The QuantizeLinear behind the product's input: its DequantizeLinear went into the product."""
     return {
         layer.removesuffix("dequantize") + "quantize"

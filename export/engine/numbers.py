@@ -56,7 +56,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProgramProduct:
     """One product in the program of one profile, and the promises of its modules in the order of its columns."""
 
     program: Program
@@ -93,7 +93,7 @@ class Seen:
         return Difference(promise.module, self.profile, what, reason, "", told=False)
 
 
-def compare(
+def compare_numbers(
     plan: Plan, pool: Pool | None, promised: Iterable[ProductNumbers], attention: Mapping[str, tuple[float, float]],
     profiles: Iterable[str],
 ) -> Iterator[Difference]:  # fmt: skip
@@ -117,7 +117,7 @@ def compare(
                     for what in (CODES, FACTORS, INPUT)
                 )
                 continue
-            seen = Seen(program, profile, pool, statement, own)
+            seen = ProgramProduct(program, profile, pool, statement, own)
             for promise in own:
                 yield from _codes(seen, promise, by_node.values(), same)
                 yield from _factors(seen, promise)
@@ -125,7 +125,7 @@ def compare(
 
 
 def _codes(
-    seen: Seen, promise: ProductNumbers, others: Iterable[ProductNumbers], same: set[tuple[str, int | None]]
+    seen: ProgramProduct, promise: ProductNumbers, others: Iterable[ProductNumbers], same: set[tuple[str, int | None]]
 ) -> Iterator[Difference]:
     """The codes that the product multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
@@ -150,7 +150,7 @@ def _same(found: npt.NDArray[np.generic], codes: Codes) -> bool:
     return np.array_equal(found[:1], codes[:1]) and np.array_equal(found, codes)
 
 
-def _factors(seen: Seen, promise: ProductNumbers) -> Iterator[Difference]:
+def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Difference]:
     """The factors of the product's columns."""
     columns, covered = seen.columns(promise), np.zeros(len(promise.factors), bool)
     if (alpha := seen.alpha(seen.statement)) is None:
@@ -183,7 +183,7 @@ def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbe
     return slice(first - columns.start, last - columns.start), numbers[first - start : max(last - start, 0)]
 
 
-def _applied(seen: Seen) -> Iterator[tuple[str, int, list[Numbers]]]:
+def _applied(seen: ProgramProduct) -> Iterator[tuple[str, int, list[Numbers]]]:
     """Each kernel that reads the product: its name, the first column that it reads, and the FP32 constants that it
     takes next to it, the one behind it first. Kernels that only move the product are looked through.
 
@@ -201,13 +201,13 @@ def _applied(seen: Seen) -> Iterator[tuple[str, int, list[Numbers]]]:
             beside = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
             if numbers := [each for each in seen.numbers(beside) if each.size == program.width(name)]:
                 yield reader.name, column, numbers
-            elif moves and (onward := moved(program, reader, name)) is not None:
+            elif moves and (onward := moved_by(program, reader, name)) is not None:
                 waiting.append((onward, column, moves - 1))
             else:
                 yield reader.name, column, []
 
 
-def moved(program: Program, kernel: Statement, name: str) -> str | None:
+def moved_by(program: Program, kernel: Statement, name: str) -> str | None:
     """Return the output of a kernel that does nothing but move `name`; None for any other."""
     types = [program.type(made) for made in kernel.outputs]
     if kernel.nodes or types != ["fp32"] or "Mul" in kernel.name:
@@ -218,7 +218,7 @@ def moved(program: Program, kernel: Statement, name: str) -> str | None:
 
 
 def _input(
-    seen: Seen,
+    seen: ProgramProduct,
     promise: ProductNumbers,
     attention: Mapping[str, tuple[float, float]],
     literals: Iterable[Literal],
@@ -279,7 +279,7 @@ def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | Non
 
 
 def _folded(
-    seen: Seen, promise: ProductNumbers, maker: Statement, attention: Mapping[str, tuple[float, float]]
+    seen: ProgramProduct, promise: ProductNumbers, maker: Statement, attention: Mapping[str, tuple[float, float]]
 ) -> Iterator[Difference]:
     """A product of attention that answers in FP8 holds the scale of the next input in its own."""
     sides = next((attention[node] for node in maker.nodes if node in attention), None)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..onnx_file import names
-from .program import LAYER, Buffer, Program, read_programs, type_name
+from .program import LAYER, Buffer, Program, program_type_name, read_programs
 
 Profile = int
 Kind = Literal["plan", "inspector", "unknown"]
@@ -31,7 +31,7 @@ _OPERANDS = 2
 
 
 @dataclass(frozen=True)
-class Product:
+class EngineProduct:
     """One matrix product of an engine: the ONNX `nodes` it computes, its `operands`' types and its `result`'s (`fp8`,
     `bf16`, …).
 
@@ -71,13 +71,13 @@ class Plan:
     `targets` that its programs name (sm89); `programs` as they stand in the plan, none from an inspector.
     """
 
-    profiles: Mapping[Profile, tuple[Product, ...]]
+    profiles: Mapping[Profile, tuple[EngineProduct, ...]]
     kind: Kind = "plan"
     kernels: Mapping[Profile, tuple[Kernel, ...]] = field(default_factory=dict, compare=False)
     targets: frozenset[str] = field(default=frozenset(), compare=False)
     programs: tuple[Program, ...] = field(default=(), compare=False, repr=False)
 
-    def products(self, node: str, profile: Profile) -> list[Product]:
+    def products(self, node: str, profile: Profile) -> list[EngineProduct]:
         """The products that compute an ONNX node in one profile."""
         return [product for product in self.profiles.get(profile, ()) if node in product.nodes]
 
@@ -101,7 +101,7 @@ def read_plan(plan: Buffer) -> Plan | None:
     """Read the matrix products out of a serialized TensorRT-RTX engine (the whole of it, bytes or a mapping of the
     file); None when it holds none that read.
     """
-    found: dict[Profile, list[Product]] = {}
+    found: dict[Profile, list[EngineProduct]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
     kept: list[Program] = []
     targets: set[str] = set()
@@ -135,11 +135,11 @@ def doubt(data: Buffer, plan: Plan, target: str) -> str | None:
     return None
 
 
-def _products(program: Program) -> Iterator[Product]:
+def _products(program: Program) -> Iterator[EngineProduct]:
     for statement in program.statements:
         types, results = [[program.type(name) for name in names] for names in (statement.inputs, statement.outputs)]
         if statement.nodes and len(types) >= _OPERANDS and len(results) == 1:
-            yield Product(statement.nodes, (types[0], types[1]), results[0], statement.layers)
+            yield EngineProduct(statement.nodes, (types[0], types[1]), results[0], statement.layers)
 
 
 def _kernels(program: Program) -> Iterator[Kernel]:
@@ -166,7 +166,7 @@ def read_inspector(information: str) -> Plan | None:
     ends = [layer.get(end) or [] for layer in layers for end in ("Inputs", "Outputs")]
     if not all(isinstance(tensors, list) and all(isinstance(tensor, dict) for tensor in tensors) for tensors in ends):
         return None
-    found: dict[Profile, list[Product]] = {}
+    found: dict[Profile, list[EngineProduct]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
     for layer in layers:
         nodes, mark = tuple(LAYER.findall(str(layer.get("Metadata")))), _PROFILE.search(str(layer.get("Name")))
@@ -174,7 +174,7 @@ def read_inspector(information: str) -> Plan | None:
         results = [_inspected_type(tensor) for tensor in layer.get("Outputs") or []]
         profile = int(mark[1]) if mark else 0
         if _IS_PRODUCT.search(str(layer.get("LayerType"))) and nodes and len(operands) >= 2 and len(results) == 1:
-            found.setdefault(profile, []).append(Product(nodes, (operands[0], operands[1]), results[0], nodes))
+            found.setdefault(profile, []).append(EngineProduct(nodes, (operands[0], operands[1]), results[0], nodes))
         else:
             kernels.setdefault(profile, []).append(
                 Kernel(str(layer.get("Name")), nodes, tuple(operands), tuple(results))
@@ -190,7 +190,7 @@ _INSPECTED = re.compile("fp8|float8|bfloat16|bf16|half|fp16|float16|float|fp32|i
 
 def _inspected_type(tensor: Mapping[str, object]) -> str:
     match = _INSPECTED.search(str(tensor.get("DataType") or tensor.get("Format/Datatype")))
-    return type_name(match[0]) if match else "unknown"
+    return program_type_name(match[0]) if match else "unknown"
 
 
 def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) -> Evidence:
@@ -234,7 +234,7 @@ def modules_by_types(plan: Plan) -> dict[str, int]:
     return dict(Counter(" and ".join(sorted(types)) for types in shown.values()).most_common())
 
 
-def _why_wide(products: list[list[Product]]) -> str | None:
+def _why_wide(products: list[list[EngineProduct]]) -> str | None:
     """Why a product, given as it is in each profile, is not FP8 on both sides everywhere; None when it is."""
     for profile, shown in enumerate(products):
         if not shown:

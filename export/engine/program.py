@@ -76,7 +76,7 @@ _NODE = re.compile(
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ProgramTensor:
     """A tensor of a program: element type, sizes and strides (0 where they are known at run time only).
 
     `constant`: its number in the pool; `base` and `offset`: the tensor that it is a part of, and where, in bytes;
@@ -114,7 +114,7 @@ class Program:
     """
 
     profile: int
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, ProgramTensor]
     statements: tuple[Statement, ...]
     targets: frozenset[str] = frozenset()
     bound: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class Pool:
     data: Buffer = field(repr=False)
     places: tuple[int, ...] = field(repr=False)
 
-    def read(self, tensor: Tensor | None) -> npt.NDArray[np.generic] | None:
+    def read(self, tensor: ProgramTensor | None) -> npt.NDArray[np.generic] | None:
         """The numbers of a constant, in its sizes (FP8 as codes, uint8); None where it is none, or does not read."""
         if tensor is None or tensor.constant is None or tensor.constant >= len(self.places):
             return None
@@ -256,7 +256,7 @@ def _quoted(names: bytes) -> tuple[str, ...]:
     return tuple(name.decode(errors="replace") for name in _QUOTED.findall(names))
 
 
-def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, Tensor]]:
+def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, ProgramTensor]]:
     """The tensor of a line, under its name."""
     told = {key: (text or listed or word) for key, text, listed, word in _FIELD.findall(fields)}
     if (name := told.get(b"name")) is None or b"offset" not in told:
@@ -264,8 +264,8 @@ def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, Tensor]]:
     base = told.get(b"base")
     yield (
         name.decode(errors="replace"),
-        Tensor(
-            type_name(kind.decode()),
+        ProgramTensor(
+            program_type_name(kind.decode()),
             _numbers(told.get(b"dims", b"")),
             _numbers(told.get(b"strides", b"")),
             _number(told[b"offset"])
@@ -291,6 +291,6 @@ def _number(digits: bytes) -> int:
     return int(digits) if digits.isdigit() and len(digits) < 19 else 0
 
 
-def type_name(name: str) -> str:
+def program_type_name(name: str) -> str:
     """An element type as it is called here."""
     return TYPES.get(name.lower(), name.lower())

@@ -15,7 +15,7 @@ from onnx import TensorProto
 from ..lint.rules import Promise
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
-from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare
+from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare_numbers
 from .plan import Evidence, Kernel, Plan, evidence
 from .program import Buffer, Pool, read_pool
 from .promise import ProductNumbers, attended, promises
@@ -83,7 +83,7 @@ def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, pro
             for what in (CODES, FACTORS, INPUT)
         ),
         *sorted(
-            compare(plan, pool, promised, promise.attention, profiles),
+            compare_numbers(plan, pool, promised, promise.attention, profiles),
             key=lambda each: promise.modules.index(each.module),
         ),
         *_terms(plan, pool, (graph, promise), promised, profiles),

@@ -22,9 +22,9 @@ from dataclasses import replace
 from itertools import product as pairs
 
 from ...quantize.codes.formats import TWO_TERMS
-from .numbers import MOVES, OPERANDS, Difference, moved, quantizer_of
+from .numbers import MOVES, OPERANDS, Difference, moved_by, quantizer_of
 from .plan import Plan
-from .program import Pool, Program, Statement, Tensor
+from .program import Pool, Program, ProgramTensor, Statement
 from .promise import Attended, ProductNumbers
 from .sizes import multiple
 
@@ -148,7 +148,7 @@ def _rows_a_token(program: Program, codes: str) -> int | None:
     return rows // each if of == token and each and rows % each == 0 else None
 
 
-def _rows_of_one_term(program: Program, codes: Tensor | None, roots: Collection[str]) -> set[str]:
+def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Collection[str]) -> set[str]:
     """Return the number of rows of such codes in one term, as the program calls it: the batch, or where they are a
     matrix the rows of the products that are of one term (the output head's, whose result is none of `roots`).
     """
@@ -170,7 +170,7 @@ def _readers(program: Program, root: str) -> list[tuple[Statement, int]]:
     while waiting:
         made, moves = waiting.pop()
         for reader, index in program.readers.get(made, ()):
-            onward = moved(program, reader, reader.inputs[index]) if moves else None
+            onward = moved_by(program, reader, reader.inputs[index]) if moves else None
             if onward is None:
                 found.setdefault(id(reader), (reader, index))
             else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...core.errors import BackendError
 from ...core.reporter import Reporter
-from ..graph.weight_scale_form import form_of, link_data, other, write_form
+from ..graph.weight_scale_form import link_data, other, recorded_form, write_form
 from ..onnx_file.loading import load_graph
 from .info import EngineInfo
 from .plan import Evidence
@@ -43,7 +43,7 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
     built = info, found = build(graph, path)
     if not worth_trying(found):
         return built, graph
-    form = form_of(load_graph(graph))
+    form = recorded_form(load_graph(graph))
     beside, again = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
     tried = f"{info.target}: with --weight-scale {form} {len(found.wide)} of {info.promised_products} products are wide"
     links = link_data(graph, path.parent)

@@ -22,7 +22,7 @@ Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
 
 
 @dataclass(frozen=True)
-class Pattern:
+class ExpertPattern:
     """A traced expert, named after `place` and its `number`: its `nodes` in order, between the marks that begin and end
     it.
     """
@@ -71,21 +71,21 @@ def _goes_on(mark: ir.Node) -> bool:
     return any(_is(usage.node, EXPERT_BEGINS) for usage in mark.outputs[0].uses())
 
 
-def _patterns(graph: ir.Graph, last: ir.Node) -> list[Pattern]:
+def _patterns(graph: ir.Graph, last: ir.Node) -> list[ExpertPattern]:
     """The traced experts of the layer whose `last` mark is given, in order."""
-    found: list[Pattern] = []
+    found: list[ExpertPattern] = []
     ends: ir.Node | None = last
     while ends is not None and _is(ends, EXPERT_ENDS):
         prefix = (ends.name or "").rpartition(".")[0]
         place, _, number = prefix.rpartition(".")
         begins, *nodes = (node for node in graph if (node.name or "").startswith(f"{prefix}.") and node is not ends)
         assert _is(begins, EXPERT_BEGINS), f"{begins.name} begins an expert"
-        found.insert(0, Pattern(place, int(number), begins, tuple(nodes), ends))
+        found.insert(0, ExpertPattern(place, int(number), begins, tuple(nodes), ends))
         ends = begins.inputs[0].producer() if begins.inputs[0] is not None else None
     return found
 
 
-def _number(model: ir.Model, pattern: Pattern, number: int) -> ir.Value:
+def _number(model: ir.Model, pattern: ExpertPattern, number: int) -> ir.Value:
     """The constant `number`, named after its first reader."""
     name = f"{pattern.place}.{number}.chosen.constant_1"
     tensor = ir.tensor(number, ir.DataType.INT64, name=name)
@@ -95,7 +95,7 @@ def _number(model: ir.Model, pattern: Pattern, number: int) -> ir.Value:
 
 
 def _branch(
-    model: ir.Model, pattern: Pattern, index: ir.Value, total: ir.Value, place: Place
+    model: ir.Model, pattern: ExpertPattern, index: ir.Value, total: ir.Value, place: Place
 ) -> tuple[list[ir.Node], ir.Value]:
     """Make the branch of the expert whose number is the constant `index`; it adds to `total`.
 
@@ -130,7 +130,7 @@ def _node(operator: str, inputs: list[ir.Value | None], name: str, as_value: ir.
 
 
 def _copies(
-    model: ir.Model, pattern: Pattern, number: int, known: dict[ir.Value, ir.Value], place: Place
+    model: ir.Model, pattern: ExpertPattern, number: int, known: dict[ir.Value, ir.Value], place: Place
 ) -> list[ir.Node]:
     """The nodes of a pattern as those of expert `number`; what they read and make is added to `known`, old -> new."""
     copies = []
@@ -146,7 +146,7 @@ def _copies(
 
 
 def _read(
-    model: ir.Model, pattern: Pattern, number: int, value: ir.Value, known: dict[ir.Value, ir.Value], place: Place
+    model: ir.Model, pattern: ExpertPattern, number: int, value: ir.Value, known: dict[ir.Value, ir.Value], place: Place
 ) -> ir.Value:
     """Return the value that expert `number` reads where its pattern reads `value`: its own, a stored tensor, or what
     all read.

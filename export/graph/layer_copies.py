@@ -41,7 +41,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LayerPattern:
     """The pattern that the layers of a kind are copied from: a block; which inputs of its nodes (node, input) read the
     hidden states that come; the name of those that go.
     """
@@ -57,7 +57,7 @@ def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> 
     `place` says where the tensor of a layer lies, by its name. Raises NotAlikeError.
     """
     blocks = blocks_of(model, prefix)
-    patterns: dict[int, Pattern] = {}
+    patterns: dict[int, LayerPattern] = {}
     for kind in kinds:
         if kind.skipped:
             patterns |= dict.fromkeys(kind.skipped, _pattern(blocks, kind))
@@ -69,7 +69,7 @@ def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> 
     order_interface(model)
 
 
-def _pattern(blocks: Mapping[int, Block], kind: Kind) -> Pattern:
+def _pattern(blocks: Mapping[int, Block], kind: Kind) -> LayerPattern:
     """The second layer of a kind as its pattern, found to make the last as it was traced."""
     if missing := {*kind.traced} - {*blocks}:
         raise NotAlikeError(f"layers {sorted(missing)} left no trace")
@@ -77,7 +77,7 @@ def _pattern(blocks: Mapping[int, Block], kind: Kind) -> Pattern:
     leaving = _leaving(second)
     if second.renamed(leaving, last.index) != _leaving(last):
         raise NotAlikeError(f"layers {second.index} and {last.index} hand on different values")
-    return Pattern(second, _entering(second, last), leaving)
+    return LayerPattern(second, _entering(second, last), leaving)
 
 
 def blocks_of(model: ir.Model, prefix: str) -> dict[int, Block]:
@@ -164,7 +164,7 @@ def _leaving(block: Block) -> str:
     return leaving[0]
 
 
-def _replace(model: ir.Model, marker: ir.Node, pattern: Pattern, index: int, place: Place) -> None:
+def _replace(model: ir.Model, marker: ir.Node, pattern: LayerPattern, index: int, place: Place) -> None:
     """Put layer `index`, a copy of its pattern, where `marker` stands for it."""
     block = pattern.block
     made: dict[str, ir.Value] = {}

@@ -42,7 +42,7 @@ IR_VERSION = 11
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorBytes:
     """The place of a tensor's bytes: `file` in the model's directory, `offset` and `length` in bytes."""
 
     file: str
@@ -52,16 +52,16 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
+def stored_tensors(directory: Path) -> dict[str, TensorBytes]:
     """Every tensor in the safetensors files of `directory` that has a type of ONNX's, from their headers alone."""
     files = [path.name for path in sorted(directory.glob("*.safetensors"))]
     return {name: tensor for file in files for name, tensor in stored_in(directory, file).items()}
 
 
-def stored_in(directory: Path, file: str) -> dict[str, Stored]:
+def stored_in(directory: Path, file: str) -> dict[str, TensorBytes]:
     """Return the places of the tensors of one `file` in `directory` or below."""
     return {
-        name: Stored(file, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
+        name: TensorBytes(file, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
         for name, at in read_header(directory / file).items()
         if at.dtype in ELEMENT_TYPES
     }
@@ -74,7 +74,7 @@ class Tensors:
     """
 
     directory: Path
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, TensorBytes]
     aliases: Mapping[str, str]
     computed: Mapping[str, ir.TensorProtocol]
 

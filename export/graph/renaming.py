@@ -109,7 +109,7 @@ def _scope(node: ir.Node) -> str:
 def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     owner, _, last = scope.rpartition(".")
     if node.op_type == "Attention" and scope:
-        return names.attention(scope)
+        return names.attention_node(scope)
     if ".fp8q_attention." in scope:
         return _attention_node_name(node, *scope.split(".fp8q_attention."))
     if last == "input":
@@ -117,7 +117,7 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     if last == "first" and owner.endswith(".input"):
         return _among(node, names.first_pair(owner.removesuffix(".input")))
     if last == "halves":
-        return _among(node, names.halves(owner))
+        return _among(node, names.two_term_nodes(owner))
     if last in ("fp8q_k", "fp8q_v"):
         part = last[-1]
         past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
@@ -154,7 +154,7 @@ def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
     return _among(node, (names.attention_first_pair if of_two else names.attention_pair)(module, part))
 
 
-def _among(node: ir.Node, called: names.Pair | names.Halves) -> str | None:
+def _among(node: ir.Node, called: names.Pair | names.TwoTermNodes) -> str | None:
     """Choose the node's name among these by its operator."""
     operators = ("QuantizeLinear", "DequantizeLinear") if isinstance(called, names.Pair) else ("Split", "Add")
     return dict(zip(operators, called, strict=True)).get(node.op_type)

@@ -30,7 +30,7 @@ from ...quantize.codes.encoding import CODE
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
 from ..modules.cache import cache_shapes
-from ..modules.graph_model import Graph, GraphPlan, prepare
+from ..modules.graph_model import Graph, GraphPlan, prepare_graph
 from ..modules.layer_kinds import NotAlikeError, kinds_of, layer_prefix, skip
 from . import passes, renaming
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
@@ -74,7 +74,7 @@ def graph_plan(
     return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, attention=codes)
 
 
-def export_baseline(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
+def export_baseline_graphs(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
     """Write both graphs of the weights in `directory` that FP8 is compared with: INT8 products of `groups`, BF16 where
     there are none.
     """
@@ -178,7 +178,7 @@ def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
     stored = passes.stored_tensors(directory)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     aliases = tied_names(model) | renamed_in(config, shapes)
-    graph = prepare(model, plan)
+    graph = prepare_graph(model, plan)
     if plan.adapter:
         adapter = stored_adapter(directory, plan.adapter)
         lay_in_graph(model, adapter, plan.dtype)

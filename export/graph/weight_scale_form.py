@@ -44,7 +44,7 @@ def other(form: WeightScale) -> WeightScale:
     return "mul" if form == "dq" else "dq"
 
 
-def form_of(graph: Indexed) -> WeightScale:
+def recorded_form(graph: Indexed) -> WeightScale:
     """The form that a graph was written in."""
     return "mul" if UNIT in graph.initializers else "dq"
 

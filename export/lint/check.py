@@ -39,7 +39,7 @@ __all__ = [
     "RULES",
     "Finding",
     "Rule",
-    "lint",
+    "lint_file",
     "lint_graph",
     "promised_attention",
     "run_promise",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-def lint(
+def lint_file(
     onnx_file: Path,
     promised: Mapping[str, float | None] | None = None,
     weight_scales: Mapping[str, Array] | None = None,
@@ -105,7 +105,7 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = MappingProxyType({})) -> Promise:
-    """The promise of a run with these `scales` for its graph and its engines; `weight_scales` as in `lint`.
+    """The promise of a run with these `scales` for its graph and its engines; `weight_scales` as in `lint_file`.
 
     Raises InputError for an `attention.json` that does not read or lacks a scale.
     """

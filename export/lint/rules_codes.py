@@ -54,7 +54,7 @@ def scale_type(graph: Indexed) -> Broken:
     With scales in BF16 or FP16 the engine multiplies activations by a reciprocal rounded to that type, and writes the
     unscaled product in it: 448² a term overflows FP16.
     """
-    for scale, node in scales(graph).items():
+    for scale, node in distinct_scales(graph).items():
         kind = _element_type(graph, scale)
         if kind not in (0, TensorProto.FLOAT):
             yield (
@@ -70,7 +70,7 @@ def _stateable(graph: Indexed) -> str:
     return "" if graph.opset >= FIRST_STATED else f" (from opset {FIRST_STATED} on)"
 
 
-def scales(graph: Indexed) -> dict[str, NodeProto]:
+def distinct_scales(graph: Indexed) -> dict[str, NodeProto]:
     """Every scale of FP8 codes by name, and the first node that uses it: equal scales may be one tensor."""
     return {node.input[1]: node for node in reversed(graph.quantizers)}
 
@@ -88,7 +88,7 @@ def scale_value(graph: Indexed) -> Broken:
     """Scales are constants, positive and finite: a zero, NaN or infinite scale makes every value it touches NaN or
     zero.
     """
-    for name, node in scales(graph).items():
+    for name, node in distinct_scales(graph).items():
         scale = graph.constant(name)
         if scale is None:
             if why := graph.constants.unread(name):

@@ -10,7 +10,7 @@ from ..onnx_file.bodies import branches, has_body, made_in
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.schemas import STANDARD, schema_of
 from .rules import rule
-from .rules_codes import scales
+from .rules_codes import distinct_scales
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU
 #: provider lacks Q/DQ on BF16.
@@ -207,6 +207,6 @@ def constant_input(graph: Indexed) -> Broken:
     it for a constant.
     """
     offered = {value.name for value in graph.model.graph.input}
-    for name, node in scales(graph).items():
+    for name, node in distinct_scales(graph).items():
         if name in offered and name in graph.initializers:
             yield node.name, f"scale {name} is an input too, which may replace it; take it off the graph's inputs"

@@ -252,7 +252,7 @@ def _beside(model: PreTrainedModel, attention: str) -> bool:
     return sum("norm" in type(child).__name__.lower() for child in layer.children()) < 2
 
 
-def prepare(model: PreTrainedModel, plan: GraphPlan) -> Graph:
+def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in
     place).
     """

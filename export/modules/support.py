@@ -146,7 +146,7 @@ def seen_in_a_pass(
     fix_frequencies(model)
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
-        with attending(model, looked), torch.inference_mode():
+        with attending_with(model, looked), torch.inference_mode():
             model(**text_input(model, ids), past_key_values=looked.cache(layers), use_cache=True)
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
         return f"cannot be run on shapes alone ({error_text(error)})"
@@ -166,7 +166,7 @@ def seen_in_a_pass(
 
 
 @contextmanager
-def attending(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
+def attending_with(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
     """Put `looked.attention` in the place of the model's."""
     AttentionInterface.register(LOOKING, looked.attention)
     before = model.config._attn_implementation

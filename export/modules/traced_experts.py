@@ -70,7 +70,7 @@ class GraphExperts(nn.Module):
         super().__init__()
         for number, expert in enumerate(experts.experts):
             self.add_module(str(number), GraphExpert(expert))
-        self.number, self.kinds = len(experts.experts), kinds_of(experts.experts)
+        self.number, self.kinds = len(experts.experts), expert_kinds(experts.experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -87,7 +87,7 @@ class GraphExperts(nn.Module):
         return total
 
 
-def kinds_of(experts: Sequence[Expert]) -> list[list[int]]:
+def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
     """The numbers of the experts by kind: which of their products are of codes, and of how many terms."""
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):

@@ -23,11 +23,11 @@ def has_body(node: NodeProto) -> bool:
     return any(entry.type in _BODIES for entry in node.attribute)
 
 
-def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
+def graph_and_branches(graph: GraphProto) -> Iterator[GraphProto]:
     """`graph` and all branches in it, those within others first."""
     for node in graph.node:
         for branch in branches(node):
-            yield from graphs_of(branch)
+            yield from graph_and_branches(branch)
     yield graph
 
 
@@ -41,7 +41,7 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
 
 def made_in(graph: GraphProto) -> list[str]:
     """The values and tensors of `graph` and of all branches in it; a name that several bear as often."""
-    stored = [tensor.name for part in graphs_of(graph) for tensor in part.initializer]
+    stored = [tensor.name for part in graph_and_branches(graph) for tensor in part.initializer]
     return [*stored, *(name for node in nodes_of(graph) for name in node.output if name)]
 
 

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,4000}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Stored:
+class ExternalPlace:
     """The place of a tensor's data outside the ONNX file: `location` relative to it, `offset` and `length` in bytes
     (length None: to the end of the file).
     """
@@ -33,7 +33,7 @@ class Stored:
     length: int | None
 
 
-def stored_at(tensor: TensorProto) -> Stored | None:
+def stored_at(tensor: TensorProto) -> ExternalPlace | None:
     """Return the place of a tensor's external data; None for a tensor inside the ONNX file.
 
     Raises ValueError for numbers that are none, and for a place that is named twice: readers differ in which they take.
@@ -49,7 +49,9 @@ def stored_at(tensor: TensorProto) -> Stored | None:
         if not _NUMBER.fullmatch(text):
             raise ValueError(f"has the {key} {text!r}, which is no number")
     length = numbers.get("length")
-    return Stored(entries.get("location", ""), int(numbers.get("offset", 0)), None if length is None else int(length))
+    return ExternalPlace(
+        entries.get("location", ""), int(numbers.get("offset", 0)), None if length is None else int(length)
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Storage:
         of which that cannot be said, and why.
         """
         self.places = Places(directory)
-        self.external: list[tuple[str, TensorProto, Stored, Place]] = []
+        self.external: list[tuple[str, TensorProto, ExternalPlace, Place]] = []
         self.placeless: list[tuple[str, str]] = []
         for name, tensor in tensors:
             try:

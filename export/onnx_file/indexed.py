@@ -18,7 +18,7 @@ import onnx
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
 
 from . import names
-from .bodies import graphs_of, nodes_of, one_value_a_name
+from .bodies import graph_and_branches, nodes_of, one_value_a_name
 from .constants import Constants, Numbers
 from .external import Storage
 from .order import in_order
@@ -88,7 +88,7 @@ class Indexed:
     @cached_property
     def graphs(self) -> list[GraphProto]:
         """The graph, and before it the branches that are looked at (`bodies`)."""
-        return [*graphs_of(self.model.graph)] if one_value_a_name(self.model.graph) else [self.model.graph]
+        return [*graph_and_branches(self.model.graph)] if one_value_a_name(self.model.graph) else [self.model.graph]
 
     @property
     def nodes(self) -> Iterator[NodeProto]:

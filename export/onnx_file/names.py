@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     dequantize: str
 
 
-class Halves(NamedTuple):
+class TwoTermNodes(NamedTuple):
     """The Split of a product in two terms, and the Add of its halves."""
 
     split: str
@@ -52,7 +52,7 @@ def bias_add(module: str) -> str:
     return f"{module}.bias_add"
 
 
-def attention(module: str) -> str:
+def attention_node(module: str) -> str:
     """The Attention of A."""
     return f"{module}.attention"
 
@@ -72,9 +72,9 @@ def first_pair(module: str) -> Pair:
     return Pair(f"{module}.input.first.quantize", f"{module}.input.first.dequantize")
 
 
-def halves(module: str) -> Halves:
+def two_term_nodes(module: str) -> TwoTermNodes:
     """Name the nodes behind M's product in two terms."""
-    return Halves(f"{module}.halves", f"{module}.terms_add")
+    return TwoTermNodes(f"{module}.halves", f"{module}.terms_add")
 
 
 def narrow(module: str) -> str:
@@ -107,9 +107,9 @@ def attention_first_pair(module: str, part: str) -> Pair:
     return Pair(f"{module}.{part}.attention_first_quantize", f"{module}.{part}.attention_first_dequantize")
 
 
-def attention_halves(module: str, product: str) -> Halves:
+def attention_halves(module: str, product: str) -> TwoTermNodes:
     """Name the nodes behind a product of A's attention in two terms."""
-    return Halves(f"{module}.attention_{product}_halves", f"{module}.attention_{product}_terms_add")
+    return TwoTermNodes(f"{module}.attention_{product}_halves", f"{module}.attention_{product}_terms_add")
 
 
 def product_of(node: str) -> str:

@@ -91,7 +91,7 @@ def _handle(nvml: Any, visible: str) -> Any:
 
 
 @dataclass
-class Held:
+class MemoryTaken:
     """Memory that one of several models in the process, or on the GPU, holds: what was taken while it worked."""
 
     meter: Meter

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..loop.sessions import Session
-from .meter import Held
-from .timing import Answer, Clock, answer
+from .meter import MemoryTaken
+from .timing import BatchTiming, Clock, time_batch
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Contender:
 
     name: str
     session: Session
-    held: Held
+    held: MemoryTaken
 
 
 @dataclass
@@ -31,11 +31,11 @@ class Answers:
     """
 
     memory_bytes: int
-    each: list[Answer] = field(default_factory=list)
+    each: list[BatchTiming] = field(default_factory=list)
     joules: float | None = 0.0
 
 
-def measure(
+def time_contenders(
     contenders: Sequence[Contender],
     size: tuple[int, int, int],
     rounds: int,
@@ -52,7 +52,7 @@ def measure(
     for each in contenders:
         with each.held.counting():
             batches.append(each.session.open_batch(rows, length + tokens))
-            answer(batches[-1], each.session.pace, prompts, tokens, clock)
+            time_batch(batches[-1], each.session.pace, prompts, tokens, clock)
         found.append(Answers(each.held.bytes))
         advance(1)
     for number in range(rounds):
@@ -60,7 +60,7 @@ def measure(
             index = (number + turn) % len(contenders)
             each, answers = contenders[index], found[index]
             before = each.held.meter.joules()
-            answers.each.append(answer(batches[index], each.session.pace, prompts, tokens, clock))
+            answers.each.append(time_batch(batches[index], each.session.pace, prompts, tokens, clock))
             after = each.held.meter.joules()
             spent = None if before is None or after is None else after - before
             answers.joules = None if answers.joules is None or spent is None else answers.joules + spent

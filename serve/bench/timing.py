@@ -24,7 +24,7 @@ SECONDS_AN_HOUR, MILLION = 3600, 1_000_000
 
 
 @dataclass(frozen=True)
-class Answer:
+class BatchTiming:
     """Seconds of one batch of answers: until every row had its first token, and from each token to the next."""
 
     first: float
@@ -51,9 +51,9 @@ class Timing:
     tokens_per_second: float
 
 
-def answer(
+def time_batch(
     batch: Batch, pace: Pace, prompts: NDArray[np.int64], tokens: int, clock: Clock = time.perf_counter
-) -> Answer:
+) -> BatchTiming:
     """Take in `prompts` [rows, length] and give each row `tokens` tokens, two or more."""
     rows, length = prompts.shape
     batch.clear()
@@ -64,7 +64,7 @@ def answer(
         batch.reserve(filled + 1, length + tokens, rows)
         last = batch.decode(last, np.full(rows, filled)).argmax(-1)
         times.append(clock())
-    return Answer(times[0] - begun, tuple(np.diff(times).tolist()))
+    return BatchTiming(times[0] - begun, tuple(np.diff(times).tolist()))
 
 
 def _first_tokens(batch: Batch, pace: Pace, prompts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
@@ -83,7 +83,7 @@ def _first_tokens(batch: Batch, pace: Pace, prompts: NDArray[np.int64], most: in
     return best
 
 
-def timing(answers: Sequence[Answer], rows: int) -> Timing:
+def timing(answers: Sequence[BatchTiming], rows: int) -> Timing:
     """Summarize the times of `answers` of `rows` rows each."""
     p50, p95, p99 = np.quantile([1e3 * step for each in answers for step in each.between], QUANTILES).tolist()
     whole = median(each.whole for each in answers)

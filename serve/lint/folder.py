@@ -32,7 +32,7 @@ MODEL_FILES = {"python": "model.py", "tensorrt": "model.plan", "onnxruntime": "m
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFolder:
     """A model: its folder in the repository `root`, what its configuration says (None: it does not read), and why it
     does not.
     """
@@ -111,7 +111,7 @@ class Repository:
     """A repository and its models, in the order of their names."""
 
     root: Path
-    models: tuple[Model, ...]
+    models: tuple[ModelFolder, ...]
 
 
 def is_repository(path: Path) -> bool:
@@ -129,20 +129,20 @@ def open_repository(path: Path) -> Repository:
     return Repository(path, tuple(_open_model(path, folder) for folder in folders(path)))
 
 
-def _open_model(root: Path, folder: Path) -> Model:
+def _open_model(root: Path, folder: Path) -> ModelFolder:
     config_pb2, text_format = import_schema()
     try:
         if regular_file(folder / CONFIG) > LARGEST_CONFIG:
-            return Model(root, folder, None, f"has more than {LARGEST_CONFIG:,} bytes")
+            return ModelFolder(root, folder, None, f"has more than {LARGEST_CONFIG:,} bytes")
         text = (folder / CONFIG).read_bytes().decode()
-        return Model(root, folder, text_format.Parse(text, config_pb2.ModelConfig()))
+        return ModelFolder(root, folder, text_format.Parse(text, config_pb2.ModelConfig()))
     except InputError as error:
-        return Model(root, folder, None, why(error, folder / CONFIG))
+        return ModelFolder(root, folder, None, why(error, folder / CONFIG))
     except UnicodeDecodeError as error:
-        return Model(root, folder, None, f"is no text in UTF-8 ({error})")
+        return ModelFolder(root, folder, None, f"is no text in UTF-8 ({error})")
     except (text_format.ParseError, ValueError, RecursionError) as error:
         told = " ".join(str(error).split()) or type(error).__name__
-        return Model(root, folder, None, f"does not read by Triton's schema ({told})")
+        return ModelFolder(root, folder, None, f"does not read by Triton's schema ({told})")
 
 
 def _is_version(name: str) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...core.findings import Broken, Finding, Severity, listed
+from ...core.findings import Broken, Finding, Severity, first_places
 from ...core.run import Run
-from .folder import Model, Repository
+from .folder import ModelFolder, Repository
 
 #: For any repository; for the Python models that fp8q wrote; for its plain engines; for a run.
 Scope = Literal["any", "text", "engine", "run"]
@@ -31,7 +31,7 @@ class RepositoryRule:
 
     def findings(self, held: Repository | Run) -> Iterator[Finding]:
         """Yield the places where a repository, or a run, breaks the rule."""
-        return listed((self.number, self.name, self.severity), self.check(held), lambda _: None)
+        return first_places((self.number, self.name, self.severity), self.check(held), lambda _: None)
 
 
 #: Number -> rule, once all rules are imported (`check` does so).
@@ -50,10 +50,10 @@ def repository_rule(number: str, name: str, severity: Severity = "error") -> Cal
 
 def model_rule(
     number: str, name: str, severity: Severity = "error", scope: Scope = "any"
-) -> Callable[[Callable[[Model], Broken]], Callable[[Model], Broken]]:
+) -> Callable[[Callable[[ModelFolder], Broken]], Callable[[ModelFolder], Broken]]:
     """Enter a rule of each model whose configuration reads, in the scope."""
 
-    def enter(check: Callable[[Model], Broken]) -> Callable[[Model], Broken]:
+    def enter(check: Callable[[ModelFolder], Broken]) -> Callable[[ModelFolder], Broken]:
         def every(repository: Repository) -> Broken:
             for model in repository.models:
                 if model.config is not None and _is_in(model, scope):
@@ -75,7 +75,7 @@ def run_rule(number: str, name: str) -> Callable[[RunCheck], RunCheck]:
     return enter
 
 
-def _is_in(model: Model, scope: Scope) -> bool:
+def _is_in(model: ModelFolder, scope: Scope) -> bool:
     return scope == "any" or (model.is_text if scope == "text" else model.is_engine)
 
 

@@ -4,7 +4,7 @@ from ...core.errors import InputError
 from ...core.files import regular_file
 from ...core.findings import Broken
 from ...options import model_name
-from .folder import CONFIG, PLATFORMS, Model, Repository, why
+from .folder import CONFIG, PLATFORMS, ModelFolder, Repository, why
 from .rules import model_rule, repository_rule
 
 AGAIN = "run `fp8q triton` again"
@@ -28,7 +28,7 @@ def config_reads(repository: Repository) -> Broken:
 
 
 @model_rule("R102", "model-name")
-def name_of_folder(model: Model) -> Broken:
+def name_of_folder(model: ModelFolder) -> Broken:
     """A model is called as its folder, and by letters, digits, '.', '_' and '-'. Triton refuses another name than the
     folder's; other characters do not pass through URLs as they are.
     """
@@ -40,7 +40,7 @@ def name_of_folder(model: Model) -> Broken:
 
 
 @model_rule("R103", "backend")
-def backend(model: Model) -> Broken:
+def backend(model: ModelFolder) -> Broken:
     """A model names one backend, that of its files: a Python model's is python, an engine's tensorrt, or the platform
     tensorrt_plan.
     """
@@ -61,7 +61,7 @@ def backend(model: Model) -> Broken:
 
 
 @model_rule("R104", "version-folder")
-def version_folder(model: Model) -> Broken:
+def version_folder(model: ModelFolder) -> Broken:
     """A model has a folder for each version that is served, named by a number that does not begin with 0: Triton looks
     at no others.
     """
@@ -77,7 +77,7 @@ def version_folder(model: Model) -> Broken:
 
 
 @model_rule("R105", "model-file")
-def model_file(model: Model) -> Broken:
+def model_file(model: ModelFolder) -> Broken:
     """What the backend opens is there, and is a file that holds something. A server waits for minutes for a model.py
     that is missing, and takes no signal meanwhile.
     """

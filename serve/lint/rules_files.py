@@ -8,29 +8,29 @@ from pathlib import Path
 from ...core.errors import InputError
 from ...core.files import NO_FILES, regular_file
 from ...core.findings import Broken
-from ...export.engine.header import read_header
+from ...export.engine.header import read_engine_header
 from ..triton.engine_model import EngineModel
 from ..triton.images import RELEASES, release_in
-from .folder import Model, Repository
+from .folder import ModelFolder, Repository
 from .rules import model_rule, repository_rule
 
 #: A Dockerfile that is read, in bytes.
 LARGEST_DOCKERFILE = 1 << 20
 
 
-def plans(model: Model) -> list[Path]:
+def plans(model: ModelFolder) -> list[Path]:
     """The plans of a model that TensorRT's backend serves."""
     return model.model_files if model.backend == "tensorrt" else []
 
 
 @model_rule("R115", "plan")
-def plan(model: Model) -> Broken:
+def plan(model: ModelFolder) -> Broken:
     """A plan is TensorRT's, and the one that engine.json was written for. TensorRT-RTX's engines end in .plan as well,
     and Triton's backend does not read them; another plan may have other tensors and profiles.
     """
     described = model.engine if model.is_engine else None
     for file in plans(model):
-        runtime, version = read_header(file)
+        runtime, version = read_engine_header(file)
         if file.stat().st_size and runtime != "tensorrt":  # an empty one breaks R105
             whose = "TensorRT-RTX's, which Triton does not read" if runtime else "not of TensorRT's form"
             yield model.place(file), f"is {whose}; put an engine there that `fp8q build-engine` built with TensorRT"
@@ -59,7 +59,7 @@ def image(repository: Repository) -> Broken:
     has = next((version for version, known in RELEASES.items() if known == release), None)
     for model in repository.models:
         for path in plans(model) if has else ():
-            _, version = read_header(path)
+            _, version = read_engine_header(path)
             if version and version.split(".")[:3] != str(has).split("."):
                 yield (
                     "Dockerfile",

@@ -19,7 +19,7 @@ from ..loop.engine_session import RUNTIMES
 from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
 from ..loop.text import ModelFileError, Vocabulary
 from ..triton.repository import COMPANIONS
-from .folder import Model, is_regular, why
+from .folder import ModelFolder, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN
 
@@ -34,7 +34,7 @@ OF_WEIGHTS, INTERFACE = (*PLACES, "F404", "F405", "F406", "F407"), "F306"
 
 
 @model_rule("R106", "python-code")
-def python_code(model: Model) -> Broken:
+def python_code(model: ModelFolder) -> Broken:
     """A model.py compiles, has the class TritonPythonModel, and the modules beside it that it imports are there and
     compile too: a process that ends while it imports keeps the server waiting.
     """
@@ -92,7 +92,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 @model_rule("R107", "python-environment")
-def python_environment(model: Model) -> Broken:
+def python_environment(model: ModelFolder) -> Broken:
     """A stub that a model brings along may be executed, and the Python environment that it names is there: a stub that
     cannot start keeps the server waiting as a missing model.py does.
     """
@@ -108,7 +108,7 @@ def python_environment(model: Model) -> Broken:
 
 
 @model_rule("R108", "parameters", scope="text")
-def parameters(model: Model) -> Broken:
+def parameters(model: ModelFolder) -> Broken:
     """fp8q's Python model has the parameters that its model.py reads: runtime, weights (a folder in the version's) and
     max_batch; an engine that it may run is a file that reads.
     """
@@ -132,12 +132,12 @@ def parameters(model: Model) -> Broken:
         yield model.place(), f"there is no folder {model.parameters['weights']} in the version's; {AGAIN}"
 
 
-def _plans(model: Model, runtime: str) -> list[Path]:
+def _plans(model: ModelFolder, runtime: str) -> list[Path]:
     """The engines of a runtime, in the versions that are served."""
     return [plan for version in model.served for plan in sorted((version / ENGINES / runtime).glob("*.plan"))]
 
 
-def _weights(model: Model) -> list[Path]:
+def _weights(model: ModelFolder) -> list[Path]:
     """The folders of the weights, in the versions that are served; none outside of them."""
     name = model.parameters.get("weights", "")
     if not name or Path(name).name != name:
@@ -146,7 +146,7 @@ def _weights(model: Model) -> list[Path]:
 
 
 @model_rule("R109", "model-files", scope="text")
-def model_files(model: Model) -> Broken:
+def model_files(model: ModelFolder) -> Broken:
     """The tokenizer and the configurations beside the weights are there, and say what generation needs."""
     for weights in _weights(model):
         files = [weights / name for name in COMPANIONS if name != COMPANIONS[-1] or (weights / name).exists()]
@@ -163,7 +163,7 @@ def model_files(model: Model) -> Broken:
 
 
 @model_rule("R110", "weights", scope="text")
-def weights_of_graph(model: Model) -> Broken:
+def weights_of_graph(model: ModelFolder) -> Broken:
     """The graph of fp8q's Python model reads, takes what the loop gives it, and its weights are the files beside it,
     whole and the right ones: rules F314, F306 and F401 to F407.
     """
@@ -184,7 +184,7 @@ def weights_of_graph(model: Model) -> Broken:
 
 
 @model_rule("R111", "batching", scope="text")
-def batching(model: Model) -> Broken:
+def batching(model: ModelFolder) -> Broken:
     """fp8q's Python model answers each request in pieces, when it will (decoupled), and batches requests itself: with a
     max_batch_size of 1, as Triton's OpenAI front end sends them. Without the first no request is ever answered.
     """

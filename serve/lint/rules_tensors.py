@@ -7,21 +7,21 @@ from ...core.findings import Broken
 from ..triton.engine_model import DESCRIPTION, EngineModel, declared
 from ..triton.repository import INPUTS, OUTPUTS
 from ..triton.schema import import_schema
-from .folder import Model, why
+from .folder import ModelFolder, why
 from .rules import model_rule
 from .rules_config import AGAIN
 
 Tensor = tuple[str, list[int]]
 
 
-def engine_of(model: Model) -> EngineModel | None:
+def engine_of(model: ModelFolder) -> EngineModel | None:
     """Return the description of a plain engine whose tensors all have a type of Triton's."""
     found = model.engine if model.is_engine else None
     return found if isinstance(found, EngineModel) and not found.untyped else None
 
 
 @model_rule("R112", "tensors")
-def tensors(model: Model) -> Broken:
+def tensors(model: ModelFolder) -> Broken:
     """The inputs and outputs that are declared are those of the engine (engine.json has the graph's), or those that
     fp8q's Python model reads and sends: by name, type and dimensions, and every one. TensorRT's backend refuses a model
     where one is missing or differs; a type that the Python model does not take fails each request.
@@ -45,7 +45,7 @@ def tensors(model: Model) -> Broken:
                 yield model.place(), f"the {field} {name} is none of the model's; {AGAIN}"
 
 
-def _wanted(model: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _wanted(model: ModelFolder) -> Iterator[tuple[str, dict[str, Tensor]]]:
     if model.is_text:
         yield "input", {name: (kind, [length]) for name, (kind, length, _) in INPUTS.items()}
         yield "output", {name: (kind, [length]) for name, (kind, length) in OUTPUTS.items()}
@@ -54,7 +54,7 @@ def _wanted(model: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
             yield wanted, {name: (kind, dims) for field, name, kind, dims in declared(engine) if field == wanted}
 
 
-def _given(model: Model, field: str) -> dict[str, Tensor]:
+def _given(model: ModelFolder, field: str) -> dict[str, Tensor]:
     return {entry.name: (_type(entry.data_type), list(entry.dims)) for entry in getattr(model.config, field)}
 
 
@@ -68,7 +68,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 @model_rule("R113", "profiles", scope="engine")
-def profiles(model: Model) -> Broken:
+def profile_batches(model: ModelFolder) -> Broken:
     """A plain engine uses every optimization profile, by its number, and declares no larger batch than all of them
     take, and not 0: its dimensions leave the batch out. Where no profile is named Triton uses the first alone; one that
     is not there keeps the model from loading.
@@ -94,7 +94,7 @@ def profiles(model: Model) -> Broken:
 
 
 @model_rule("R114", "warm-up")
-def warm_up(model: Model) -> Broken:
+def warm_up(model: ModelFolder) -> Broken:
     """A warm-up request holds every input that is not optional, of its type, within max_batch_size and, of a plain
     engine, within the dimensions of a profile. A server does not begin to serve a model whose warm-up fails.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ...core.errors import BackendError, Fp8qError, InputError
-from ...core.record import command
+from ...core.record import stage_command
 from ...core.run import Run, graph_names
 from ...export.engine.info import engine_stage, engines_of, load_engines
 from ...export.engine.targets import MODULES, Runtime, gpu_target
@@ -12,7 +12,7 @@ from ...options import Precision
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..loop.engine_session import EngineSession
 from ..loop.generate import GenerationError, Generator, complete, completion
-from ..loop.request import Completion, Request, RequestError
+from ..loop.request import GeneratedAnswer, Request, RequestError
 from ..loop.sessions import Session, SessionError, open_session
 from ..loop.text import ModelFileError, Vocabulary
 
@@ -50,7 +50,7 @@ def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8", ad
     if gpu not in built:
         raise InputError(
             f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
-            f"{', '.join(built) or 'none'}); run `{command(stage, run.root)} --runtime {runtime} --target "
+            f"{', '.join(built) or 'none'}); run `{stage_command(stage, run.root)} --runtime {runtime} --target "
             f"{gpu}`"
         )
     plan = run.require(folder / f"{gpu}.plan", stage)
@@ -71,12 +71,12 @@ def open_generator(run: Run, session: Session, max_batch: int = 8) -> Generator:
         raise InputError(str(error)) from error
 
 
-def generate(
+def generate_answers(
     run: Run, requests: Sequence[Request], runtime: str = "onnxruntime", max_batch: int = 8
-) -> list[Completion]:
+) -> list[GeneratedAnswer]:
     """Generate an answer to each of `requests` with the model in `run`, together.
 
-    Raises InputError for a request that cannot be served, and what the functions above and `answer` raise.
+    Raises InputError for a request that cannot be served, and what the functions above and `answer_request` raise.
     """
     generator = open_generator(run, open_run_session(run, runtime), max_batch)
     try:
@@ -85,7 +85,7 @@ def generate(
         raise _told(error) from error
 
 
-def answer(generator: Generator, request: Request, told: Callable[[str], None]) -> Completion:
+def answer_request(generator: Generator, request: Request, told: Callable[[str], None]) -> GeneratedAnswer:
     """Generate an answer to one request, and tell its text as it comes.
 
     Raises InputError for a request that cannot be served, and for logits that are no numbers.

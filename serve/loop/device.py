@@ -79,7 +79,7 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
+class CacheGroup:
     """Tensors of the cache that are alike: their numbers in the layout, and the bytes that a head has of a position."""
 
     tensors: tuple[int, ...]
@@ -87,12 +87,12 @@ class Group:
     size: int
 
 
-def groups_of(layout: CacheLayout) -> list[Group]:
+def groups_of(layout: CacheLayout) -> list[CacheGroup]:
     """The tensors of a cache by shape and width."""
     found: dict[tuple[int, int], list[int]] = {}
     for number, ((heads, size), dtype) in enumerate(zip(layout.shapes, layout.dtypes, strict=True)):
         found.setdefault((heads, size * dtype.itemsize), []).append(number)
-    return [Group(tuple(numbers), heads, size) for (heads, size), numbers in found.items()]
+    return [CacheGroup(tuple(numbers), heads, size) for (heads, size), numbers in found.items()]
 
 
 def slot_step(layout: CacheLayout) -> int:
@@ -100,7 +100,7 @@ def slot_step(layout: CacheLayout) -> int:
     return lcm(*(ALIGNMENT // gcd(ALIGNMENT, group.heads * group.size) for group in groups_of(layout)))
 
 
-def new_block(group: Group, rows: int, seq: int) -> int:
+def new_block(group: CacheGroup, rows: int, seq: int) -> int:
     """Bytes from one tensor to the next of a step's new keys and values: whole lines, and a multiple of `ALIGNMENT`."""
     whole = lcm(ALIGNMENT, seq * group.size)
     return -(-rows * group.heads * seq * group.size // whole) * whole
@@ -130,15 +130,15 @@ class DeviceCache:
         for group, base in zip(self.groups, self.bases, strict=True):
             device.zero(base, len(group.tensors) * self._block(group))
 
-    def _row(self, group: Group) -> int:
+    def _row(self, group: CacheGroup) -> int:
         return group.heads * self.capacity * group.size
 
-    def _block(self, group: Group) -> int:
+    def _block(self, group: CacheGroup) -> int:
         return self.rows * self._row(group)
 
     def addresses(self, first: int) -> list[int]:
         """Return the address of row `first` in each tensor, in the order of the layout."""
-        return in_order(
+        return by_number(
             (number, base + index * self._block(group) + first * self._row(group))
             for group, base in zip(self.groups, self.bases, strict=True)
             for index, number in enumerate(group.tensors)
@@ -200,6 +200,6 @@ class DeviceCache:
             self.device.free(base)
 
 
-def in_order(numbered: Iterator[tuple[int, int]]) -> list[int]:
+def by_number(numbered: Iterator[tuple[int, int]]) -> list[int]:
     """Values in the order of their numbers."""
     return [value for _, value in sorted(numbered)]

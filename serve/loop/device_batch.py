@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import CacheLayout
-from .device import ALIGNMENT, Device, DeviceCache, bucket_of, groups_of, in_order, new_block, runs, slot_step
+from .device import ALIGNMENT, Device, DeviceCache, bucket_of, by_number, groups_of, new_block, runs, slot_step
 from .host_batch import CAPACITY_STEP, WASTE, attention_mask
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,7 +27,7 @@ Phase = Literal["prefill", "decode"]
 WORD = 8
 
 
-class Program(Protocol):
+class DeviceProgram(Protocol):
     """An engine. Tensors are known by name: three of tokens, `past`, `new`, `logits`."""
 
     layout: CacheLayout
@@ -41,7 +41,7 @@ class Program(Protocol):
         """Return the function that runs the engine on tensors at these addresses; `shapes` are those of its inputs."""
 
 
-def logits_of(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[np.float32]:
+def float_logits(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[np.float32]:
     """Logits as they came, [rows, bytes], in FP32; uint16 holds BF16, which NumPy has not."""
     values = raw.view(dtype)
     if dtype == np.uint16:
@@ -92,7 +92,7 @@ class _Step:
 class DeviceBatch:
     """A `sessions.Batch`; see there for what each method does."""
 
-    def __init__(self, program: Program, device: Device, rows: int, positions: int):
+    def __init__(self, program: DeviceProgram, device: Device, rows: int, positions: int):
         """Room for `rows` sequences of at most `positions`; memory is taken as it is needed."""
         self._program, self._device, self._rows = program, device, rows
         step = slot_step(program.layout)
@@ -139,7 +139,7 @@ class DeviceBatch:
             at = call.logits_at + (row * seq + length - 1) * call.logits.shape[1]
             self._device.download(at, call.logits[row])
         self._device.wait()
-        found = logits_of(call.logits, self._program.logits_dtype).copy()
+        found = float_logits(call.logits, self._program.logits_dtype).copy()
         self._free(call)
         return found
 
@@ -158,7 +158,7 @@ class DeviceBatch:
         for first, rows, slot in runs(filled.tolist()):
             self._held().write(step.new, (bucket, 1), (first, first, slot), rows, 1)
         self._device.wait()
-        return logits_of(step.logits[:count], self._program.logits_dtype)
+        return float_logits(step.logits[:count], self._program.logits_dtype)
 
     def _captured(self, bucket: int) -> _Step:
         """The step of a bucket of rows, made once for each capacity."""
@@ -184,7 +184,7 @@ class DeviceBatch:
         new = [device.allocate(len(group.tensors) * new_block(group, count, seq)) for group in groups]
         width = program.vocabulary * program.logits_dtype.itemsize
         logits_at = device.allocate(count * seq * width)
-        outputs = in_order(
+        outputs = by_number(
             (number, base + index * new_block(group, count, seq))
             for group, base in zip(groups, new, strict=True)
             for index, number in enumerate(group.tensors)

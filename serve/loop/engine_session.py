@@ -63,7 +63,7 @@ def bounds_of(tokens: Sequence[tuple[int, int]], capacities: Sequence[int]) -> B
 
 
 class EngineSession:
-    """A `sessions.Session` on the GPU, and the `device_batch.Program` that its batches run."""
+    """A `sessions.Session` on the GPU, and the `device_batch.DeviceProgram` that its batches run."""
 
     def __init__(self, plan: Path, runtime: EngineRuntime):
         """Load the engine at `plan`.

@@ -22,13 +22,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from .request import BusyError, Completion, Piece, Prepared, Request, RequestError, Row, prepare
+from .request import BusyError, GeneratedAnswer, Piece, Request, RequestError, Row, TokenizedRequest, tokenize_request
 from .sessions import Pace, Session
 from .text import TextStream, Vocabulary
 
 __all__ = [
-    "BusyError", "Completion", "GenerationError", "Generator", "Piece", "Prepared", "Request", "RequestError",
-    "complete", "completion",
+    "BusyError",
+    "GeneratedAnswer",
+    "GenerationError",
+    "Generator",
+    "Piece",
+    "Request",
+    "RequestError",
+    "TokenizedRequest",
+    "complete",
+    "completion",
 ]  # fmt: skip
 
 
@@ -78,18 +86,18 @@ class Generator:
         """Return the numbers of requests in flight and waiting."""
         return len(self._rows), len(self._waiting)
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request) -> TokenizedRequest:
         """Tokenize a request, in any thread; raises RequestError for one that cannot be served."""
-        return prepare(request, self.vocabulary, self.positions, self.tokens)
+        return tokenize_request(request, self.vocabulary, self.positions, self.tokens)
 
-    def submit(self, request: Request | Prepared) -> int:
+    def submit(self, request: Request | TokenizedRequest) -> int:
         """Queue a request; returns the ticket that its pieces will carry.
 
         Raises what `prepare` raises, and BusyError when as many are waiting as may.
         """
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
             raise BusyError(f"{len(self._waiting)} requests are waiting already; try again later")
-        ready = request if isinstance(request, Prepared) else self.prepare(request)
+        ready = request if isinstance(request, TokenizedRequest) else self.prepare(request)
         asked = ready.request
         self._tickets += 1
         text = TextStream(self.vocabulary.tokenizer, ready.prompt, asked.stop_words, self._lengths)
@@ -214,7 +222,7 @@ class Generator:
             self._batch.clear()
 
 
-def complete(generator: Generator, requests: Sequence[Request]) -> list[Completion]:
+def complete(generator: Generator, requests: Sequence[Request]) -> list[GeneratedAnswer]:
     """Run `requests` to their ends in a generator that has nothing else in flight; the answers, in the same order.
 
     Raises GenerationError when the model's answer to one breaks off.
@@ -225,11 +233,11 @@ def complete(generator: Generator, requests: Sequence[Request]) -> list[Completi
     return [completion(answers[ticket]) for ticket in sorted(answers)]
 
 
-def completion(pieces: Sequence[Piece]) -> Completion:
+def completion(pieces: Sequence[Piece]) -> GeneratedAnswer:
     """The answer that the pieces of one request are; raises GenerationError for one that broke off."""
     last = pieces[-1]
     if last.error is not None:
         raise GenerationError(f"generation failed: {last.error}")
     assert last.finish_reason is not None, "the loop ran until nothing was in flight"
     text = "".join(piece.text for piece in pieces)
-    return Completion(text, tuple(piece.token for piece in pieces), last.finish_reason, last.input_tokens)
+    return GeneratedAnswer(text, tuple(piece.token for piece in pieces), last.finish_reason, last.input_tokens)

@@ -32,7 +32,7 @@ def open_here(version: Path, weights: str, runtime: str = AUTO) -> Session:
     """
     if runtime in RUNTIMES or runtime == AUTO:
         asked = [each for each in RUNTIMES if runtime in (each, AUTO)]
-        gpu = gpu_target() if any((version / ENGINES / each).is_dir() for each in asked) else None
+        gpu = cuda_target() if any((version / ENGINES / each).is_dir() for each in asked) else None
         for each in asked:
             if gpu and (plan := plan_path(version, each, gpu)).is_file():
                 return EngineSession(plan, each)
@@ -53,7 +53,7 @@ def _targets(version: Path, runtimes: list[EngineRuntime]) -> Iterator[str]:
         yield from (f"{runtime}/{plan.stem}" for plan in sorted((version / ENGINES / runtime).glob("*.plan")))
 
 
-def gpu_target() -> str | None:
+def cuda_target() -> str | None:
     """The first GPU that CUDA shows, as a target; None where there is none."""
     try:
         return CudaDevice().target

@@ -112,7 +112,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Completion:
+class GeneratedAnswer:
     """The whole answer to one request: its text, and the ids of all tokens produced, the end-of-text token included."""
 
     text: str
@@ -122,14 +122,14 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenizedRequest:
     """A request and the token ids of its prompt, which fit the model."""
 
     request: Request
     prompt: tuple[int, ...]
 
 
-def prepare(request: Request, vocabulary: Vocabulary, positions: int, tokens: int) -> Prepared:
+def tokenize_request(request: Request, vocabulary: Vocabulary, positions: int, tokens: int) -> TokenizedRequest:
     """Tokenize `request` for a model of so many `positions` and `tokens`; needs no generator, so any thread may do it.
 
     Raises RequestError when the prompt has no tokens, leaves no position for an answer, is so long that it is not even
@@ -154,7 +154,7 @@ def prepare(request: Request, vocabulary: Vocabulary, positions: int, tokens: in
     if min(ids) < 0 or max(ids) >= tokens:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise RequestError(f"the prompt has the token {wrong}, and the model's go from 0 to {tokens - 1}")
-    return Prepared(request, ids)
+    return TokenizedRequest(request, ids)
 
 
 def _is_text(text: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .generate import GenerationError, Generator
-from .request import BusyError, Piece, Prepared, Request, RequestError
+from .request import BusyError, Piece, Request, RequestError, TokenizedRequest
 
 LOG = logging.getLogger("fp8q")
 #: Threads that tokenize; the library lets the others go on meanwhile.
@@ -155,7 +155,7 @@ class Service:
             told = Failed(f"the prompt cannot be tokenized: {type(error).__name__}: {error}", "refused")
         self.run_between_steps((lambda: self.end(ongoing, told)) if told else (lambda: self._admit(ready, ongoing)))
 
-    def _admit(self, ready: Prepared, ongoing: Ongoing) -> None:
+    def _admit(self, ready: TokenizedRequest, ongoing: Ongoing) -> None:
         if not ongoing.over:
             ongoing.ticket = self._generator.submit(ready)
             self._ongoing[ongoing.ticket] = ongoing

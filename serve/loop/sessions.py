@@ -114,7 +114,7 @@ class Session(Protocol):
         """Make room for up to `rows` sequences of up to `positions` positions, where this runtime reads it fastest."""
 
 
-class Graph(Session, Forward, Protocol):
+class GraphSession(Session, Forward, Protocol):
     """A session whose graph can also be run as it is."""
 
 
@@ -241,7 +241,7 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(directory: Path, runtime: str = "onnxruntime", graph: str = "model.fp32.onnx") -> Graph:
+def open_session(directory: Path, runtime: str = "onnxruntime", graph: str = "model.fp32.onnx") -> GraphSession:
     """Open the `graph` in `directory` (a run's `model/`, or `weights/` in a Triton repository) on the runtime of that
     name.
 

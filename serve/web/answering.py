@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..loop.request import Piece
 from ..loop.service import Failed
-from .answers import Collected, Writer
+from .answers import AnswerPart, Writer
 from .mailbox import Arrived
 from .metrics import ModelMetrics
 from .refusals import Refusal
@@ -39,7 +39,7 @@ class Told:
     param: str
 
 
-class Answer(Response):
+class AnswerResponse(Response):
     """The answers to all prompts of one request."""
 
     def __init__(self, handed: Handed, told: Told, counts: ModelMetrics, begun: float):
@@ -81,17 +81,17 @@ class Answer(Response):
             pass
         self._handed.box.hang_up()
 
-    async def _fetch(self) -> dict[int, Collected]:
+    async def _fetch(self) -> dict[int, AnswerPart]:
         """Collect what has come, by answer; raises GoneError, and Refusal for what there is no answer to."""
         arrived = await self._handed.box.fetch()
         if self._handed.box.gone:
             raise GoneError
-        found: dict[int, Collected] = {}
+        found: dict[int, AnswerPart] = {}
         for each in arrived:
             if isinstance(each.told, Failed):
                 raise self._refused(each.told)
             self._count(each, each.told)
-            found.setdefault(each.answer, Collected()).pieces.append(each.told)
+            found.setdefault(each.answer, AnswerPart()).pieces.append(each.told)
         return found
 
     def _refused(self, failed: Failed) -> Refusal:
@@ -113,7 +113,7 @@ class Answer(Response):
             counts.ended(piece.finish_reason)
 
     async def _whole(self, send: Send) -> None:
-        answers = [Collected() for _ in self._last]
+        answers = [AnswerPart() for _ in self._last]
         while self._open:
             for index, found in (await self._fetch()).items():
                 answers[index].pieces += found.pieces

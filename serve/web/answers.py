@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Collected:
+class AnswerPart:
     """The part that one answer has gained: since the last chunk, or in all."""
 
     pieces: list[Piece] = field(default_factory=list)
@@ -43,13 +43,13 @@ class Form(Protocol):
     chunk_kind: str
     prefix: str
 
-    def choice(self, index: int, found: Collected) -> dict[str, Any]:
+    def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
 
     def opening(self, index: int) -> str | None:
         """The choice of the chunk that comes before all others, if any."""
 
-    def chunk(self, index: int, found: Collected) -> str:
+    def chunk(self, index: int, found: AnswerPart) -> str:
         """The choice of a chunk."""
 
 
@@ -61,7 +61,7 @@ class Writer:
         self.form = form
         self._head = {"id": f"{form.prefix}-{token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[Collected]) -> bytes:
+    def whole(self, answers: Sequence[AnswerPart]) -> bytes:
         """The answer to a request that does not stream."""
         choices = [self.form.choice(index, found) for index, found in enumerate(answers)]
         last = [found.pieces[-1] for found in answers]
@@ -87,7 +87,7 @@ class StreamWriter:
         choice = self._form.opening(index)
         return "" if choice is None else f"{self._before}{choice}]{self._after}"
 
-    def chunk(self, index: int, found: Collected) -> str:
+    def chunk(self, index: int, found: AnswerPart) -> str:
         """The event of what an answer has gained."""
         return f"{self._before}{self._form.chunk(index, found)}]{self._after}"
 
@@ -103,7 +103,7 @@ def usage(last: Sequence[Piece]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-def _tail(found: Collected) -> str:
+def _tail(found: AnswerPart) -> str:
     reason = found.finish_reason
     return f'"finish_reason": "{reason}"}}' if reason else '"finish_reason": null}'
 
@@ -119,7 +119,7 @@ class CompletionForm:
         self._vocabulary, self._logprobs = vocabulary, logprobs
         self._offsets: dict[int, int] = {}
 
-    def choice(self, index: int, found: Collected) -> dict[str, Any]:
+    def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
         logprobs = self._listed(index, found)
         return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish_reason}
@@ -128,12 +128,12 @@ class CompletionForm:
         """Nothing comes before the text."""
         return None
 
-    def chunk(self, index: int, found: Collected) -> str:
+    def chunk(self, index: int, found: AnswerPart) -> str:
         """The choice of a chunk."""
         logprobs = json.dumps(self._listed(index, found)) if self._logprobs else "null"
         return f'{{"index": {index}, "text": {json.dumps(found.text)}, "logprobs": {logprobs}, {_tail(found)}'
 
-    def _listed(self, index: int, found: Collected) -> dict[str, Any] | None:
+    def _listed(self, index: int, found: AnswerPart) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         text = self._vocabulary.token_text
@@ -159,7 +159,7 @@ class ChatForm:
         """`vocabulary` gives the text of single tokens."""
         self._vocabulary, self._logprobs = vocabulary, logprobs
 
-    def choice(self, index: int, found: Collected) -> dict[str, Any]:
+    def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
         message = {"role": "assistant", "content": found.text, "refusal": None}
         logprobs = self._listed(found)
@@ -170,13 +170,13 @@ class ChatForm:
         delta = '{"role": "assistant", "content": ""}'
         return f'{{"index": {index}, "delta": {delta}, "logprobs": null, "finish_reason": null}}'
 
-    def chunk(self, index: int, found: Collected) -> str:
+    def chunk(self, index: int, found: AnswerPart) -> str:
         """The choice of a chunk."""
         logprobs = json.dumps(self._listed(found)) if self._logprobs else "null"
         delta = f'{{"content": {json.dumps(found.text)}}}'
         return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, {_tail(found)}'
 
-    def _listed(self, found: Collected) -> dict[str, Any] | None:
+    def _listed(self, found: AnswerPart) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [

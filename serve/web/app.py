@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from ... import __version__
 from ..loop.request import Request as Asked
-from .answering import Answer, Told
+from .answering import AnswerResponse, Told
 from .answers import ChatForm, CompletionForm, Writer
 from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
 from .fields import ChatFields, CompletionFields, prompts
@@ -144,8 +144,8 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         return _answer(serving, model, asked, told, begun)
 
 
-def _answer(serving: Serving, model: Model, asked: list[Asked], told: Told, begun: float) -> Answer:
-    return Answer(serving.submit(model, asked, told.streamed), told, serving.counts(model), begun)
+def _answer(serving: Serving, model: Model, asked: list[Asked], told: Told, begun: float) -> AnswerResponse:
+    return AnswerResponse(serving.submit(model, asked, told.streamed), told, serving.counts(model), begun)
 
 
 def _add_health(app: FastAPI, serving: Serving) -> None:

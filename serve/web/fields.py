@@ -46,20 +46,20 @@ Prompt = Annotated[
 ]
 
 
-class Strict(BaseModel):
+class StrictFields(BaseModel):
     """Fields of the types that are written here, and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictFields):
     """The options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Whatever = None
 
 
-class Fields(Strict):
+class Fields(StrictFields):
     """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="One that /v1/models lists; left out: the first of them.")
@@ -110,14 +110,14 @@ class CompletionFields(Fields):
     best_of: One | None = None
 
 
-class TextPart(Strict):
+class TextPart(StrictFields):
     """A part of what was said."""
 
     type: Literal["text"]
     text: str
 
 
-class Said(Strict):
+class Said(StrictFields):
     """A message; what clients send back of an answer they were given may come with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -136,7 +136,7 @@ class Said(Strict):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-class TextFormat(Strict):
+class TextFormat(StrictFields):
     """Plain text is what is answered."""
 
     type: Literal["text"]

@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
         Raises InputError where that cannot be.
         """
-        self.serving, self._listener, self._ready = serving, listen(host, port), ready
+        self.serving, self._listener, self._ready = serving, listening_socket(host, port), ready
         super().__init__(
             uvicorn.Config(
                 application(serving), http=PatientProtocol, ws="none", lifespan="off", proxy_headers=False,
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens there; raises InputError."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

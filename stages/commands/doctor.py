@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from ...calibrate.model.decoder import Layers
     from ...calibrate.model.source import Source
     from ...validate.advice.checkup import Check, Checkup
-    from ...validate.advice.hidden_states import Pair
+    from ...validate.advice.hidden_states import ModelPair
     from ...validate.advice.loops import Loops
     from ...validate.advice.remedies import Remedies
-    from ...validate.advice.scale_checks import Tensor
+    from ...validate.advice.scale_checks import ScaledTensor
 
 #: Tokens that go through both models at a time, whole windows.
 TOKENS = 1024
@@ -44,14 +44,14 @@ class Examined:
 
     run: Run
     scales: Scales
-    tensors: "list[Tensor]"
+    tensors: "list[ScaledTensor]"
     remedies: "Remedies"
 
 
 @command(writes=False, modules=())
 def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
-    from ...validate.advice.checkup import Checkup, ranked
+    from ...validate.advice.checkup import Checkup, worst_first
     from ...validate.advice.scale_checks import stored_checks, tensors_of
 
     run.refuse_stale("measure", "quantize", "export")
@@ -65,7 +65,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     windows = _spread(load_tokens(run, run.calibration), options.windows)
     running, ran = _running(what, windows, notes)
     return Checkup(
-        windows=len(windows) if ran else 0, tokens=windows.size if ran else 0, checks=ranked(checks + running)
+        windows=len(windows) if ran else 0, tokens=windows.size if ran else 0, checks=worst_first(checks + running)
     )
 
 
@@ -107,11 +107,11 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     from ...validate.accuracy.runtimes import open_reference
     from ...validate.advice import model_checks as running
     from ...validate.advice.activation_watch import Watcher
-    from ...validate.advice.hidden_states import Pair
+    from ...validate.advice.hidden_states import ModelPair
 
     where, remedies, scales = device(), what.remedies, what.scales
     model = load_model(source, torch.bfloat16, where).requires_grad_(False)
-    pair = Pair(model, open_reference(what.run, "fast", where), _layers(model, source))
+    pair = ModelPair(model, open_reference(what.run, "fast", where), _layers(model, source))
     watcher = Watcher(model)
     batches = torch.from_numpy(windows).to(where).split(max(1, TOKENS // windows.shape[1]))
     with notes.track("Running BF16 and FP8", windows.size, "tokens") as advance:
@@ -149,7 +149,7 @@ def _namer(run: Run) -> Callable[[int], str]:
     return lambda token: f"token {token}" if tokenizer is None else repr(tokenizer.id_to_token(token))
 
 
-def _loops(run: Run, pair: "Pair", source: "Source", notes: Notes) -> "Loops | None":
+def _loops(run: Run, pair: "ModelPair", source: "Source", notes: Notes) -> "Loops | None":
     """Count how often greedy text loops; None where the model has no room for prompts and answers."""
     import torch
     from transformers import DynamicCache

@@ -100,7 +100,7 @@ def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", s
     from ...export.engine.two_terms import TERMS
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
-    plan, reason = read(info, data)
+    plan, reason = read_engine(info, data)
     profiles = [profile.name for profile in info.profiles]
     proof = prove(data.data, plan, graph, promise, profiles)
     found = proof.evidence
@@ -130,11 +130,11 @@ def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", s
     )
 
 
-def read(
+def read_engine(
     info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
 ) -> "tuple[Plan | None, str | None]":
     """The plan of an engine, or why it cannot be read."""
-    from ...export.engine.build import inspect
+    from ...export.engine.build import inspect_plan
     from ...export.engine.plan import doubt, read_inspector, read_plan
 
     if info.runtime == "tensorrt-rtx":
@@ -142,7 +142,7 @@ def read(
         reason = doubt(data.data, plan, info.target) if plan else "its text does not read"
         return None if reason else plan, reason
     try:
-        plan = read_inspector(inspect(data.data))
+        plan = read_inspector(inspect_plan(data.data))
     except BackendError as error:
         return None, f"TensorRT's inspector has to be asked, on the GPU that it was built for: {error}"
     return plan, None if plan else "what the inspector says does not read"

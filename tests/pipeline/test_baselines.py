@@ -29,7 +29,7 @@ from fp8q.quantize.reading.run_checkpoint import checkpoint_of
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.bench.document import Bench
-from fp8q.validate.report.report import summary
+from fp8q.validate.report.report import summary_sentences
 from fp8q.validate.report.rows import accuracy_rows, engine_rows, module_rows, size_rows
 
 MODULES = 7
@@ -215,7 +215,7 @@ def test_all_precisions_stand_in_one_table_and_the_gate_is_for_fp8_alone(copied:
     assert 0 < kl["onnxruntime-bf16"] < min(kl["onnxruntime"], kl["onnxruntime-int8"])
     rows = accuracy_rows(copied)
     assert {row.runtime for row in rows} == set(RUNTIMES)
-    said = summary(rows, module_rows(copied), [])
+    said = summary_sentences(rows, module_rows(copied), [])
     assert "onnxruntime-int8" not in said
     with pytest.raises(GateError) as gate:
         api.validate(copied.root, options=api.ValidateOptions(RUNTIMES, max_ppl_increase=0.0))

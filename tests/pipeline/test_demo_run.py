@@ -22,14 +22,14 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.lint.check import lint
+from fp8q.export.lint.check import lint_file
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.triton.engine_model import describe, engine_config
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.document import load_accuracy
-from fp8q.validate.accuracy.document import load_tokens as load_nll
+from fp8q.validate.accuracy.document import load_token_losses as load_nll
 
 from ..graphs import products_of_the_demo
 
@@ -129,7 +129,7 @@ def test_both_graphs_are_standard_onnx_and_point_into_the_safetensors(demo_run: 
             "model-00001-of-00001.safetensors"
         }
         assert sum(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in external) == PRODUCTS
-        assert [finding for finding in lint(path, promised) if finding.severity == "error"] == []
+        assert [finding for finding in lint_file(path, promised) if finding.severity == "error"] == []
         assert path.stat().st_size < 500_000
 
 

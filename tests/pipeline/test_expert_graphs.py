@@ -19,7 +19,7 @@ from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.export.graph.trace import graph_plan, whole
-from fp8q.export.lint.check import lint
+from fp8q.export.lint.check import lint_file
 from fp8q.export.onnx_file.bodies import branches, nodes_of
 from fp8q.options import CalibrateOptions, GenerateOptions, Terms
 from fp8q.quantize.reference.fp8_model import load_reference
@@ -93,7 +93,7 @@ def test_each_expert_is_a_branch_that_holds_its_products(run: Run) -> None:
 def test_the_graph_is_clean_and_a_product_that_is_missing_in_a_branch_is_found(run: Run, tmp_path: Path) -> None:
     scales = load_scales(run)
     promised = {name: scales.activations[name].scale for name in scales.weights}
-    assert [*lint(run.onnx, promised), *lint(run.onnx_fp32, promised)] == []
+    assert [*lint_file(run.onnx, promised), *lint_file(run.onnx_fp32, promised)] == []
     model = onnx.load_model(run.onnx, load_external_data=False)
     down = "model.layers.1.mlp.experts.3.down_proj"
     (node,) = (node for node in nodes_of(model.graph) if node.name == f"{down}.matmul")
@@ -101,7 +101,7 @@ def test_the_graph_is_clean_and_a_product_that_is_missing_in_a_branch_is_found(r
     node.input[0] = quantize.input[0]
     changed = run.model / "changed.onnx"
     changed.write_bytes(model.SerializeToString())
-    found = [finding for finding in lint(changed, promised) if finding.severity == "error"]
+    found = [finding for finding in lint_file(changed, promised) if finding.severity == "error"]
     changed.unlink()
     assert [(each.rule, each.module) for each in found] == [("F203", down)]
 

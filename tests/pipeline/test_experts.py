@@ -38,7 +38,7 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.report import render
-from fp8q.validate.sensitivity.gradients import predict
+from fp8q.validate.sensitivity.gradients import predict_sites
 from fp8q.validate.sensitivity.single_site import Float
 from fp8q.validate.sensitivity.site import AS_IT_IS
 from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
@@ -260,7 +260,7 @@ def test_the_shared_input_alone_costs_what_rounding_it_before_transformers_own_e
     (site,) = (site for site in sites if site.module == f"{place}.0.gate_proj" and site.kind == "activation")
     assert len(site.members) == 8
     assert Float(quantizer, ids, None, ()).divergence(site) == pytest.approx(expected, rel=1e-3)
-    predicted = predict(quantizer, sites, ids, torch.Generator().manual_seed(0))
+    predicted = predict_sites(quantizer, sites, ids, torch.Generator().manual_seed(0))
     assert predicted[site.key][AS_IT_IS] == pytest.approx(expected, rel=0.5)
 
 

@@ -17,7 +17,7 @@ from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.commands import run as run_command
 from fp8q.stages.shared.opening import Command
 from fp8q.validate.accuracy import compare, runtimes
-from fp8q.validate.accuracy.document import load_accuracy, load_tokens, save_accuracy
+from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, save_accuracy
 
 SHORT = ("bf16", "reference", "onnxruntime")
 
@@ -82,7 +82,7 @@ def test_a_runtime_that_fails_leaves_the_others_numbers_and_is_tried_again(
     assert "reference" in found.out
     written = load_accuracy(run).runtimes
     assert list(written) == ["bf16", "reference"]
-    assert load_tokens(run).keys() == {"bf16", "reference"}
+    assert load_token_losses(run).keys() == {"bf16", "reference"}
     assert run.record().stages["validate"].unfinished == ("onnxruntime",)
 
     loaded = list[Run]()
@@ -179,10 +179,10 @@ def test_numbers_that_bf16_loses_too_are_the_models_fault(
 
 def test_an_accuracy_of_before_is_read(run: Run) -> None:
     """`source` was what `original` is called now; the fields of today were not there."""
-    accuracy, nll = load_accuracy(run), load_tokens(run)
+    accuracy, nll = load_accuracy(run), load_token_losses(run)
     old = {"source": accuracy.runtimes["bf16"].model_copy(update={"by_frequency": None}), **accuracy.runtimes}
     with run.stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(run, accuracy.model_copy(update={"runtimes": old}), nll | {"source": nll["bf16"]})
     assert list(load_accuracy(run).runtimes) == ["original", *accuracy.runtimes]
-    np.testing.assert_array_equal(load_tokens(run)["original"], nll["bf16"])
+    np.testing.assert_array_equal(load_token_losses(run)["original"], nll["bf16"])
     api.report_tables(run.root)

@@ -261,7 +261,7 @@ class HostDevice:
 
 
 class HostProgram:
-    """A `device_batch.Program` that is a graph on ONNX Runtime, over memory of a `HostDevice`."""
+    """A `device_batch.DeviceProgram` that is a graph on ONNX Runtime, over memory of a `HostDevice`."""
 
     logits_dtype = np.dtype(np.float32)
 

@@ -10,9 +10,9 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import BenchOptions
 from fp8q.quantize.scales.serving_cost import Cost
-from fp8q.serve.bench.meter import Held, HostMeter
+from fp8q.serve.bench.meter import HostMeter, MemoryTaken
 from fp8q.serve.bench.rounds import Answers, Contender
-from fp8q.serve.bench.timing import Answer
+from fp8q.serve.bench.timing import BatchTiming
 from fp8q.stages import bench as bench_stage
 from fp8q.stages.pipeline import steps
 from fp8q.stages.pipeline.steps import Notes
@@ -89,7 +89,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def sizes(run: Run, notes: Notes, bounds: Bounded, **options: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    contender: Any = Contender("fp8", bounds, Held(HostMeter()))  # type: ignore[arg-type]
+    contender: Any = Contender("fp8", bounds, MemoryTaken(HostMeter()))  # type: ignore[arg-type]
     return bench_stage.sizes(run, [contender], BenchOptions(**options), notes)
 
 
@@ -156,14 +156,14 @@ def test_a_batch_that_no_memory_here_holds() -> None:
 
 
 def test_improvement_energy_and_cost_are_of_the_answers() -> None:
-    slow, fast = Answer(0.04, (0.02, 0.02)), Answer(0.02, (0.01, 0.01))  # 80 ms and 40 ms
+    slow, fast = BatchTiming(0.04, (0.02, 0.02)), BatchTiming(0.02, (0.01, 0.01))  # 80 ms and 40 ms
     answers = [Answers(10, [slow] * 4, 2.4), Answers(5, [fast] * 4, 1.2)]
-    bf16, fp8 = bench_stage.size_rows(["bf16", "fp8"], answers, (2, 7, 3), 3.6, emulated=False)
+    bf16, fp8 = bench_stage.rows_of_size(["bf16", "fp8"], answers, (2, 7, 3), 3.6, emulated=False)
     assert bf16.improvement == 1
     assert fp8.improvement == pytest.approx(2)
     assert fp8.tokens_per_second == pytest.approx(150)  # 2 rows of 3 tokens in 40 ms
     assert fp8.joules_per_token == pytest.approx(1.2 / (4 * 2 * 3))
     assert fp8.cost_per_million_tokens == pytest.approx(1000 / 150)
     assert (fp8.variant, fp8.batch, fp8.prompt, fp8.memory_bytes) == ("fp8", 2, 7, 5)
-    emulated = bench_stage.size_rows(["bf16", "fp8"], answers, (2, 7, 3), None, emulated=True)
+    emulated = bench_stage.rows_of_size(["bf16", "fp8"], answers, (2, 7, 3), None, emulated=True)
     assert [(row.improvement, row.cost_per_million_tokens) for row in emulated] == [(None, None)] * 2

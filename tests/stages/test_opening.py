@@ -25,7 +25,7 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
 from fp8q.stages.pipeline.steps import Notes
-from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import Protocol, load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.report.report import render
@@ -79,7 +79,7 @@ def corpus_of(root: Path, source: Source, data: Path, evaluation: Path, options:
 def perplexity_of(run: Run, source: Source, options: ValidateOptions) -> tuple[float, Protocol]:
     evaluation = other_text.evaluation(run, None, options, SILENT)
     forward = float_model(source, torch.bfloat16, "cpu")
-    accuracy, _ = compare(evaluation, {"bf16": forward}, source.text_config.vocab_size, SILENT)
+    accuracy, _ = compare_runtimes(evaluation, {"bf16": forward}, source.text_config.vocab_size, SILENT)
     return accuracy.runtimes["bf16"].perplexity, accuracy.protocol
 
 

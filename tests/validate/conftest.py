@@ -31,7 +31,7 @@ from fp8q.options import Clipping
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales, kv_cache_scales
-from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -146,7 +146,8 @@ def make_evaluated(run: Run) -> Run:
     evaluation = cut(rng.integers(VOCABULARY, size=640), "held-out.txt", 64, 64)
     with run.stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(
-            run, *compare(evaluation, {"bf16": bigram(logits), "reference": bigram(rounded)}, VOCABULARY, SILENT)
+            run,
+            *compare_runtimes(evaluation, {"bf16": bigram(logits), "reference": bigram(rounded)}, VOCABULARY, SILENT),
         )
     return run
 

@@ -28,7 +28,7 @@ from ...core.undo import scratch
 from .divergence import Against, Baselines, Found, joined, measure_tokens
 from .document import Accuracy, RuntimeAccuracy
 from .perplexity import Evaluation
-from .stored_logits import Kept
+from .stored_logits import StoredLogits
 
 #: Logits of a batch of windows: int64 [windows, context] -> float tensor [windows, context, vocabulary].
 Forward = Callable[[npt.NDArray[np.int64]], torch.Tensor]
@@ -81,7 +81,7 @@ class Outcome:
         return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl)
 
 
-def compare(
+def compare_runtimes(
     evaluation: Evaluation, runtimes: Mapping[str, Forward], vocabulary: int, report: Reporter
 ) -> tuple[Accuracy, dict[str, npt.NDArray[np.float32]]]:
     """Run `evaluation` through `runtimes` that are loaded (the one named "bf16" is what the others are compared with).
@@ -171,7 +171,7 @@ class Turns:
                     self._run(name, part, keep, advance if name in missing else lambda windows: None)
                 except BackendError as error:
                     self.failed[name] = str(error)
-                settle()
+                release_memory()
         for name in YARDSTICKS:
             self._kept(name, part).remove()
 
@@ -202,8 +202,8 @@ class Turns:
             if other in before and other not in self.failed
         ]
 
-    def _kept(self, name: str, part: int) -> Kept:
-        return Kept(self.folder, f"{part}-{name}", int(self.evaluation.scored[self.parts[part]].sum()))
+    def _kept(self, name: str, part: int) -> StoredLogits:
+        return StoredLogits(self.folder, f"{part}-{name}", int(self.evaluation.scored[self.parts[part]].sum()))
 
     def _file(self, name: str, part: int) -> Path:
         return self.folder / f"{part}-{quote(name, safe='')}.npz"
@@ -228,7 +228,7 @@ class Turns:
         nll = {name: self._placed(each["nll"]) for name, each in found.items()}
         own = YARDSTICKS[BASELINE]
         kl = {name: self._placed(each[own]) for name, each in found.items() if own in each}
-        runtimes = {name: summary(each, None if name == BASELINE else base) for name, each in found.items()}
+        runtimes = {name: summarize_tokens(each, None if name == BASELINE else base) for name, each in found.items()}
         return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed, kl)
 
     def _placed(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
@@ -260,7 +260,7 @@ def told(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def settle() -> None:
+def release_memory() -> None:
     """Give back the memory of a runtime that nobody holds any more, to the system too: glibc keeps what was freed."""
     gc.collect()
     if torch.cuda.is_initialized():
@@ -269,7 +269,7 @@ def settle() -> None:
         trim(0)
 
 
-def summary(found: Found, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
+def summarize_tokens(found: Found, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
     """Means and quantiles of what was found; `base`: the baseline's loss of the same tokens, of another runtime."""
     nll = mean(found["nll"])
     means = {name: mean(found[field]) for field, name in MEANS.items() if field in found}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .stored_logits import Kept, Writer
+from .stored_logits import StoredLogits, Writer
 
 #: Largest float32 table of positions by vocabulary at a time, in bytes.
 BLOCK_BYTES = 1 << 20
@@ -33,7 +33,7 @@ class Against:
     likeliest tokens are compared too.
     """
 
-    kept: Kept
+    kept: StoredLogits
     field: str
     agreement: bool = False
 

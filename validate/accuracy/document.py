@@ -137,7 +137,7 @@ def load_accuracy(run: Run) -> Accuracy:
     return found.model_copy(update={"runtimes": runtimes})
 
 
-def load_tokens(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+def load_token_losses(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored."""
     return {name: values for name, values in _load(run).items() if not name.endswith(KL)}
 

@@ -19,7 +19,7 @@ SUFFIX = ".logits"
 Writer = Callable[[torch.Tensor], None]
 
 
-class Kept:
+class StoredLogits:
     """The logits of one runtime in `folder`: rows of `name`, in the order they were written."""
 
     def __init__(self, folder: Path, name: str, rows: int):

@@ -35,7 +35,7 @@ class Token:
 
 
 @dataclass
-class Seen:
+class LargestValues:
     """The largest values by module; all of it are maxima, but `hot`: rows of attention that are one-hot in FP32, and
     all rows. `tokens`: amax of each token of a cache tensor [windows, seq], a batch after the other.
     """
@@ -60,7 +60,7 @@ class Watcher:
 
     def __init__(self, model: PreTrainedModel):
         """Ready to watch `model`."""
-        self.model, self.seen = model, Seen()
+        self.model, self.seen = model, LargestValues()
         self.attention = attention_modules(model)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.norms = {
@@ -124,7 +124,7 @@ class Watcher:
         scaling = options.get("scaling")
         shared = query.shape[1] // key.shape[1]
         for head in range(query.shape[1]):
-            logits = logits_of(
+            logits = head_logits(
                 query[:, head], key[:, head // shared], scaling, options.get("softcap"), _of_head(mask, head)
             )
             largest = logits.masked_fill(logits == float("-inf"), 0).abs().amax()
@@ -139,7 +139,7 @@ def _of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
     return None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
 
 
-def logits_of(
+def head_logits(
     query: torch.Tensor,
     key: torch.Tensor,
     scaling: float | None = None,

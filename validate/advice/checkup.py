@@ -70,8 +70,8 @@ def graded(
     if not values:
         return [unknown(criterion, criterion.nothing)]
     check, what, limit = criterion.check, criterion.what, criterion.limit
-    ranked = sorted(values, key=lambda found: -found[1] if not isnan(found[1]) else float("-inf"))
-    beyond = [found for found in ranked if verdict_of(found[1], limit) != "good"]
+    worst_first = sorted(values, key=lambda found: -found[1] if not isnan(found[1]) else float("-inf"))
+    beyond = [found for found in worst_first if verdict_of(found[1], limit) != "good"]
     entries = [
         Check(
             check=check,
@@ -82,7 +82,7 @@ def graded(
             said=said(value),
             remedy=None if verdict == "good" else remedy(module, value),
         )
-        for module, value in beyond or ranked[:1]
+        for module, value in beyond or worst_first[:1]
     ]
     depth = [AtDepth(module=module, value=finite(value)) for module, value in values]
     return [entries[0].model_copy(update={"by_depth": depth}), *entries[1:]]
@@ -93,7 +93,7 @@ def finite(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
-def ranked(checks: Sequence[Check]) -> list[Check]:
+def worst_first(checks: Sequence[Check]) -> list[Check]:
     """The worst first, otherwise in the order they were made."""
     return sorted(checks, key=lambda each: ORDER.index(each.verdict))
 

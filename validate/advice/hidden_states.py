@@ -73,7 +73,7 @@ def median(parts: Sequence[torch.Tensor]) -> float:
     return float(values.nan_to_num(float("inf")).median().nan_to_num(posinf=float("nan")))
 
 
-class Pair:
+class ModelPair:
     """The float model and the FP8 reference of one run."""
 
     def __init__(self, model: PreTrainedModel, reference: Reference, layers: Layers | None):

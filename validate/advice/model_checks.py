@@ -9,11 +9,11 @@ from ...quantize.scales.decisions import TensorScale
 from . import criteria
 from .checkup import AtDepth, Check, finite, graded, unknown
 from .remedies import Remedies
-from .scale_checks import Tensor, relative_error
+from .scale_checks import ScaledTensor, relative_error
 
 if TYPE_CHECKING:
     from ...calibrate.model.decoder import Layers
-    from .activation_watch import Seen
+    from .activation_watch import LargestValues
     from .hidden_states import Parted
     from .loops import Loops
 
@@ -23,7 +23,7 @@ def not_measured(why: str, remedy: str) -> list[Check]:
     return [unknown(criterion, f"not measured: {why}", remedy) for criterion in criteria.OF_THE_MODEL]
 
 
-def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
+def norm_inputs(seen: "LargestValues", fp16: bool, remedies: Remedies) -> list[Check]:
     """Tell whether what norms read is in range; `fp16`: whether the graphs compute in FP16."""
     values = [(name, seen.norms[name]) for name in seen.norms]
     first = next((value for _, value in values if value > 0), 0.0)
@@ -41,7 +41,7 @@ def norm_inputs(seen: "Seen", fp16: bool, remedies: Remedies) -> list[Check]:
     return graded(criterion, values, said, remedy)
 
 
-def attention_logits(seen: "Seen", cache_parts: str, remedies: Remedies) -> list[Check]:
+def attention_logits(seen: "LargestValues", cache_parts: str, remedies: Remedies) -> list[Check]:
     """Tell whether a softmax in BF16 can tell the logits apart."""
     values = [(name, seen.logits[name]) for name in seen.logits]
     hot = {value: name for name, value in values}
@@ -57,7 +57,9 @@ def attention_logits(seen: "Seen", cache_parts: str, remedies: Remedies) -> list
     return graded(criteria.ATTENTION_LOGITS, values, said, remedy)
 
 
-def cache_tokens(seen: "Seen", cached: Sequence[str], named: Callable[[int], str], remedies: Remedies) -> list[Check]:
+def cache_tokens(
+    seen: "LargestValues", cached: Sequence[str], named: Callable[[int], str], remedies: Remedies
+) -> list[Check]:
     """Tokens of keys and values that stand out, as attention sinks do; in a cache that stays in BF16 (not in `cached`)
     they are to be watched at most.
     """
@@ -100,7 +102,7 @@ def product_errors(parted: "Parted", inputs: Mapping[str, TensorScale], remedies
 
 
 def hidden_states(
-    parted: "Parted", layers: "Layers | None", tensors: Sequence[Tensor], remedies: Remedies
+    parted: "Parted", layers: "Layers | None", tensors: Sequence[ScaledTensor], remedies: Remedies
 ) -> list[Check]:
     """The first layer whose hidden states part, and in it what errs most by itself; where none does, the worst.
 
@@ -132,7 +134,7 @@ def _further(layer: int, error: float, worst: float) -> str:
     return f", {share(worst)} at the worst layer" if worst != error else ""
 
 
-def _own_errors(parted: "Parted", tensors: Sequence[Tensor]) -> dict[str, float]:
+def _own_errors(parted: "Parted", tensors: Sequence[ScaledTensor]) -> dict[str, float]:
     """Return the error that each product, and each tensor of the cache, makes by itself."""
     cache = {tensor.name: relative_error(tensor) for tensor in tensors if tensor.name.endswith((".k", ".v"))}
     return {name: sums.relative for name, sums in parted.products.items()} | cache

@@ -28,7 +28,7 @@ from .remedies import Remedies
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
+class ScaledTensor:
     """A tensor that has a scale: `name` that of its module (an input: the first of those that read it) or in the cache;
     `scale` as the checkpoint has it, `chosen` as `scales.json` has it.
     """
@@ -50,7 +50,7 @@ class Tensor:
         return self.histogram.amax > self.scale * self.grid.max
 
 
-def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[Tensor]:
+def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[ScaledTensor]:
     """Every distinct tensor of `scales`, in the order of the model. Raises InputError where the checkpoint in
     `directory` lacks a scale, or the statistics a tensor.
     """
@@ -58,7 +58,7 @@ def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[
     named = {f"{module}.input_scale": (module, chosen) for module, chosen in scales.activations.items()}
     named |= {f"{name}_scale": (name, chosen) for name, chosen in scales.kv_cache.items()}
     stored = stored_arrays(directory, list(named))
-    found: dict[str, Tensor] = {}
+    found: dict[str, ScaledTensor] = {}
     for key, (name, chosen) in named.items():
         tensor = name if name in scales.kv_cache else f"{first.get(name, name)}.input"
         if tensor not in statistics.tensors:
@@ -66,20 +66,20 @@ def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[
         seen, scale = statistics.tensors[tensor], float(stored[key][0])
         # members of a group share a scale; where they do not, the least fitting one is judged
         if tensor not in found or _distance(scale, chosen) > _distance(found[tensor].scale, chosen):
-            found[tensor] = Tensor(name, seen.histogram, seen.amax_batches, chosen, scale)
-    return sorted(found.values(), key=lambda tensor: in_order(tensor.name))
+            found[tensor] = ScaledTensor(name, seen.histogram, seen.amax_batches, chosen, scale)
+    return sorted(found.values(), key=lambda tensor: layer_order(tensor.name))
 
 
 def _distance(scale: float, chosen: TensorScale) -> float:
     return abs(math.log2(scale / chosen.scale)) if scale > 0 else math.inf
 
 
-def in_order(name: str) -> list[tuple[bool, int, str]]:
+def layer_order(name: str) -> list[tuple[bool, int, str]]:
     """A key that sorts names as the model has its layers: 2 before 10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
-def stored_checks(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> list[Check]:
+def stored_checks(tensors: Sequence[ScaledTensor], scales: Scales, remedies: Remedies) -> list[Check]:
     """All checks that need no model."""
     return [
         *_saturation(tensors, remedies),
@@ -90,7 +90,7 @@ def stored_checks(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies)
     ]
 
 
-def _narrow(tensors: Sequence[Tensor], remedies: Remedies) -> Callable[[str, float], str]:
+def _narrow(tensors: Sequence[ScaledTensor], remedies: Remedies) -> Callable[[str, float], str]:
     """Return the remedy for a tensor whose scale is too small."""
     by_name = {tensor.name: tensor for tensor in tensors}
 
@@ -109,17 +109,17 @@ def _narrow(tensors: Sequence[Tensor], remedies: Remedies) -> Callable[[str, flo
     return remedy
 
 
-def _saturation(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+def _saturation(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
     values = [(tensor.name, saturation(tensor.histogram, tensor.grid, tensor.scale)) for tensor in tensors]
     return graded(criteria.SATURATION, values, share, _narrow(tensors, remedies))
 
 
-def _fit(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+def _fit(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
     values = [(tensor.name, db_lost(tensor)) for tensor in tensors]
     return graded(criteria.DB_LOST, values, lambda value: f"{value:.1f} dB", _narrow(tensors, remedies))
 
 
-def db_lost(tensor: Tensor) -> float:
+def db_lost(tensor: ScaledTensor) -> float:
     """dB that the checkpoint's scale loses to the one of least squared error; 0 where either loses nothing."""
     best = float(scale_of(clip_mse(tensor.histogram, tensor.grid, Clipping()), tensor.grid))
     own, possible = (sqnr_db(tensor.histogram, tensor.grid, each) for each in (tensor.scale, best))
@@ -128,12 +128,12 @@ def db_lost(tensor: Tensor) -> float:
     return math.inf if possible is None else max(possible - own, 0.0)
 
 
-def relative_error(tensor: Tensor) -> float:
+def relative_error(tensor: ScaledTensor) -> float:
     """‖rounded - x‖ / ‖x‖ at the checkpoint's scale."""
     return math.sqrt(lost_share(sqnr_db(tensor.histogram, tensor.grid, tensor.scale)))
 
 
-def _underflow(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+def _underflow(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def remedy(name: str, value: float) -> str:
@@ -146,7 +146,7 @@ def _underflow(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
     return graded(criteria.UNDERFLOW, values, share, remedy)
 
 
-def _inverse(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> list[Check]:
+def _inverse(tensors: Sequence[ScaledTensor], scales: Scales, remedies: Remedies) -> list[Check]:
     """Scales that are so large that their reciprocal vanishes; of weights the largest channel's."""
     largest: dict[str, float] = {}
     for name, scale in [
@@ -154,7 +154,7 @@ def _inverse(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> l
         *((module, weight.scale_max) for module, weight in scales.weights.items()),
     ]:
         largest[name] = max(scale, largest.get(name, 0.0))
-    values = sorted(largest.items(), key=lambda named: in_order(named[0]))
+    values = sorted(largest.items(), key=lambda named: layer_order(named[0]))
     checks = graded(
         criteria.INVERSE_SCALE,
         values,
@@ -164,7 +164,7 @@ def _inverse(tensors: Sequence[Tensor], scales: Scales, remedies: Remedies) -> l
     return [each.model_copy(update={"value": each.value and 1 / each.value, "by_depth": []}) for each in checks]
 
 
-def _jumps(tensors: Sequence[Tensor], remedies: Remedies) -> list[Check]:
+def _jumps(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
     values = [
         (tensor.name, largest_jump(tensor.amax_batches)) for tensor in tensors if len(measured(tensor.amax_batches)) > 1
     ]

@@ -24,7 +24,7 @@ from ...options import WITHOUT_FP8
 from ...quantize.codes.formats import E4M3
 from ...quantize.scales.decisions import load_scales
 from ..accuracy.continuations import Continuations, load_continuations
-from ..accuracy.document import Protocol, load_accuracy, load_divergences, load_tokens
+from ..accuracy.document import Protocol, load_accuracy, load_divergences, load_token_losses
 from ..advice import certificate as certificates
 from ..advice.certificate import Certificate
 from ..advice.expert_coverage import expert_rows, expert_table
@@ -55,7 +55,7 @@ NOT_LOCATED = "Not known yet: run `fp8q sensitivity RUN`."
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def write_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
+def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
     """Write `report.html` and `report.ipynb` of `run`, beside `others`; returns both paths.
 
     Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no
@@ -93,20 +93,20 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "accuracy": tables.accuracy_table([*run_rows.accuracy_rows(run), *run_rows.adapter_rows(run)]),
         "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
-        "loss": replace(tables.loss_table(losses(run)[:WORST]), missing=NOT_LOCATED),
+        "loss": replace(tables.loss_table(losses_by_tensor(run)[:WORST]), missing=NOT_LOCATED),
         "sizes": tables.size_table(run_rows.size_rows(run)),
         "engines": tables.engine_table(run_rows.engine_rows(run)),
         "modules": tables.module_table(modules),
         "kept": tables.kept_table(modules),
         "experts": expert_table(expert_rows(statistics, load_scales(run)), bool(statistics.record.all_experts)),
-        "certificate": certificates.record_table(certificate(run)),
+        "certificate": certificates.record_table(text_certificate(run)),
         "facts": tables.fact_table(run_rows.fact_rows(run)),
         "stages": tables.stage_table(stages),
         "notes": tables.note_table(stages),
     }
 
 
-def losses(run: Run) -> "list[Loss]":
+def losses_by_tensor(run: Run) -> "list[Loss]":
     """List the loss that each tensor causes alone, worst first; nothing where that is not known of the files that are
     here now.
     """
@@ -128,7 +128,7 @@ def report_plots(run: Run) -> "dict[str, Plot]":
         worst = plots.noisiest(rows)
         drawn["histogram"] = plots.histogram_plot(worst, load_statistics(run).tensors[str(worst.tensor)].histogram)
         drawn["layers"] = plots.layer_plot(rows)
-    if loss_plots.by_layer(located := losses(run)):
+    if loss_plots.by_layer(located := losses_by_tensor(run)):
         drawn["loss"] = loss_plots.loss_plot(located)
     if run_rows.wrote(run, run.tuning, "tune"):
         drawn["frontier"] = loss_plots.frontier_plot(load_tuning(run))
@@ -136,7 +136,7 @@ def report_plots(run: Run) -> "dict[str, Plot]":
         if kl := load_divergences(run):
             drawn["divergence"] = loss_plots.divergence_plot(kl)
         sampled = {row.runtime for row in run_rows.accuracy_rows(run) if row.tokens is not None}
-        nll = {name: values for name, values in load_tokens(run).items() if name not in sampled}
+        nll = {name: values for name, values in load_token_losses(run).items() if name not in sampled}
         drawn["positions"] = plots.position_plot(nll)
     return drawn
 
@@ -173,20 +173,20 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
         sparklines=sparklines,
         spark=SPARK,
         verdict=report_verdict(run),
-        summary=summary(contents["accuracy"].rows, modules, contents["kept"].rows),
+        summary=summary_sentences(contents["accuracy"].rows, modules, contents["kept"].rows),
         continuations=report_continuations(run).continuations,
         protocol=protocol(run),
-        engines=engines(contents["engines"].rows),
-        certificate=certificate(run),
+        engines=engines_sentence(contents["engines"].rows),
+        certificate=text_certificate(run),
     )
 
 
-def certificate(run: Run) -> Certificate:
+def text_certificate(run: Run) -> Certificate:
     """Tell whether the run's calibration text was enough."""
     return certificates.certificate(load_statistics(run), load_scales(run))
 
 
-def summary(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
+def summary_sentences(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
     """Summarize in two sentences what runs in FP8 and how the perplexity changes."""
     products = sum(row.kind == "product" for row in modules)
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
@@ -232,7 +232,7 @@ def protocol(run: Run) -> Protocol | None:
     return load_accuracy(run).protocol if run_rows.wrote(run, run.accuracy, "validate") else None
 
 
-def engines(built: Sequence[EngineRow]) -> str:
+def engines_sentence(built: Sequence[EngineRow]) -> str:
     """Summarize the proof of the FP8 engines in a sentence; empty where there are none."""
     rows = [row for row in built if row.precision == "fp8"]
     if not rows:

@@ -18,7 +18,7 @@ from ...export.engine.info import engine_stage, load_engines
 from ...options import Precision
 from ...quantize.codes.formats import CODE_DTYPE
 from ...quantize.scales.decisions import INHERITED, TensorScale, WeightScales, group_of, load_scales
-from ..accuracy.document import load_accuracy, load_tokens
+from ..accuracy.document import load_accuracy, load_token_losses
 from ..advice.findings import converged_after, outlier_channels
 from .curves import increase_interval, paired
 
@@ -285,7 +285,7 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
     """Every runtime that was evaluated, BF16 first; the interval of the increase is found from the paired tokens."""
     if not wrote(run, run.accuracy, "validate"):
         return []
-    accuracy, nll = load_accuracy(run), load_tokens(run)
+    accuracy, nll = load_accuracy(run), load_token_losses(run)
     rows = []
     for name, found in accuracy.runtimes.items():
         low, high, windows = None, None, None

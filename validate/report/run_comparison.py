@@ -11,7 +11,7 @@ from pathlib import Path
 from ...core.columns import Column, Table, count, increase, nats, share, size
 from ...core.run import Run
 from ...quantize.scales.decisions import Scales, load_scales
-from ..accuracy.document import load_accuracy, load_tokens
+from ..accuracy.document import load_accuracy, load_token_losses
 from .curves import increase_interval
 from .rows import SizeRow, accuracy_rows, size_rows, wrote
 from .tables import interval
@@ -101,7 +101,7 @@ def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
     if not all(wrote(run, run.tokens, "validate") for run in (first, other)):
         return None
     protocols = [load_accuracy(run).protocol for run in (first, other)]
-    losses = [load_tokens(run) for run in (first, other)]
+    losses = [load_token_losses(run) for run in (first, other)]
     if protocols[0] != protocols[1] or not all(runtime in nll for nll in losses):
         return None
     low, high = increase_interval(losses[0][runtime], losses[1][runtime])

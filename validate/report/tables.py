@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...core.columns import Column, Table, count, decibels, duration, increase, magnitude, nats, share, size
-from ...export.engine.info import listed
+from ...export.engine.info import first_few
 from ..advice.findings import AgainstRow, DelayedRow, Outlier
 from .curves import LEAST_WINDOWS
 from .rows import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
@@ -178,7 +178,7 @@ def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
         Column[EngineRow]("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),
         Column[EngineRow]("promised products", lambda row: row.promised_products, count),
         Column[EngineRow]("in FP8", lambda row: row.fp8_products, count),
-        Column[EngineRow]("ran wider", lambda row: listed(row.wide) or None, numeric=False),
+        Column[EngineRow]("ran wider", lambda row: first_few(row.wide) or None, numeric=False),
         Column[EngineRow]("ran", lambda row: row.ran, numeric=False),
         Column[EngineRow]("evidence", lambda row: row.evidence, numeric=False),
         Column[EngineRow]("size", lambda row: row.bytes, size),

@@ -52,7 +52,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Step:
+class NextStep:
     """A next step: the reason and the command."""
 
     why: str
@@ -71,28 +71,29 @@ def verdict(accuracy: Sequence[AccuracyRow]) -> Verdict:
     worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
     rise, low, high = worst.perplexity_increase or 0.0, worst.increase_low, worst.increase_high
     if low is None or high is None:
-        said = f"Not known: perplexity {moved(rise)}, {too_short(worst) or 'and nothing says how sure that is'}."
+        said = f"Not known: perplexity {changes_by(rise)}, {too_short(worst) or 'and nothing says how sure that is'}."
         return Verdict("unknown", said, worst.runtime, rise)
     bf16 = next((row.kl_fp32_nats for row in accuracy if row.runtime == "bf16"), None)
     sure = f"95 % interval {interval((low, high))}"
     if max(abs(low), abs(high)) <= SAME:
-        return Verdict("same", f"Same model: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime, rise)
+        return Verdict("same", f"Same model: perplexity {changes_by(rise)} against BF16 ({sure}).", worst.runtime, rise)
     if bf16 is not None and worst.kl_fp32_nats is not None and worst.kl_fp32_nats <= bf16:
         said = (
-            f"Within the noise of BF16: perplexity {moved(rise)}, and FP8 is no farther from FP32 than BF16 is: "
+            f"Within the noise of BF16: perplexity {changes_by(rise)}, and FP8 is no farther from FP32 than BF16 is: "
             f"{nats(worst.kl_fp32_nats)} nats against {nats(bf16)} ({sure})."
         )
         return Verdict("noise", said, worst.runtime, rise)
     if low <= 0 <= high:
-        said = f"Within the noise of BF16: perplexity {moved(rise)}, and this text cannot tell that from none ({sure})."
+        cannot = f"and this text cannot tell that from none ({sure})"
+        said = f"Within the noise of BF16: perplexity {changes_by(rise)}, {cannot}."
         return Verdict("noise", said, worst.runtime, rise)
     if high < 0:
-        said = f"Not worse: perplexity {moved(rise)} against BF16, by chance ({sure})."
+        said = f"Not worse: perplexity {changes_by(rise)} against BF16, by chance ({sure})."
         return Verdict("better", said, worst.runtime, rise)
-    return Verdict("worse", f"Worse: perplexity {moved(rise)} against BF16 ({sure}).", worst.runtime, rise)
+    return Verdict("worse", f"Worse: perplexity {changes_by(rise)} against BF16 ({sure}).", worst.runtime, rise)
 
 
-def moved(fraction: float) -> str:
+def changes_by(fraction: float) -> str:
     """A change in words: `rises by 0.31 %`."""
     if round(100 * fraction, 2) == 0:
         return "does not change (by less than 0.01 %)"
@@ -112,11 +113,11 @@ class Standing:
     repository: bool
 
 
-def step_table(steps: Sequence[Step]) -> Table[Step]:
+def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:
     """Tabulate the next steps, most urgent first."""
     columns = (
-        Column[Step]("why", lambda step: step.why, numeric=False),
-        Column[Step]("command", lambda step: step.command, numeric=False),
+        Column[NextStep]("why", lambda step: step.why, numeric=False),
+        Column[NextStep]("command", lambda step: step.command, numeric=False),
     )
     return Table("What to do next", steps, columns, "Nothing.")
 
@@ -126,28 +127,28 @@ def budget(found: Verdict) -> str:
     return f"{50 * found.rise:.1g}%" if found.kind == "worse" else "0.5%"
 
 
-def next_steps(found: Verdict, has: Standing) -> list[Step]:
+def next_steps(found: Verdict, has: Standing) -> list[NextStep]:
     """List the steps after the verdict, most urgent first."""
     run = has.name
     if found.runtime is None:
-        return [Step("Hold FP8 against BF16 on text that was held out.", f"fp8q validate {run}")]
+        return [NextStep("Hold FP8 against BF16 on text that was held out.", f"fp8q validate {run}")]
     if found.kind == "unknown":
-        return [Step("Evaluate on more text.", f"fp8q validate {run} --data TEXT")]
+        return [NextStep("Evaluate on more text.", f"fp8q validate {run} --data TEXT")]
     steps = []
     if found.kind in ("worse", "broken"):
         if not has.located:
-            steps.append(Step("See which tensors cost most.", f"fp8q sensitivity {run}"))
+            steps.append(NextStep("See which tensors cost most.", f"fp8q sensitivity {run}"))
         tune = f"fp8q tune {run}"
         steps.append(
-            Step("Make it anew by what was chosen for the budget.", f"{tune} {has.tuned} --apply")
+            NextStep("Make it anew by what was chosen for the budget.", f"{tune} {has.tuned} --apply")
             if has.tuned
-            else Step(
+            else NextStep(
                 "Have the cheapest change chosen that meets a budget.", f"{tune} --max-ppl-increase {budget(found)}"
             )
         )
-        steps.append(Step("Look for what is unstable.", f"fp8q doctor {run}"))
+        steps.append(NextStep("Look for what is unstable.", f"fp8q doctor {run}"))
     if not has.engine:
-        steps.append(Step("Build an engine, and prove what it runs in FP8.", f"fp8q build-engine {run}"))
+        steps.append(NextStep("Build an engine, and prove what it runs in FP8.", f"fp8q build-engine {run}"))
     if not has.repository:
-        steps.append(Step("Write the Triton model repository.", f"fp8q triton {run}"))
-    return steps or [Step("Try it.", f"fp8q serve {run}")]
+        steps.append(NextStep("Write the Triton model repository.", f"fp8q triton {run}"))
+    return steps or [NextStep("Try it.", f"fp8q serve {run}")]

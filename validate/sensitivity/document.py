@@ -40,7 +40,7 @@ class Sensitivity(Strict):
     modules: list[Loss]
 
 
-def ranked(
+def ranked_losses(
     scales: Scales,
     sites: list[Site],
     tokens: int,

@@ -31,7 +31,7 @@ TWO_TERMS_OF = 2
 
 
 @dataclass
-class Seen:
+class PassTensors:
     """The tensors of one forward pass: inputs and outputs of products, what is written to the cache, and what all
     experts of a layer read, of which each is given copies, by the products that read it.
     """
@@ -57,13 +57,13 @@ class End:
     it is the loss; `begun`: the hidden states that it began with, where it did not begin with tokens.
     """
 
-    seen: Seen
+    seen: PassTensors
     value: torch.Tensor
     gradient: torch.Tensor | None = None
     begun: torch.Tensor | None = None
 
 
-def predict(
+def predict_sites(
     quantizer: Quantizer,
     sites: Sequence[Site],
     ids: torch.Tensor,
@@ -74,7 +74,7 @@ def predict(
     labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
-        end = End(seen, drawn_loss(log_probabilities(quantizer.model, ids, cache), draw))
+        end = End(seen, drawn_loss(next_token_log_probabilities(quantizer.model, ids, cache), draw))
     return found_back(quantizer, sites, end, see)[0]
 
 
@@ -100,7 +100,7 @@ def found_back(
 
 
 def _losses(
-    quantizer: Quantizer, site: Site, seen: Seen, tensor: torch.Tensor, gradient: torch.Tensor
+    quantizer: Quantizer, site: Site, seen: PassTensors, tensor: torch.Tensor, gradient: torch.Tensor
 ) -> dict[str, float]:
     """Predict the loss of a site's error of `tensor`, as it is and as it might be."""
     if site.kind == "weight":
@@ -115,7 +115,7 @@ def _losses(
     return found
 
 
-def log_probabilities(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+def next_token_log_probabilities(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     """log p of each token that may follow each of the tokens `ids` int64 [windows, seq_len] but the last, float32
     [windows, seq_len - 1, vocabulary].
     """
@@ -124,7 +124,7 @@ def log_probabilities(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicC
 
 
 def drawn_loss(log_p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Σ -log p(y) over the tokens of `log_probabilities`, y drawn from the model itself by `draw`."""
+    """Σ -log p(y) over the tokens of `next_token_log_probabilities`, y drawn from the model itself by `draw`."""
     rows = log_p.flatten(0, 1)
     return -rows.gather(1, drawn(rows.detach().exp(), draw)[:, None]).sum()
 
@@ -177,9 +177,9 @@ class Watched(Protocol):
 
 
 @contextmanager
-def seeing(quantizer: Watched) -> Iterator[tuple[Seen, DynamicCache]]:
+def seeing(quantizer: Watched) -> Iterator[tuple[PassTensors, DynamicCache]]:
     """Record the tensors that pass through the model, from an embedding on that gradients go back to."""
-    seen = Seen()
+    seen = PassTensors()
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
         def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 The model is a chain of layers (`calibrate.model.decoder`). On the way forward what enters each layer is kept on the
 disk, for all batches; behind the last layer the labels are drawn, and the gradient of the loss is taken there. On the
 way back a layer runs once more, on what entered it, and hands the gradient on to the layer before it: the two gradients
-that are needed at a time are on the disk too. These are the sums of `gradients.predict` over the same tokens and
+that are needed at a time are on the disk too. These are the sums of `gradients.predict_sites` over the same tokens and
 labels. Memory holds the FP32 weights of one layer and its codes, or the embedding, or the output head, whatever the
 number of layers; each layer's weights are read twice.
 
@@ -35,15 +35,15 @@ from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...quantize.scales.decisions import Scales
 from .gptq_prediction import Gathered, left_of_sites
-from .gradients import End, Seen, drawn_loss, found_back, log_probabilities, seeing, summed
+from .gradients import End, PassTensors, drawn_loss, found_back, next_token_log_probabilities, seeing, summed
 from .site import Predicted, Site
-from .site_quantizers import Coded, Held, Quantizer
+from .site_quantizers import Coded, LoadedProducts, Quantizer
 
 Calls = Mapping[tuple[int, ...], list[LayerCall]]
 #: What all of it takes, in passes forward.
 PASSES = 5.75
 #: A pass of one batch up to where it ends, from which gradients go back.
-Forward = Callable[[int, torch.Tensor, Seen, DynamicCache], End]
+Forward = Callable[[int, torch.Tensor, PassTensors, DynamicCache], End]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Task:
+class LayerwiseTask:
     """The task: `sites`, on `batches` (index -> token ids int64 [windows, seq_len]); `calibrated`: the tokens that
     `gptq` would round by.
     """
@@ -93,7 +93,7 @@ class Layerwise(Chain):
         source: Source,
         stored: Coded,
         scales: Scales,
-        task: Task,
+        task: LayerwiseTask,
         folder: Path,
         device: str = "cpu",
     ):
@@ -104,7 +104,7 @@ class Layerwise(Chain):
         """
         with _refused():
             super().__init__(source, device, torch.float32, rounded=False)
-        self.held, self.task, self.batches, self.folder = Held(stored), task, task.batches, folder
+        self.held, self.task, self.batches, self.folder = LoadedProducts(stored), task, task.batches, folder
         self.quantizer = Quantizer(self.model, self.held, scales)
         self.sites = {
             index: [site for site in task.sites if self.layers.index(site.module) == index]
@@ -211,12 +211,12 @@ class Layerwise(Chain):
         def pass_on(*args: Any, **kwargs: Any) -> Any:
             return self.layer_output.of(LayerCall.of(args, kwargs)[1])
 
-        def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
+        def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
             hidden = leaving.read(batch, self.device).requires_grad_()
             stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.of(hidden)]
             draw = torch.Generator(self.device).manual_seed(batch)
             with standing_in([*self.layers.of(self.model), embedding], [*stands, blank]):
-                return End(seen, drawn_loss(log_probabilities(self.model, ids, cache), draw), begun=hidden)
+                return End(seen, drawn_loss(next_token_log_probabilities(self.model, ids, cache), draw), begun=hidden)
 
         with self.weights.filled([*needed, head]):
             self._back(None, forward, self._gradient(count))
@@ -225,7 +225,7 @@ class Layerwise(Chain):
         """All batches back through one layer."""
         layer, entering, above = self.layers.of(self.model)[index], self._entering(index), self._gradient(index + 1)
 
-        def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
+        def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
             hidden = entering.read(batch, self.device).requires_grad_()
             value = calls[tuple(ids.shape)][index].run(layer, hidden, cache)
             return End(seen, value, above.read(batch, self.device), hidden)
@@ -237,7 +237,7 @@ class Layerwise(Chain):
         """Back through what comes before the layers, for models that multiply by a matrix there."""
         above = self._gradient(0)
 
-        def forward(batch: int, ids: torch.Tensor, seen: Seen, cache: DynamicCache) -> End:
+        def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
             entering: list[torch.Tensor] = []
 
             def reached(*args: Any, **kwargs: Any) -> Any:

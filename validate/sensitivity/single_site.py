@@ -23,7 +23,7 @@ from ...calibrate.model.decoder import (
     trace_layers,
 )
 from ...calibrate.model.source import Source, meta_model
-from .gradients import log_probabilities
+from .gradients import next_token_log_probabilities
 from .site import Site
 from .site_quantizers import Quantizer
 
@@ -94,4 +94,4 @@ class Float:
 
     def _run(self, cache: DynamicCache) -> torch.Tensor:
         with torch.inference_mode():
-            return log_probabilities(self.quantizer.model, self.ids, cache)
+            return next_token_log_probabilities(self.quantizer.model, self.ids, cache)

@@ -40,7 +40,7 @@ class Coded(Protocol):
         """The product `module`, on codes."""
 
 
-class Held:
+class LoadedProducts:
     """The products of a checkpoint of which some are in memory for a while: the others are not there."""
 
     def __init__(self, stored: Coded):

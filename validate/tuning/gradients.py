@@ -12,7 +12,7 @@ from torch import nn
 
 from ...calibrate.model.expert_modules import shared_inputs
 from ...calibrate.model.products import output_channel_axis
-from ..sensitivity.gradients import along, drawn_loss, half_square, log_probabilities, seeing
+from ..sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
 from ..sensitivity.site import Predicted
 from .candidates import Candidates
 from .choices import ROUNDINGS, TERMS, Form
@@ -26,12 +26,14 @@ def variant(rounding: str, form: Form) -> str:
     return f"{rounding} {form}"
 
 
-def predict(candidates: Candidates, ids: torch.Tensor, draw: torch.Generator) -> tuple[Predicted, dict[str, int]]:
+def predict_choices(
+    candidates: Candidates, ids: torch.Tensor, draw: torch.Generator
+) -> tuple[Predicted, dict[str, int]]:
     """Group or cache tensor -> variant -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in
     all, labels drawn by `draw`; and each cache tensor's values a position.
     """
     with seeing(candidates) as (seen, cache), torch.enable_grad():
-        loss = drawn_loss(log_probabilities(candidates.model, ids, cache), draw)
+        loss = drawn_loss(next_token_log_probabilities(candidates.model, ids, cache), draw)
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
         found = torch.autograd.grad(loss, tensors, allow_unused=True)

@@ -60,7 +60,7 @@ def believed(found: float, within: float) -> float:
     return 1.0 if abs(found - 1) <= within else found
 
 
-def measure(
+def measure_mixes(
     exact: Runner, mixes: Mapping[str, Runner], batches: Sequence[tuple[torch.Tensor, torch.Tensor]], report: Reporter
 ) -> dict[str, Measured]:
     """Measure the loss of each of `mixes` on `batches` of (ids int64 [windows, seq_len], which of them are scored, bool

@@ -188,7 +188,7 @@ def test_a_product_that_runs_wide_is_noted_and_fails_the_gate_and_the_engine_sta
     tmp_path: Path, decoder: Decoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = decoder(wide_inputs=(DOWN,))
-    monkeypatch.setattr(engine, "check_graph", lambda *_: None)  # the lint would have stopped it
+    monkeypatch.setattr(engine, "check_buildable", lambda *_: None)  # the lint would have stopped it
     heard = Heard()
     build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard)
     assert heard.notes == [f"sm89: {DOWN} is not FP8 on both sides: bf16 × bf16 -> bf16 in profile 0"]
@@ -209,7 +209,7 @@ def test_scales_narrower_than_fp32_are_noted_and_do_not_count(
     tmp_path: Path, decoder: Decoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = decoder(scale_type=TensorProto.BFLOAT16)
-    monkeypatch.setattr(engine, "check_graph", lambda *_: None)
+    monkeypatch.setattr(engine, "check_buildable", lambda *_: None)
     heard = Heard()
     build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard)
     assert heard.notes == [

@@ -1,11 +1,11 @@
 """How far a build is, from the builder's nested phases."""
 
-from fp8q.export.engine.build_progress import Progress
+from fp8q.export.engine.build_progress import BuildProgress
 
 
 def test_progress_is_the_share_of_nested_phases() -> None:
     parts: list[int] = []
-    progress = Progress(parts.append)
+    progress = BuildProgress(parts.append)
     progress.start("building", None, 4)
     progress.start("cloning", "building", 2)
     assert progress.step("cloning", 0)  # half of the first quarter
@@ -25,7 +25,7 @@ def test_progress_is_the_share_of_nested_phases() -> None:
 
 
 def test_a_cancelled_build_is_told_to_stop_at_its_next_step() -> None:
-    progress = Progress(lambda done: None)
+    progress = BuildProgress(lambda done: None)
     progress.start("building", None, 2)
     assert progress.step("building", 0)
     progress.cancel()

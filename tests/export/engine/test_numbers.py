@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto
 
 from fp8q.core.errors import InputError
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
-from fp8q.export.engine.plan import Kernel, Plan, Product, read_plan
+from fp8q.export.engine.plan import EngineProduct, Kernel, Plan, read_plan
 from fp8q.export.engine.promise import promises
 from fp8q.export.engine.proof import Proof, broken, prove
 from fp8q.export.lint.rules import Promise
@@ -164,7 +164,7 @@ def test_attention_that_is_one_kernel_is_told_by_its_quantizers(engine_of: Engin
     """As OPT's is in decoding: whether it rounds to codes is told, the types that it multiplies are not."""
     graph, scores = load_graph(engine_of("sm89")[0].path), "a.attention_scores"
     promise = Promise({"a.o": None}, attention={scores: (0.5, 0.5)})
-    products = {0: (Product(("a.o.matmul",), ("fp8", "fp8"), "fp32"),)}
+    products = {0: (EngineProduct(("a.o.matmul",), ("fp8", "fp8"), "fp32"),)}
     for layers, wanted in (
         ((scores, "a.q.attention_quantize"), []),
         ((scores,), [f"{scores}: mha attends in it without codes, and the run has FP8 on both sides"]),

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto
 
 from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, product_rows
-from fp8q.export.engine.plan import Plan, Product, evidence, modules_by_types, read_inspector, read_plan
+from fp8q.export.engine.plan import EngineProduct, Plan, evidence, modules_by_types, read_inspector, read_plan
 from fp8q.export.onnx_file import names
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -58,9 +58,9 @@ def test_every_product_of_a_good_graph_is_fp8_in_both_profiles_and_answers_in_fp
 def test_modules_are_counted_by_their_own_products_and_not_by_attentions() -> None:
     wide, codes = ("bf16", "bf16"), ("int8", "int8")
     products = (
-        Product(("a.q.matmul", "a.k.matmul"), codes, "fp32"),
-        Product(("a.attention_scores",), wide, "bf16"),
-        Product(("lm_head.matmul",), wide, "bf16"),
+        EngineProduct(("a.q.matmul", "a.k.matmul"), codes, "fp32"),
+        EngineProduct(("a.attention_scores",), wide, "bf16"),
+        EngineProduct(("lm_head.matmul",), wide, "bf16"),
     )
     assert modules_by_types(Plan({0: products})) == {"int8 × int8 -> fp32": 2, "bf16 × bf16 -> bf16": 1}
 
@@ -192,7 +192,10 @@ def test_a_plan_is_read_from_any_buffer(engine_of: Engines) -> None:
 
 
 def test_fp8_in_one_profile_is_not_enough() -> None:
-    fp8, wide = Product(("a.matmul",), ("fp8", "fp8"), "fp32"), Product(("a.matmul",), ("bf16", "fp8"), "bf16")
+    fp8, wide = (
+        EngineProduct(("a.matmul",), ("fp8", "fp8"), "fp32"),
+        EngineProduct(("a.matmul",), ("bf16", "fp8"), "bf16"),
+    )
     found = evidence(Plan({0: (fp8,), 1: (wide,)}), {"a.matmul": "a"}, profiles=2)
     assert (found.fp8, dict(found.wide)) == (frozenset(), {"a": "bf16 × fp8 -> bf16 in profile 1"})
     assert evidence(Plan({0: (fp8,), 1: (fp8, wide)}), {"a.matmul": "a"}, profiles=2).fp8 == frozenset()

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8q.export.engine.program import Pool, Program, Statement, Tensor, node_of, read_pool, read_programs
+from fp8q.export.engine.program import Pool, Program, ProgramTensor, Statement, node_of, read_pool, read_programs
 from fp8q.export.engine.promise import promises
 from fp8q.export.engine.sizes import multiple, read_sizes
 from fp8q.export.onnx_file import names
@@ -75,7 +75,9 @@ def test_the_pool_ends_where_the_last_segment_ends() -> None:
     pool = read_pool(data)
     assert pool is not None
     assert pool.places == tuple(len(data) - 4 - 512 + offset for offset in (0, 128, 256))
-    straight, turned = (pool.read(Tensor("fp8", *shape, constant=1)) for shape in (((2, 3), (3, 1)), ((3, 2), (1, 3))))
+    straight, turned = (
+        pool.read(ProgramTensor("fp8", *shape, constant=1)) for shape in (((2, 3), (3, 1)), ((3, 2), (1, 3)))
+    )
     assert straight is not None
     assert turned is not None
     assert straight.tobytes() == data[pool.places[1] :][:6]
@@ -107,22 +109,22 @@ def test_a_plan_without_a_program_or_a_header_has_no_pool() -> None:
     "tensor",
     [
         None,
-        Tensor("fp32", (4,), (1,)),
-        Tensor("fp32", (4,), (1,), constant=9),
-        Tensor("int64", (4,), (1,), constant=0),
-        Tensor("fp32", (0, 4), (4, 1), constant=0),
-        Tensor("fp32", (4,), (1, 1), constant=0),
-        Tensor("fp32", (1 << 40,), (1,), constant=0),
+        ProgramTensor("fp32", (4,), (1,)),
+        ProgramTensor("fp32", (4,), (1,), constant=9),
+        ProgramTensor("int64", (4,), (1,), constant=0),
+        ProgramTensor("fp32", (0, 4), (4, 1), constant=0),
+        ProgramTensor("fp32", (4,), (1, 1), constant=0),
+        ProgramTensor("fp32", (1 << 40,), (1,), constant=0),
     ],
 )
-def test_what_is_no_constant_of_known_size_and_type_is_not_read(tensor: Tensor | None) -> None:
+def test_what_is_no_constant_of_known_size_and_type_is_not_read(tensor: ProgramTensor | None) -> None:
     assert Pool(bytes(64), (0, 32)).read(tensor) is None
 
 
 def test_numbers_of_every_type_are_read() -> None:
     numbers = np.array([1.5, -2.0], np.float32)
     for name, kind in (("fp32", np.float32), ("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)):
-        found = Pool(bytes(4) + numbers.astype(kind).tobytes(), (4,)).read(Tensor(name, (2,), (1,), constant=0))
+        found = Pool(bytes(4) + numbers.astype(kind).tobytes(), (4,)).read(ProgramTensor(name, (2,), (1,), constant=0))
         assert found is not None
         assert found.astype(np.float32).tolist() == [1.5, -2.0]
 

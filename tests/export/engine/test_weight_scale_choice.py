@@ -18,7 +18,7 @@ from fp8q.export.engine.build import Job, build_engine
 from fp8q.export.engine.plan import Evidence, read_plan
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.engine.weight_scale_choice import Built, better, in_better_form, worth_trying
-from fp8q.export.graph.weight_scale_form import form_of
+from fp8q.export.graph.weight_scale_form import recorded_form
 from fp8q.export.onnx_file.loading import load_graph
 
 Decoders = Callable[..., Any]
@@ -72,7 +72,7 @@ def building(modules: tuple[str, ...], wide: dict[str, int], refused: str = "") 
     job = Job("tensorrt-rtx", "sm89", profiles(2, 64))
 
     def build(graph: Path, path: Path) -> Built:
-        form = form_of(load_graph(graph))
+        form = recorded_form(load_graph(graph))
         if form == refused:
             raise BackendError("TensorRT 10.15 cannot build it: no such kernel")
         info, found = build_engine(graph, path, job, modules, SILENT)
@@ -92,7 +92,7 @@ def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder
     assert told.lines == ["sm89: with --weight-scale dq 7 of 7 products are wide, 0 with mul; the second is kept"]
     assert (graph, info.weight_scale, found.wide) == (engines / "sm90.onnx", "mul", {})
     assert {path.name for path in engines.iterdir()} == {"model.safetensors", "sm90.onnx", "sm90.plan"}
-    assert form_of(load_graph(graph)) == "mul"
+    assert recorded_form(load_graph(graph)) == "mul"
     plan = read_plan((engines / "sm90.plan").read_bytes())
     assert plan is not None
     assert any("rescale" in layer for kernel in plan.kernels[0] for layer in kernel.layers)

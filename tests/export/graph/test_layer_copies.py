@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from fp8q.export.graph.layer_copies import blocks_of, stamp
-from fp8q.export.modules.graph_model import GraphPlan, prepare
+from fp8q.export.modules.graph_model import GraphPlan, prepare_graph
 from fp8q.export.modules.layer_kinds import Kind, NotAlikeError, kinds_of, layer_prefix, skip
 from fp8q.export.modules.operators import SKIPPED
 
@@ -86,11 +86,11 @@ def qwen(types: list[str]) -> PreTrainedConfig:
 
 
 def kinds(config: PreTrainedConfig, change: Callable[[nn.Module], None] = lambda model: None) -> list[tuple[int, ...]]:
-    """The layers of a model by kind, as `prepare` left it and `change` changed it."""
+    """The layers of a model by kind, as `prepare_graph` left it and `change` changed it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     first = "model.layers.0.mlp.gate_proj"
-    prepare(model, GraphPlan({first: [first]} if config.num_hidden_layers == 4 else {}, "", torch.bfloat16))
+    prepare_graph(model, GraphPlan({first: [first]} if config.num_hidden_layers == 4 else {}, "", torch.bfloat16))
     change(model)
     return [kind.members for kind in kinds_of(model, "model.layers.", {}, {})]
 

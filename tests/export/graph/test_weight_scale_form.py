@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from fp8q.export.graph.weight_scale_form import UNIT, form_of, in_form, link_data, other, write_form
+from fp8q.export.graph.weight_scale_form import UNIT, in_form, link_data, other, recorded_form, write_form
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.export.onnx_file.weight_scales import weight_scales
 
@@ -57,7 +57,7 @@ def test_both_forms_multiply_by_the_checkpoints_scales(decoder: Decoders, option
     for form in ("dq", "mul"):
         write_form(written.path, written.path, form)
         graph = load_graph(written.path)
-        assert form_of(graph) == form
+        assert recorded_form(graph) == form
         found = {product.node.name.removesuffix(".matmul"): weight_scales(graph, product) for product in graph.products}
         for module in written.modules:
             np.testing.assert_array_equal(found[module], written.weight_scales[module])

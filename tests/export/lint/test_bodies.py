@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from fp8q.export.lint.check import lint
+from fp8q.export.lint.check import lint_file
 from fp8q.export.onnx_file.bodies import nodes_of, one_value_a_name
 
 from .test_lint_form import node, quantized
@@ -55,7 +55,7 @@ def into_branch(model: ModelProto) -> None:
 
 
 def test_a_product_in_a_branch_is_a_product(tmp_path: Path) -> None:
-    assert lint(quantized(into_branch, tmp_path)) == []
+    assert lint_file(quantized(into_branch, tmp_path)) == []
 
 
 def test_what_is_made_in_a_branch_is_not_read_outside_it(tmp_path: Path) -> None:
@@ -63,5 +63,5 @@ def test_what_is_made_in_a_branch_is_not_read_outside_it(tmp_path: Path) -> None
         into_branch(model)
         model.graph.node.append(node("Identity", "made", "outside"))
 
-    (found,) = lint(quantized(change, tmp_path))
+    (found,) = lint_file(quantized(change, tmp_path))
     assert (found.rule, found.node) == ("F313", "outside_Identity")

@@ -13,7 +13,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from fp8q.core.errors import InputError
-from fp8q.export.lint.check import RULES, Finding, lint
+from fp8q.export.lint.check import RULES, Finding, lint_file
 
 from . import cases_codes, cases_graph, cases_products, cases_storage
 from .changes import (
@@ -78,9 +78,9 @@ def start_of(name: str) -> Callable[[Path], int]:
 def test_a_good_graph_has_no_findings(decoder: Decoders, options: dict[str, Any]) -> None:
     written = decoder(**options)
     onnx.checker.check_model(written.path, full_check=True)
-    assert lint(written.path, written.input_scales, written.weight_scales) == []
-    assert lint(written.path, dict.fromkeys(written.modules)) == []
-    assert lint(written.path) == []
+    assert lint_file(written.path, written.input_scales, written.weight_scales) == []
+    assert lint_file(written.path, dict.fromkeys(written.modules)) == []
+    assert lint_file(written.path) == []
 
 
 def places(path: Path) -> dict[str, int | str]:
@@ -118,7 +118,7 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
     written = decoder(**case.options)
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
-    found = lint(written.path, promise_of(case, written), case.weight_scales, case.attention, case.two_terms)
+    found = lint_file(written.path, promise_of(case, written), case.weight_scales, case.attention, case.two_terms)
     head = f"{case.rule} {RULES[case.rule].name}: "
     expected = [text if text.startswith("F") and text[1:4].isdigit() else head + text for text in case.expected]
     assert [str(finding) for finding in found] == [text.format(**numbers) if numbers else text for text in expected]
@@ -136,7 +136,8 @@ def test_every_rule_is_broken_by_a_case_above_and_says_why_it_is_there() -> None
 def test_findings_name_the_module(decoder: Decoders, edited: Edit) -> None:
     written = decoder(wide_inputs=(DOWN,))
     edited(written.path, set_place(f"{Q}.weight", length=1))
-    assert [(finding.rule, finding.node, finding.module) for finding in lint(written.path, written.input_scales)] == [
+    found = lint_file(written.path, written.input_scales)
+    assert [(finding.rule, finding.node, finding.module) for finding in found] == [
         ("F203", f"{DOWN}.matmul", DOWN), ("F404", f"{Q}.weight", Q),
     ]  # fmt: skip
     assert str(Finding("F302", "ir-version", "warning", "", None, "too old")) == "F302 ir-version: too old"
@@ -145,7 +146,7 @@ def test_findings_name_the_module(decoder: Decoders, edited: Edit) -> None:
 def test_fp8_tensor_scatter_is_refused_though_the_standard_allows_it(decoder: Decoders, edited: Edit) -> None:
     written = decoder()
     edited(written.path, scattered_codes)
-    found = [str(finding) for finding in lint(written.path, written.input_scales)]
+    found = [str(finding) for finding in lint_file(written.path, written.input_scales)]
     assert (
         "F109 operator-takes-fp8: scatter: TensorScatter reads FP8 codes past_key_values.0.key (TensorRT refuses FP8 "
         "there); dequantize them first"
@@ -155,7 +156,7 @@ def test_fp8_tensor_scatter_is_refused_though_the_standard_allows_it(decoder: De
 def test_an_opset_without_fp8_is_found(decoder: Decoders, edited: Edit) -> None:
     written = decoder()
     edited(written.path, versions(18, 11))
-    found = [str(finding) for finding in lint(written.path)]
+    found = [str(finding) for finding in lint_file(written.path)]
     assert "F301 opset: opset 18 has no FP8; export with opset 23" in found
     assert (
         f"F303 standard-operators: {LAYER}.self_attn.attention: Attention is no operator of opset 18; express it in "
@@ -166,7 +167,7 @@ def test_an_opset_without_fp8_is_found(decoder: Decoders, edited: Edit) -> None:
 def test_a_zero_point_of_zero_is_no_finding(decoder: Decoders, edited: Edit) -> None:
     written = decoder()
     edited(written.path, zero_point(np.array(0, ml_dtypes.float8_e4m3fn)))
-    assert lint(written.path, written.input_scales) == []
+    assert lint_file(written.path, written.input_scales) == []
 
 
 def test_equal_scales_may_be_one_tensor(decoder: Decoders, edited: Edit) -> None:
@@ -177,7 +178,7 @@ def test_equal_scales_may_be_one_tensor(decoder: Decoders, edited: Edit) -> None
             entry.input[:] = [f"{Q}.input_scale" if name.endswith(".input_scale") else name for name in entry.input]
 
     edited(written.path, merge)
-    assert lint(written.path, written.input_scales) == []
+    assert lint_file(written.path, written.input_scales) == []
 
 
 def test_a_scale_behind_a_cast_is_read(decoder: Decoders, edited: Edit) -> None:
@@ -190,8 +191,8 @@ def test_a_scale_behind_a_cast_is_read(decoder: Decoders, edited: Edit) -> None:
         node(model, f"{DOWN}.input.dequantize").input[1] = "wide_scale"
 
     edited(written.path, widen)
-    assert lint(written.path, written.input_scales) == []
-    assert [finding.rule for finding in lint(written.path, written.input_scales | {DOWN: 0.5})] == ["F206", "F206"]
+    assert lint_file(written.path, written.input_scales) == []
+    assert [finding.rule for finding in lint_file(written.path, written.input_scales | {DOWN: 0.5})] == ["F206", "F206"]
 
 
 def test_a_link_out_of_the_directory_is_found(decoder: Decoders, tmp_path: Path) -> None:
@@ -199,14 +200,14 @@ def test_a_link_out_of_the_directory_is_found(decoder: Decoders, tmp_path: Path)
     weights = written.path.with_name("model.safetensors")
     weights.rename(tmp_path / "elsewhere.safetensors")
     weights.symlink_to(tmp_path / "elsewhere.safetensors")
-    assert {finding.rule for finding in lint(written.path)} == {"F401"}
+    assert {finding.rule for finding in lint_file(written.path)} == {"F401"}
 
 
 def test_a_file_that_is_no_safetensors_is_found(decoder: Decoders) -> None:
     written = decoder()
     weights = written.path.with_name("model.safetensors")
     weights.write_bytes(bytes(weights.stat().st_size))
-    found = lint(written.path)
+    found = lint_file(written.path)
     assert (
         f"F405 external-tensor: {DOWN}.weight: its file model.safetensors has no safetensors header; copy the graph's "
         "whole directory again"
@@ -223,14 +224,14 @@ def test_external_data_in_other_files_are_held_to_their_bounds_alone(decoder: De
         if entry.external_data
     ]
     edited(written.path, each(*(set_place(name, location="model.onnx.data") for name in stored)))
-    assert lint(written.path, written.input_scales) == []
+    assert lint_file(written.path, written.input_scales) == []
 
 
 def test_no_weight_is_read(decoder: Decoders) -> None:
     written = decoder(width=1024, hidden=2048)
     weights = written.path.with_name("model.safetensors").stat().st_size
     tracemalloc.start()
-    assert lint(written.path, written.input_scales) == []
+    assert lint_file(written.path, written.input_scales) == []
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000 < 7_000_000 < weights
@@ -243,10 +244,10 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, data: bytes) -> None
     with pytest.raises(
         InputError, match=r"model\.onnx: is no ONNX model, or (is cut short|holds no node); export it again"
     ):
-        lint(path)
+        lint_file(path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as missing:
-        lint(tmp_path / "model.onnx")
+        lint_file(tmp_path / "model.onnx")
     assert str(missing.value) == f"{tmp_path / 'model.onnx'}: there is no such file"

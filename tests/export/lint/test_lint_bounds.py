@@ -13,7 +13,7 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from fp8q.core.errors import InputError
-from fp8q.export.lint.check import lint
+from fp8q.export.lint.check import lint_file
 from fp8q.export.onnx_file import constants, loading
 
 FP8 = TensorProto.FLOAT8E4M3FN
@@ -73,14 +73,14 @@ ROWS: dict[str, Callable[[int], list[NodeProto]]] = {
 def test_a_row_of_four_thousand_takes_no_minute(tmp_path: Path, kind: str) -> None:
     path = graph(tmp_path, ROWS[kind](4000))
     start = process_time()
-    lint(path)
+    lint_file(path)
     assert process_time() - start < 5
 
 
 def test_a_constant_is_read_through_as_many_casts_as_exporters_write(tmp_path: Path) -> None:
     def rules(casts: int) -> list[str]:
         quantize = node("QuantizeLinear", ["x", f"m{casts - 1}"], "c", output_dtype=FP8)
-        return [finding.rule for finding in lint(graph(tmp_path, [*row("Identity", casts, "s"), quantize]))]
+        return [finding.rule for finding in lint_file(graph(tmp_path, [*row("Identity", casts, "s"), quantize]))]
 
     assert rules(8) == ["F108", "F205"]  # 0.5 is read, and x is quantized with it already
     assert rules(9) == ["F104", "F205"]
@@ -106,7 +106,7 @@ def test_no_more_of_scales_is_read_than_scales_can_be(tmp_path: Path, monkeypatc
     ):
         with monkeypatch.context() as patch:
             patch.setattr(constants, limit, number)
-            found = [str(finding) for finding in lint(path) if finding.rule == "F104"]
+            found = [str(finding) for finding in lint_file(path) if finding.rule == "F104"]
             assert found[0] == f"F104 scale-value: d: {why}; store scales that fit what they scale"
             assert len(found) == 2
 
@@ -118,7 +118,7 @@ def test_a_file_of_nothing_but_empty_messages_is_refused(tmp_path: Path, monkeyp
         InputError,
         match=r"has more than 1000 nodes, attributes and tensors, which no model has; export it again$",
     ):
-        lint(path)
+        lint_file(path)
 
 
 # What is said.
@@ -128,7 +128,7 @@ def test_of_one_rule_a_thousand_places_are_listed_and_the_others_counted(
     fp8q: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = graph(tmp_path, [helper.make_node("Concat", ["q"] * 5000, ["joined"], name="join", axis=0)])
-    found = [finding for finding in lint(path) if finding.rule == "F109"]
+    found = [finding for finding in lint_file(path) if finding.rule == "F109"]
     assert len(found) == 1001
     assert str(found[-1]) == (
         "F109 operator-takes-fp8: 4,000 more places break this rule; mend those that are listed first"
@@ -157,7 +157,7 @@ def test_a_name_is_shown_in_printable_characters_and_short(fp8q: Callable[..., A
     name, shown = HOSTILE[kind]
     made = helper.make_node("Relu", ["q"], ["r"], name=name)
     path = graph(tmp_path, [made, helper.make_node("Relu", ["q"], ["r2"], name=name)])
-    first, *others = lint(path)
+    first, *others = lint_file(path)
     assert str(first) == (
         f"F109 operator-takes-fp8: {shown}: Relu reads FP8 codes q (opset 23 allows no FP8 there); dequantize them "
         "first"
@@ -173,7 +173,7 @@ def test_a_message_is_short_whatever_it_tells_of(tmp_path: Path) -> None:
     def change(model: ModelProto) -> None:
         model.graph.initializer.add(name="t", data_type=1, dims=[10**18] * 64, raw_data=b"")
 
-    (message,) = [finding.message for finding in lint(graph(tmp_path, [], change)) if finding.rule == "F407"]
+    (message,) = [finding.message for finding in lint_file(graph(tmp_path, [], change)) if finding.rule == "F407"]
     assert len(message) < 1000
     assert message.startswith("its data are 0 bytes, and FLOAT [1000000000000000000, ")
     assert message.endswith("export the graph again")
@@ -220,7 +220,7 @@ def test_a_message_is_short_whatever_it_tells_of(tmp_path: Path) -> None:
 def test_what_is_longer_or_other_than_anything_written_is_of_no_form(
     tmp_path: Path, change: Change, message: str
 ) -> None:
-    (finding,) = lint(graph(tmp_path, [], change))
+    (finding,) = lint_file(graph(tmp_path, [], change))
     assert (finding.rule, finding.message) == ("F314", f"{message}; export the graph again")
     assert len(finding.node) < 4096
 
@@ -241,8 +241,8 @@ def test_scales_of_any_numbers_are_read_without_a_warning(tmp_path: Path, scale:
         model.graph.initializer[0].CopyFrom(made)
 
     path = graph(tmp_path, [helper.make_node("MatMul", ["v", "v"], ["product"], name="up.matmul")], change)
-    assert [finding.rule for finding in lint(path)] == rules
-    assert {finding.rule for finding in lint(path, {"up": 2.5})} >= {"F203"}
+    assert [finding.rule for finding in lint_file(path)] == rules
+    assert {finding.rule for finding in lint_file(path, {"up": 2.5})} >= {"F203"}
 
 
 def test_a_header_that_nests_too_deep_or_is_too_long_is_none(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_header_that_nests_too_deep_or_is_too_long_is_none(tmp_path: Path) -> 
         with open(tmp_path / "t.safetensors", "wb") as file:
             file.write(length.to_bytes(8, "little") + text)
             file.truncate(1 << 41)
-        (finding,) = [finding for finding in lint(path) if finding.rule == "F405"]
+        (finding,) = [finding for finding in lint_file(path) if finding.rule == "F405"]
         assert finding.message == (
             "its file t.safetensors has no safetensors header; copy the graph's whole directory again"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from fp8q.export.lint.check import lint
+from fp8q.export.lint.check import lint_file
 
 Change = Callable[[ModelProto], Any]
 
@@ -73,7 +73,7 @@ def with_tensor(kind: int = TensorProto.FLOAT, dims: tuple[int, ...] = (1,), loc
 
 @pytest.mark.parametrize("change", [constant("s", value_float=0.5), constant("ws", value_floats=[1.0] * 16)])
 def test_a_constant_is_read_whichever_attribute_holds_it(tmp_path: Path, change: Change) -> None:
-    assert lint(quantized(change, tmp_path)) == []
+    assert lint_file(quantized(change, tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_constant_is_read_whichever_attribute_holds_it(tmp_path: Path, change:
     ],
 )
 def test_a_constants_numbers_are_held_against_the_rules(tmp_path: Path, name: str, value: dict[str, Any]) -> None:
-    found = {finding.rule for finding in lint(quantized(constant(name, **value), tmp_path))}
+    found = {finding.rule for finding in lint_file(quantized(constant(name, **value), tmp_path))}
     assert found == {"F104", "F103"} if next(iter(value)).startswith("value_int") else {"F104"}
 
 
@@ -108,7 +108,7 @@ def test_a_constants_numbers_are_held_against_the_rules(tmp_path: Path, name: st
     ],
 )
 def test_a_graph_that_runs_in_a_circle_ends(tmp_path: Path, change: Change, expected: set[str]) -> None:
-    assert {finding.rule for finding in lint(quantized(change, tmp_path))} == expected
+    assert {finding.rule for finding in lint_file(quantized(change, tmp_path))} == expected
 
 
 FORM = [
@@ -141,13 +141,13 @@ def test_what_the_other_rules_take_for_granted_is_said_and_nothing_else(
     fp8q: Callable[..., Any], tmp_path: Path, change: Change, message: str
 ) -> None:
     path = quantized(change, tmp_path)
-    assert [str(finding) for finding in lint(path)] == [f"F314 form: {message}; export the graph again"]
+    assert [str(finding) for finding in lint_file(path)] == [f"F314 form: {message}; export the graph again"]
     assert fp8q("lint", path).code == 3
 
 
 @pytest.mark.parametrize("dims", [(2**62,), (2**62, 2**62)])
 def test_a_tensor_larger_than_any_file_is_out_of_bounds(tmp_path: Path, dims: tuple[int, ...]) -> None:
-    assert [finding.rule for finding in lint(quantized(with_tensor(dims=dims), tmp_path))] == ["F403"]
+    assert [finding.rule for finding in lint_file(quantized(with_tensor(dims=dims), tmp_path))] == ["F403"]
 
 
 def test_a_scale_larger_than_any_is_not_read(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_scale_larger_than_any_is_not_read(tmp_path: Path) -> None:
         with_tensor(dims=(2**40,))(model)
         model.graph.node[2].input[1] = "u"
 
-    unread, outside = lint(quantized(change, tmp_path))
+    unread, outside = lint_file(quantized(change, tmp_path))
     assert str(unread) == (
         "F104 scale-value: wv_DequantizeLinear: scale u has 1099511627776 numbers and is not read: no scale has more "
         "than 4194304; store scales that fit what they scale"
@@ -168,7 +168,7 @@ def test_an_operator_between_q_dq_and_a_wide_product_is_no_finding(tmp_path: Pat
         model.graph.initializer.append(helper.make_tensor("wide", TensorProto.FLOAT, [32, 16], [1.0] * 512))
         with_nodes(node("Relu", "v", "r"), node("MatMul", "r wide", "z"))(model)
 
-    assert lint(quantized(change, tmp_path)) == []
+    assert lint_file(quantized(change, tmp_path)) == []
 
 
 def test_an_operator_of_another_domain_may_take_what_it_likes(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_operator_of_another_domain_may_take_what_it_likes(tmp_path: Path) ->
         model.opset_import.append(helper.make_opsetid("theirs", 1))
         model.graph.node.append(helper.make_node("Attention", [], ["z"], name="attend", domain="theirs"))
 
-    assert [finding.rule for finding in lint(quantized(change, tmp_path))] == ["F303"]
+    assert [finding.rule for finding in lint_file(quantized(change, tmp_path))] == ["F303"]
 
 
 def test_a_type_that_the_safetensors_table_lacks_is_no_error(tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_a_type_that_the_safetensors_table_lacks_is_no_error(tmp_path: Path) -> 
         with_tensor(TensorProto.UINT16, (2,), "data.safetensors")(model)
         model.graph.initializer[-1].external_data.add(key="offset", value=str(8 + len(header)))
 
-    assert lint(quantized(change, tmp_path)) == []
+    assert lint_file(quantized(change, tmp_path)) == []

@@ -13,7 +13,7 @@ import onnx.parser
 import pytest
 from google.protobuf import text_format
 
-from fp8q.export.lint.check import RULES, lint
+from fp8q.export.lint.check import RULES, lint_file
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lint.md"
 SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
@@ -123,14 +123,14 @@ def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: 
     path = write(changed(entry.difference), tmp_path)
     promised = RULES[number].scope == "promised"
     attention, terms = ATTENTION.get(number), TWO_TERMS.get(number)
-    found = lint(path, PROMISED, WEIGHT_SCALES, attention, terms) if promised else lint(path)
+    found = lint_file(path, PROMISED, WEIGHT_SCALES, attention, terms) if promised else lint_file(path)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings
 
 
 def test_the_good_graph_is_good(tmp_path: Path) -> None:
-    assert lint(write(GOOD, tmp_path)) == []
+    assert lint_file(write(GOOD, tmp_path)) == []
     # it is a layer, not a whole model
-    assert {finding.rule for finding in lint(tmp_path / "model.onnx", PROMISED, WEIGHT_SCALES)} == {"F306"}
+    assert {finding.rule for finding in lint_file(tmp_path / "model.onnx", PROMISED, WEIGHT_SCALES)} == {"F306"}
 
 
 @pytest.mark.parametrize("finding", [finding for entry in SECTIONS for finding in entry.findings])

@@ -16,7 +16,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import build_engines
-from fp8q.export.lint.check import lint, sound_graph
+from fp8q.export.lint.check import lint_file, sound_graph
 from fp8q.options import EngineOptions
 from fp8q.serve.triton.repository import external_data
 from fp8q.validate.accuracy.runtimes import session
@@ -104,7 +104,7 @@ def test_a_scale_is_read_from_no_place_but_a_file_beside_the_graph(
 ) -> None:
     path = directory / "model.onnx"
     path.write_bytes(scaled(external(location)))
-    found = [str(finding) for finding in lint(path)]
+    found = [str(finding) for finding in lint_file(path)]
     assert found[1:] == [expected]  # and the first that nothing is on FP8 codes; no value of the secret's, which is -1
     with pytest.raises(InputError) as refused:
         sound_graph(path)
@@ -144,7 +144,7 @@ def test_every_tensor_of_the_file_has_its_place_looked_at(directory: Path, chang
     path = directory / "model.onnx"
     path.write_bytes(scaled(helper.make_tensor("s", TensorProto.FLOAT, [], [0.5]), change=change))
     line = f"F401 external-location: w: its data lie in ../secret, {BESIDE}"
-    assert line in [str(finding) for finding in lint(path)]
+    assert line in [str(finding) for finding in lint_file(path)]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_place_that_readers_take_differently_is_none(directory: Path, key: str
     scale.external_data.add(key=key, value=value)
     (directory / "model.bin").write_bytes(bytes(4))
     (directory / "model.onnx").write_bytes(scaled(scale))
-    found = [finding.message for finding in lint(directory / "model.onnx") if finding.rule == "F401"]
+    found = [finding.message for finding in lint_file(directory / "model.onnx") if finding.rule == "F401"]
     (line,) = found
     text = f"its place {why}; export the graph again"
     assert line == text or (len(text) > 1000 and f"({len(text):,} characters)" in line)
@@ -175,7 +175,7 @@ def test_an_offset_beyond_any_file_is_out_of_bounds(directory: Path, offset: str
     scale.external_data.add(key="offset", value=offset)
     (directory / "model.bin").write_bytes(bytes(4))
     (directory / "model.onnx").write_bytes(scaled(scale))
-    assert [finding.rule for finding in lint(directory / "model.onnx")] == ["F205", "F403"]
+    assert [finding.rule for finding in lint_file(directory / "model.onnx")] == ["F205", "F403"]
 
 
 def test_whoever_opens_a_graph_looks_at_its_places_first(directory: Path) -> None:
@@ -253,8 +253,8 @@ def test_bodies_in_bodies_are_looked_at_or_refused_and_never_a_fault(tmp_path: P
     path = tmp_path / "model.onnx"
     for depth in (1, 10, 32):
         path.write_bytes(nested(depth))
-        assert "F314" in {finding.rule for finding in lint(path)}
+        assert "F314" in {finding.rule for finding in lint_file(path)}
     for depth in (34, 100, 2000):
         path.write_bytes(nested(depth))
         with pytest.raises(InputError, match="is no ONNX model, or is cut short; export it again$"):
-            lint(path)
+            lint_file(path)

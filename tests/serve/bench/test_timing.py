@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from fp8q.serve.bench.meter import GpuMeter, Held, HostMeter, open_meter
-from fp8q.serve.bench.rounds import Contender, measure
-from fp8q.serve.bench.timing import Answer, answer, million_tokens_cost, timing
+from fp8q.serve.bench.meter import GpuMeter, HostMeter, MemoryTaken, open_meter
+from fp8q.serve.bench.rounds import Contender, time_contenders
+from fp8q.serve.bench.timing import BatchTiming, million_tokens_cost, time_batch, timing
 from fp8q.serve.loop.host_batch import HostBatch
 from fp8q.serve.loop.sessions import Pace
 
@@ -46,7 +46,7 @@ def test_what_is_timed_is_the_greedy_answer_of_every_row(counting: CountingModel
     batch = Seen(counting.session(), 2, 20)
     prompts = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     for _ in range(2):  # the second begins anew
-        found = answer(batch, Pace(chunk=4, share=1), prompts, 4)
+        found = time_batch(batch, Pace(chunk=4, share=1), prompts, 4)
         assert len(found.between) == 3
         assert 0 < found.first < found.whole
     # 3·1 + 1·2 + 4·3 + 1·1 + 5·2 = 28 -> 12, + 12·3 -> 0, + 0 -> 0; 9 + 4 + 18 + 5 + 6 = 42 -> 10, + 30 -> 8, + 8 -> 0
@@ -58,13 +58,13 @@ def test_what_is_timed_is_the_greedy_answer_of_every_row(counting: CountingModel
 
 def test_short_prompts_go_in_together(counting: CountingModel) -> None:
     batch = Seen(counting.session(), 3, 20)
-    answer(batch, Pace(chunk=4, share=1), np.array([[3, 1], [9, 2], [6, 5]]), 2)
+    time_batch(batch, Pace(chunk=4, share=1), np.array([[3, 1], [9, 2], [6, 5]]), 2)
     assert batch.chunks == [(0, [[3, 1], [9, 2]], [0, 0]), (2, [[6, 5]], [0])]
 
 
 def test_medians_over_answers_and_quantiles_over_all_their_steps() -> None:
     steps = tuple(number / 1000 for number in range(101))  # 0 to 100 ms: 5.05 s
-    found = timing([Answer(0.5, steps), Answer(9.0, steps[::-1]), Answer(0.7, steps)], rows=4)
+    found = timing([BatchTiming(0.5, steps), BatchTiming(9.0, steps[::-1]), BatchTiming(0.7, steps)], rows=4)
     assert found.ttft_ms == 700
     assert (found.itl_p50_ms, found.itl_p95_ms, found.itl_p99_ms) == pytest.approx((50, 95, 99))
     assert found.latency_ms == pytest.approx(5750)
@@ -79,7 +79,7 @@ def test_a_million_tokens_at_a_price() -> None:
 def test_models_take_turns_and_another_begins_each_round(counting: CountingModel) -> None:
     meter, order, ticks = HostMeter(), list[str](), count()
     sessions = [counting.session() for _ in range(3)]
-    contenders = [Contender(name, session, Held(meter)) for name, session in zip("abc", sessions, strict=True)]
+    contenders = [Contender(name, session, MemoryTaken(meter)) for name, session in zip("abc", sessions, strict=True)]
     for name, session in zip("abc", sessions, strict=True):
         opened = session.open_batch
 
@@ -96,11 +96,13 @@ def test_models_take_turns_and_another_begins_each_round(counting: CountingModel
 
         session.open_batch = told  # type: ignore[method-assign]
     done: list[int] = []
-    found = measure(contenders, (2, 3, 4), 3, done.append, clock=lambda: float(next(ticks)))
+    found = time_contenders(contenders, (2, 3, 4), 3, done.append, clock=lambda: float(next(ticks)))
     # one answer each that is not timed, three rounds, and the memory given back
     assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"
     assert sum(done) == 12
-    assert [each.each for each in found] == [[Answer(1.0, (1.0, 1.0, 1.0))] * 3] * 3  # a clock that ticks once a look
+    assert [each.each for each in found] == [
+        [BatchTiming(1.0, (1.0, 1.0, 1.0))] * 3
+    ] * 3  # a clock that ticks once a look
     assert [each.joules for each in found] == [None] * 3
 
 
@@ -122,10 +124,10 @@ class Stepped:
 
 def test_memory_is_counted_to_whoever_took_it_and_energy_to_the_round(counting: CountingModel) -> None:
     meter = Stepped([100, 130, 130, 170, 170, 150])
-    held = Held(meter)
+    held = MemoryTaken(meter)
     with held.counting():
         session = counting.session()  # takes 30
-    (found,) = measure([Contender("a", session, held)], (1, 2, 2), 4)  # takes 40 more, gives 20 back
+    (found,) = time_contenders([Contender("a", session, held)], (1, 2, 2), 4)  # takes 40 more, gives 20 back
     assert (found.memory_bytes, held.bytes) == (70, 50)
     assert found.joules == 4 * 1.5
 
@@ -133,7 +135,7 @@ def test_memory_is_counted_to_whoever_took_it_and_energy_to_the_round(counting: 
 def test_this_process_is_measured_where_no_gpu_runs_the_model() -> None:
     meter = open_meter(on_gpu=False)
     assert isinstance(meter, HostMeter)
-    held = Held(meter)
+    held = MemoryTaken(meter)
     with held.counting():
         taken = np.ones(50_000_000)  # 400 MB: what the process gives back meanwhile is little of it
     assert 0.9 * taken.nbytes < held.bytes < 1.2 * taken.nbytes

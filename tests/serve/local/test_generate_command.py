@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fp8q.cli.answers import draw_side_by_side, terminal_text
 from fp8q.cli.console import Terminal
-from fp8q.cli.generating import draw, shown
 from fp8q.options import GenerateOptions
 from fp8q.serve.local import generation
-from fp8q.serve.loop.request import Completion
+from fp8q.serve.loop.request import GeneratedAnswer
 from fp8q.stages.generate import Comparison, parting
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def test_files_that_are_not_what_their_stage_wrote_are_refused(fp8q: Fp8q, count
 
 
 def test_a_terminal_is_sent_nothing_that_moves_its_cursor() -> None:
-    assert shown("a\n\tb\x1b[2J\u202e é") == "a\n\tb\\x1b[2J\\u202e é"
+    assert terminal_text("a\n\tb\x1b[2J\u202e é") == "a\n\tb\\x1b[2J\\u202e é"
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_a_serving_host_generates_without_torch_and_is_told_what_a_chat_needs(
 def test_a_comparison_shows_what_is_common_and_then_the_two_side_by_side(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fp8, bf16 = (Completion(text, (1, token, 3), "length", 2) for text, token in (("a b\nc", 7), ("a b d", 8)))
-    draw(Terminal(), Comparison(fp8, bf16, 1, "a b", "\n", " d"))
+    fp8, bf16 = (GeneratedAnswer(text, (1, token, 3), "length", 2) for text, token in (("a b\nc", 7), ("a b d", 8)))
+    draw_side_by_side(Terminal(), Comparison(fp8, bf16, 1, "a b", "\n", " d"))
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "a b", 'They part at token 2: FP8 "\\n", BF16 " d"', "Then", "FP8  BF16", "      d", "c", "",
     ]  # fmt: skip
-    draw(Terminal(), Comparison(fp8, fp8, None, fp8.text, "", ""))
+    draw_side_by_side(Terminal(), Comparison(fp8, fp8, None, fp8.text, "", ""))
     shown_again = capsys.readouterr()
     assert (shown_again.out, shown_again.err) == ("a b\nc\n", "FP8 and BF16 give the same 3 tokens\n")
 

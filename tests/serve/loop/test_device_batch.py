@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from fp8q.serve.loop.cache import CacheLayout
 from fp8q.serve.loop.cuda import CudaDevice, CudaError, Memcpy3D, memcpy_3d
-from fp8q.serve.loop.device import ALIGNMENT, Copy, Group, bucket_of, groups_of, new_block, runs, slot_step
-from fp8q.serve.loop.device_batch import DeviceBatch, logits_of
+from fp8q.serve.loop.device import ALIGNMENT, CacheGroup, Copy, bucket_of, groups_of, new_block, runs, slot_step
+from fp8q.serve.loop.device_batch import DeviceBatch, float_logits
 from fp8q.serve.loop.engine_session import Bounds, bounds_of
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
@@ -158,8 +158,8 @@ def test_every_row_and_every_tensor_begins_where_the_engine_takes_it(
 
 def test_a_block_of_new_values_is_worked_out_by_hand() -> None:
     # two heads of 96 bytes: 192 bytes a position of a row; lines of 96 and multiples of 256 meet at 768
-    assert new_block(Group((0, 1), 2, 96), rows=1, seq=1) == 768
-    assert new_block(Group((0, 1), 2, 96), rows=5, seq=1) == 1536
+    assert new_block(CacheGroup((0, 1), 2, 96), rows=1, seq=1) == 768
+    assert new_block(CacheGroup((0, 1), 2, 96), rows=5, seq=1) == 1536
     assert slot_step(CacheLayout(("0.key",), ((2, 96),), (np.dtype(np.uint8),))) == 4  # 4 · 192 = 3 · 256
 
 
@@ -167,10 +167,10 @@ def test_logits_in_bf16_are_widened_exactly() -> None:
     values = np.array([[1.0, -2.5, 3.0e38]], np.float32)
     raw = (values.view(np.uint32) >> 16).astype(np.uint16)
     expected = (raw.astype(np.uint32) << 16).view(np.float32)
-    np.testing.assert_array_equal(logits_of(raw.view(np.uint8), np.dtype(np.uint16)), expected)
+    np.testing.assert_array_equal(float_logits(raw.view(np.uint8), np.dtype(np.uint16)), expected)
     assert expected[0, :2].tolist() == [1.0, -2.5]
     np.testing.assert_array_equal(
-        logits_of(values[:, :2].astype(np.float16).view(np.uint8), np.dtype(np.float16)), values[:, :2]
+        float_logits(values[:, :2].astype(np.float16).view(np.uint8), np.dtype(np.float16)), values[:, :2]
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8q.serve.loop.generate import GenerationError, Generator, complete, completion
 from fp8q.serve.loop.host_batch import HostBatch
-from fp8q.serve.loop.request import BusyError, Completion, Piece, Request, RequestError
+from fp8q.serve.loop.request import BusyError, GeneratedAnswer, Piece, Request, RequestError
 from fp8q.serve.loop.sessions import OnnxRuntimeSession, Pace
 from fp8q.serve.loop.text import Vocabulary
 
@@ -51,9 +51,9 @@ def recorded(
     return generator, batches[0].calls
 
 
-def expected(counting: CountingModel, prompt: str, max_tokens: int) -> Completion:
+def expected(counting: CountingModel, prompt: str, max_tokens: int) -> GeneratedAnswer:
     tokens = counting.answer(prompt, max_tokens)
-    return Completion(
+    return GeneratedAnswer(
         counting.text(tokens), tuple(tokens), "stop" if tokens[-1] == 15 else "length", len(prompt.split())
     )
 
@@ -61,7 +61,7 @@ def expected(counting: CountingModel, prompt: str, max_tokens: int) -> Completio
 def test_the_counting_model_counts(counting: CountingModel) -> None:
     # 3·1 + 1·2 + 4·3 = 17 -> 1; + 1·1 = 18 -> 2; + 2·2 = 22 -> 6
     assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=3)]) == [
-        Completion(" t1 t2 t6", (1, 2, 6), "length", 3)
+        GeneratedAnswer(" t1 t2 t6", (1, 2, 6), "length", 3)
     ]
     assert counting.answer("t3 t1 t4", 3) == [1, 2, 6]
 
@@ -195,7 +195,7 @@ def test_requests_that_end_together_leave_together(counting: CountingModel) -> N
 def test_the_cache_grows_by_doubling_and_to_what_can_be_filled(counting: CountingModel) -> None:
     generator, calls = recorded(counting)
     asked = Request(" ".join(["t0"] * 60), max_tokens=130)  # the sum stays 0, so t0 goes on for ever
-    assert complete(generator, [asked]) == [Completion(" t0" * 130, (0,) * 130, "length", 60)]
+    assert complete(generator, [asked]) == [GeneratedAnswer(" t0" * 130, (0,) * 130, "length", 60)]
     assert [call[2:] for call in calls[:8]] == [(8, 64)] * 7 + [(4, 64)]
     # slots 60 to 63, then up to 127, then 60 + 130 in steps of 64, but no more than the model's 200 positions
     assert [capacity for *_, capacity in calls[8:]] == [64] * 4 + [128] * 64 + [192] * 61
@@ -250,7 +250,7 @@ def test_every_token_is_a_piece(counting: CountingModel) -> None:
 
 def test_the_end_of_text_stops_and_leaves_no_text(counting: CountingModel) -> None:
     # 5·1 + 5·2 = 15, which ends the text
-    assert complete(counting.generator(), [Request("t5 t5", max_tokens=9)]) == [Completion("", (15,), "stop", 2)]
+    assert complete(counting.generator(), [Request("t5 t5", max_tokens=9)]) == [GeneratedAnswer("", (15,), "stop", 2)]
 
 
 def test_a_token_that_ends_the_text_is_no_text_though_the_tokenizer_does_not_call_it_special(
@@ -258,19 +258,19 @@ def test_a_token_that_ends_the_text_is_no_text_though_the_tokenizer_does_not_cal
 ) -> None:
     vocabulary = dataclasses.replace(Vocabulary.read(counting.directory), end=frozenset({6, 7}))
     generator = Generator(counting.session(), vocabulary)
-    assert complete(generator, [Request("t3 t1 t4", max_tokens=9)]) == [Completion(" t1 t2", (1, 2, 6), "stop", 3)]
+    assert complete(generator, [Request("t3 t1 t4", max_tokens=9)]) == [GeneratedAnswer(" t1 t2", (1, 2, 6), "stop", 3)]
 
 
 def test_a_stop_word_stops_and_is_not_part_of_the_text(counting: CountingModel) -> None:
     # t1 t2 t6 …: the text up to the stop word, and the tokens up to the one that completed it
     assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=9, stop_words=("t9", " t6"))]) == [
-        Completion(" t1 t2", (1, 2, 6), "stop", 3)
+        GeneratedAnswer(" t1 t2", (1, 2, 6), "stop", 3)
     ]
 
 
 def test_the_beginning_of_a_stop_word_is_delivered_at_the_end(counting: CountingModel) -> None:
     assert complete(counting.generator(), [Request("t3 t1 t4", max_tokens=3, stop_words=("t6 t",))]) == [
-        Completion(" t1 t2 t6", (1, 2, 6), "length", 3)
+        GeneratedAnswer(" t1 t2 t6", (1, 2, 6), "length", 3)
     ]
 
 
@@ -381,7 +381,7 @@ def test_the_stop_words_and_the_prompt_are_bounded_before_anything_is_tokenized(
 
 def test_a_prompt_may_be_token_ids_that_the_model_has(counting: CountingModel) -> None:
     assert complete(counting.generator(), [Request((3, 1, 4), max_tokens=3)]) == [
-        Completion(" t1 t2 t6", (1, 2, 6), "length", 3)
+        GeneratedAnswer(" t1 t2 t6", (1, 2, 6), "length", 3)
     ]
     for ids, wrong in (((1, 16), 16), ((-1, 3), -1)):
         with pytest.raises(RequestError) as raised:

@@ -37,7 +37,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
 
 
 def on(gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "gpu_target", lambda: gpu)
+    monkeypatch.setattr(here, "cuda_target", lambda: gpu)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_a_machine_without_a_driver_has_no_target(monkeypatch: pytest.MonkeyPatc
         raise CudaError("there is no NVIDIA driver here")
 
     monkeypatch.setattr(here, "CudaDevice", missing)
-    assert here.gpu_target() is None
+    assert here.cuda_target() is None

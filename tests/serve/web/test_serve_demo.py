@@ -18,7 +18,7 @@ import pytest
 
 from fp8q.serve.local.chat_template import ChatTemplate
 from fp8q.serve.local.generation import open_generator, open_run_session
-from fp8q.serve.loop.generate import Completion, Generator, complete
+from fp8q.serve.loop.generate import GeneratedAnswer, Generator, complete
 from fp8q.serve.loop.request import Request
 from tests.serve.web.schema_attack import attack
 from tests.serve.web.started_server import SECONDS, Process, started
@@ -63,7 +63,7 @@ def generator(run: Run) -> Generator:
     return open_generator(run, open_run_session(run))
 
 
-def alone(generator: Generator, request: Request) -> Completion:
+def alone(generator: Generator, request: Request) -> GeneratedAnswer:
     (found,) = complete(generator, [request])
     return found
 

@@ -11,11 +11,11 @@ from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
 from fp8q.stages.validate import check_accumulator, check_increase
 from fp8q.validate.accuracy.adder_cost import cost, products_a_token, sample
-from fp8q.validate.accuracy.compare import compare
-from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_tokens, save_accuracy
+from fp8q.validate.accuracy.compare import compare_runtimes
+from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.report.curves import increase_interval
-from fp8q.validate.report.report import report_plots, summary
+from fp8q.validate.report.report import report_plots, summary_sentences
 from fp8q.validate.report.rows import AccuracyRow, accuracy_rows
 from fp8q.validate.report.tables import accuracy_table
 
@@ -65,7 +65,7 @@ def test_sums_are_held_against_those_in_fp32_on_the_same_tokens() -> None:
         "reference-fp32": lambda ids: torch.zeros(*ids.shape, 4),
         "bf16": lambda ids: torch.zeros(*ids.shape, 4),
     }
-    found = compare(EVALUATION, runtimes, 4, SILENT)[0].runtimes
+    found = compare_runtimes(EVALUATION, runtimes, 4, SILENT)[0].runtimes
     expected = 0.25 * np.log(0.25 / 0.5) + 0.75 * np.log(0.25 * 6)
     assert found["reference-fp22"].kl_sums_nats == pytest.approx(expected, abs=1e-6)
     assert found["reference-fp22"].kl_mean_nats == pytest.approx(expected, abs=1e-6)
@@ -74,7 +74,7 @@ def test_sums_are_held_against_those_in_fp32_on_the_same_tokens() -> None:
 
 def with_sums(run: Run) -> Run:
     """The evaluated run with sums in FP22 on the first and the last window, twice as unlikely as in BF16."""
-    accuracy, nll = load_accuracy(run), load_tokens(run)
+    accuracy, nll = load_accuracy(run), load_token_losses(run)
     sampled = np.full_like(nll["bf16"], np.nan)
     sampled[[0, -1]] = nll["bf16"][[0, -1]] + np.float32(np.log(2))
     more = RuntimeAccuracy(
@@ -112,11 +112,11 @@ def test_the_interval_is_of_the_windows_that_both_ran() -> None:
 
 def test_the_summary_and_the_picture_are_of_what_ran_every_window(evaluated_run: Run) -> None:
     run = with_sums(evaluated_run)
-    assert "(reference)" in summary(accuracy_rows(run), [], [])
+    assert "(reference)" in summary_sentences(accuracy_rows(run), [], [])
     assert "in bf16, reference. Below" in report_plots(run)["positions"].caption
-    assert summary([AccuracyRow("bf16", 2, 0.7), AccuracyRow("reference-fp22", 3, 1.1, 0.5, tokens=9)], [], []) == (
-        "0 of 0 matrix products run in FP8. What that costs has not been evaluated yet."
-    )
+    assert summary_sentences(
+        [AccuracyRow("bf16", 2, 0.7), AccuracyRow("reference-fp22", 3, 1.1, 0.5, tokens=9)], [], []
+    ) == ("0 of 0 matrix products run in FP8. What that costs has not been evaluated yet.")
 
 
 def test_no_gate_is_for_what_ran_some_windows() -> None:

@@ -11,7 +11,7 @@ import torch
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy import compare as comparing
-from fp8q.validate.accuracy.compare import Forward, Outcome, Turns, compare, compare_in_turn
+from fp8q.validate.accuracy.compare import Forward, Outcome, Turns, compare_in_turn, compare_runtimes
 from fp8q.validate.accuracy.divergence import overlap
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -24,7 +24,7 @@ EVALUATION = cut(IDS, "text", 6, 6)  # 20 windows, 100 tokens scored
 def light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is collected but where that is what is tested: after a hundred other tests it takes seconds a time."""
     if "memory" not in request.node.name:
-        monkeypatch.setattr(comparing, "settle", lambda: None)
+        monkeypatch.setattr(comparing, "release_memory", lambda: None)
 
 
 def table(seed: int, spread: float = 2.0) -> torch.Tensor:
@@ -58,7 +58,7 @@ def nll_at(rank: int) -> float:
 def test_a_token_is_scored_by_the_logits_before_it_and_by_no_other() -> None:
     """Who knows the next token loses what the likeliest costs; who is a place late or early does not."""
     runtimes = {"bf16": rank_of(lambda ids: next_of(ids, 1)), "late": rank_of(lambda ids: next_of(ids, 0))}
-    found, nll = compare(EVALUATION, runtimes, VOCABULARY, SILENT)
+    found, nll = compare_runtimes(EVALUATION, runtimes, VOCABULARY, SILENT)
     assert found.runtimes["bf16"].nll_nats == pytest.approx(nll_at(0))
     ranks = (EVALUATION.ids[:, 1:] - EVALUATION.ids[:, :-1]) % VOCABULARY
     np.testing.assert_allclose(nll["late"][:, 1:], nll_at(0) + ranks, rtol=1e-6)
@@ -68,7 +68,7 @@ def test_a_token_is_scored_by_the_logits_before_it_and_by_no_other() -> None:
 @pytest.mark.parametrize("stride", [1, 2, 6])
 def test_that_is_so_with_any_stride(stride: int) -> None:
     evaluation = cut(IDS, "text", 6, stride)
-    found, nll = compare(evaluation, {"bf16": rank_of(lambda ids: next_of(ids, 1))}, VOCABULARY, SILENT)
+    found, nll = compare_runtimes(evaluation, {"bf16": rank_of(lambda ids: next_of(ids, 1))}, VOCABULARY, SILENT)
     assert found.runtimes["bf16"].nll_nats == pytest.approx(nll_at(0))
     np.testing.assert_array_equal(~np.isnan(nll["bf16"]), evaluation.scored)
 
@@ -82,11 +82,13 @@ def test_agreement_is_the_share_that_agrees() -> None:
         later: npt.NDArray[np.int64] = ids + (np.arange(ids.shape[1]) % 2 == 0)
         return later
 
-    found, _ = compare(EVALUATION, {"bf16": rank_of(lambda ids: ids), "other": rank_of(half)}, VOCABULARY, SILENT)
+    found, _ = compare_runtimes(
+        EVALUATION, {"bf16": rank_of(lambda ids: ids), "other": rank_of(half)}, VOCABULARY, SILENT
+    )
     assert found.runtimes["other"].top1_agreement == pytest.approx(2 / 5)
     assert found.runtimes["other"].top5_agreement == pytest.approx((3 * 4 / 5 + 2) / 5)
     opposite = {"bf16": rank_of(lambda ids: ids), "other": rank_of(lambda ids: ids + 4)}
-    found, _ = compare(EVALUATION, opposite, VOCABULARY, SILENT)
+    found, _ = compare_runtimes(EVALUATION, opposite, VOCABULARY, SILENT)
     assert found.runtimes["other"].top1_agreement == 0
     assert found.runtimes["other"].top5_agreement == pytest.approx(2 / 5)
 
@@ -106,7 +108,9 @@ def test_the_distance_from_fp32_is_that_of_each_and_the_baselines_own() -> None:
     def divergence(p: float, q: float) -> float:
         return float(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
 
-    found = compare(evaluation, {name: forward(share) for name, share in shares.items()}, 2, SILENT)[0].runtimes
+    found = compare_runtimes(evaluation, {name: forward(share) for name, share in shares.items()}, 2, SILENT)[
+        0
+    ].runtimes
     for name in ("bf16", "reference"):
         assert found[name].kl_fp32_nats == pytest.approx(divergence(1 / 2, shares[name]), rel=1e-5)
     for name in ("fp32", "reference"):
@@ -257,7 +261,7 @@ def test_a_runtime_that_does_not_load_is_told(tmp_path: Path) -> None:
     found = compare_in_turn(EVALUATION, {"fp32": opener}, VOCABULARY, tmp_path / "work", SILENT)
     assert found.failed == {"fp32": "fp32: cannot be loaded (no memory)"}
     with pytest.raises(BackendError, match=r"^bf16: failed at window 1 to 20 of 20 \(CUDA error\)$"):
-        compare(EVALUATION, {"bf16": failing_forward}, VOCABULARY, SILENT)
+        compare_runtimes(EVALUATION, {"bf16": failing_forward}, VOCABULARY, SILENT)
 
 
 def failing_forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:

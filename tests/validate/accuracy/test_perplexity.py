@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.stages.validate import check_increase, check_numbers
-from fp8q.validate.accuracy.compare import compare
+from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -114,7 +114,9 @@ def test_perplexity_kl_and_agreement_of_two_known_distributions() -> None:
     def uniform(ids: np.ndarray) -> torch.Tensor:
         return torch.zeros(*ids.shape, 4)
 
-    accuracy, nll = compare(evaluation, {"other": lambda ids: skewed.expand(*ids.shape, 4), "bf16": uniform}, 4, SILENT)
+    accuracy, nll = compare_runtimes(
+        evaluation, {"other": lambda ids: skewed.expand(*ids.shape, 4), "bf16": uniform}, 4, SILENT
+    )
     assert accuracy.runtimes["bf16"].perplexity == pytest.approx(4)
     assert accuracy.runtimes["bf16"].kl_mean_nats is None
     other = accuracy.runtimes["other"]
@@ -150,9 +152,9 @@ def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pyt
     evaluation = cut(np.random.default_rng(0).integers(0, 7, 60), "text", 6, 3)
     table = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
     runtimes = {"bf16": lambda ids: table[ids], "other": lambda ids: table[ids] * 1.1}
-    together = compare(evaluation, runtimes, 7, SILENT)
+    together = compare_runtimes(evaluation, runtimes, 7, SILENT)
     monkeypatch.setattr("fp8q.validate.accuracy.compare.LOGITS_BYTES", 1)
-    alone = compare(evaluation, runtimes, 7, SILENT)
+    alone = compare_runtimes(evaluation, runtimes, 7, SILENT)
     assert alone[0] == together[0]
     np.testing.assert_array_equal(alone[1]["other"], together[1]["other"])
 

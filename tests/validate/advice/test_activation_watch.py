@@ -23,7 +23,7 @@ from fp8q.calibrate.model.decoder import Layers
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.validate.advice import model_checks
-from fp8q.validate.advice.activation_watch import Seen, Watcher, logits_of, one_hot
+from fp8q.validate.advice.activation_watch import LargestValues, Watcher, head_logits, one_hot
 from fp8q.validate.advice.hidden_states import Parted, Sums, float_product, fp8_product
 from fp8q.validate.advice.remedies import Remedies
 
@@ -42,7 +42,7 @@ def model() -> PreTrainedModel:
     return made
 
 
-def watched(model: PreTrainedModel, ids: torch.Tensor) -> Seen:
+def watched(model: PreTrainedModel, ids: torch.Tensor) -> LargestValues:
     watcher = Watcher(model)
     with watcher.watching(ids) as cache, torch.inference_mode():
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -63,7 +63,7 @@ def test_norms_and_logits_are_those_that_transformers_computes(model: PreTrained
         model.set_attn_implementation("eager")
         weights = model(input_ids=ids, output_attentions=True).attentions
     assert seen.norms["model.layers.0.input_layernorm"] == pytest.approx(float(embedded.abs().max()))
-    heads = [logits_of(called[0][:, head], called[1][:, head // 2], called[2]) for head in range(4)]
+    heads = [head_logits(called[0][:, head], called[1][:, head // 2], called[2]) for head in range(4)]
     for head, logits in enumerate(heads):
         assert torch.allclose(logits.softmax(-1), weights[0][:, head], atol=1e-6)
     largest = max(float(logits[logits > -INFINITY].abs().max()) for logits in heads)
@@ -111,13 +111,13 @@ def captured(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, t
 
 def test_logits_take_the_scaling_the_cap_and_the_mask() -> None:
     query, key = torch.tensor([[[3.0, 0.0], [0.0, 4.0]]]), torch.tensor([[[2.0, 1.0], [0.0, 5.0]]])
-    assert logits_of(query, key, 1.0).tolist() == [[[6.0, -INFINITY], [4.0, 20.0]]]
-    assert logits_of(query, key, None)[0, 1, 1] == pytest.approx(20 / 2**0.5)
-    assert logits_of(query, key, 1.0, softcap=10.0)[0, 1, 1] == pytest.approx(10 * torch.tanh(torch.tensor(2.0)))
+    assert head_logits(query, key, 1.0).tolist() == [[[6.0, -INFINITY], [4.0, 20.0]]]
+    assert head_logits(query, key, None)[0, 1, 1] == pytest.approx(20 / 2**0.5)
+    assert head_logits(query, key, 1.0, softcap=10.0)[0, 1, 1] == pytest.approx(10 * torch.tanh(torch.tensor(2.0)))
     seen = torch.tensor([[[True, True], [False, True]]])
-    assert logits_of(query, key, 1.0, mask=seen).tolist() == [[[6.0, 0.0], [-INFINITY, 20.0]]]
+    assert head_logits(query, key, 1.0, mask=seen).tolist() == [[[6.0, 0.0], [-INFINITY, 20.0]]]
     added = torch.zeros((1, 2, 2)).masked_fill(~seen, torch.finfo(torch.float32).min)
-    assert logits_of(query, key, 1.0, mask=added).tolist() == [[[6.0, 0.0], [-INFINITY, 20.0]]]
+    assert head_logits(query, key, 1.0, mask=added).tolist() == [[[6.0, 0.0], [-INFINITY, 20.0]]]
 
 
 def test_a_row_is_one_hot_where_fp32_says_so() -> None:
@@ -131,7 +131,7 @@ def test_a_row_is_one_hot_where_fp32_says_so() -> None:
 
 
 def test_the_token_that_stands_out_is_told_by_position_and_id() -> None:
-    seen = Seen()
+    seen = LargestValues()
     seen.ids = [torch.tensor([[10, 11, 12]]), torch.tensor([[20, 21, 22]])]
     seen.tokens = {
         "0.attn.k": [torch.tensor([[300.0, 1, 1]]), torch.tensor([[1.0, 1, 1]])],
@@ -146,31 +146,31 @@ def test_the_token_that_stands_out_is_told_by_position_and_id() -> None:
     assert cached[0].remedy == "`fp8q scales RUN --kv-cache v`"
     wide = model_checks.cache_tokens(seen, [], str, REMEDIES)
     assert [each.verdict for each in wide] == ["watch"]
-    nothing = model_checks.cache_tokens(Seen(), [], str, REMEDIES)
+    nothing = model_checks.cache_tokens(LargestValues(), [], str, REMEDIES)
     assert [(each.verdict, each.said) for each in nothing] == [("unknown", "nothing was written to a cache")]
 
 
 def test_what_norms_read_is_held_against_the_type_of_the_graph() -> None:
-    seen = Seen(norms={"0.norm": 2.0, "1.norm": 20_000.0})
+    seen = LargestValues(norms={"0.norm": 2.0, "1.norm": 20_000.0})
     good = model_checks.norm_inputs(seen, False, REMEDIES)[0]
     assert (good.verdict, good.module, good.said) == ("good", "1.norm", "2e+04, 1e+04 times the first norm's")
     assert model_checks.norm_inputs(seen, True, REMEDIES)[0].verdict == "watch"
-    beyond = model_checks.norm_inputs(Seen(norms={"0.norm": 7e4}), True, REMEDIES)[0]
+    beyond = model_checks.norm_inputs(LargestValues(norms={"0.norm": 7e4}), True, REMEDIES)[0]
     assert (beyond.verdict, beyond.remedy) == ("bad", "serve it in BF16, not in FP16: `fp8q export RUN --dtype bf16`")
-    broken = model_checks.norm_inputs(Seen(norms={"0.norm": INFINITY}), False, REMEDIES)[0]
+    broken = model_checks.norm_inputs(LargestValues(norms={"0.norm": INFINITY}), False, REMEDIES)[0]
     assert (broken.verdict, broken.value) == ("bad", None)
 
 
 @pytest.mark.parametrize(("logit", "verdict"), [(127.0, "good"), (200.0, "watch"), (2000.0, "bad")])
 def test_attention_logits_are_held_against_what_bf16_tells_apart(logit: float, verdict: str) -> None:
-    seen = Seen(logits={"0.attn": logit}, hot={"0.attn": (1, 4)})
+    seen = LargestValues(logits={"0.attn": logit}, hot={"0.attn": (1, 4)})
     (found,) = model_checks.attention_logits(seen, "kv", REMEDIES)
     assert (found.verdict, found.module, found.value) == (verdict, "0.attn", logit)
     assert "25.00 % of the rows" in found.said
     if verdict != "good":
         assert found.remedy == "`fp8q scales RUN --kv-cache v`"
         assert model_checks.attention_logits(seen, "", REMEDIES)[0].remedy == "`fp8q scales RUN --two-terms '0.attn.*'`"
-    assert model_checks.attention_logits(Seen(), "", REMEDIES)[0].verdict == "unknown"
+    assert model_checks.attention_logits(LargestValues(), "", REMEDIES)[0].verdict == "unknown"
 
 
 def parted(*errors: float) -> Parted:

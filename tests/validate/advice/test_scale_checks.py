@@ -6,10 +6,10 @@ import pytest
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.options import Clipping
 from fp8q.quantize.scales.decisions import Scales, WeightScales, tensor_scale
-from fp8q.validate.advice.checkup import Check, graded, ranked, verdict_of
+from fp8q.validate.advice.checkup import Check, graded, verdict_of, worst_first
 from fp8q.validate.advice.criteria import Criterion, Limit
 from fp8q.validate.advice.remedies import Remedies
-from fp8q.validate.advice.scale_checks import Tensor, in_order, stored_checks
+from fp8q.validate.advice.scale_checks import ScaledTensor, layer_order, stored_checks
 
 REMEDIES = Remedies("RUN", "a model", "text.txt", 64, two_terms=("a.*",), skip=("b.*",))
 NONE = Scales(weights={}, activations={}, skipped={})
@@ -20,16 +20,16 @@ CRITERION = Criterion("check", "what", Limit(1.0, 2.0), "why")
 
 def tensor(
     values: "np.ndarray", name: str = "0.down_proj", smaller: float = 1.0, batches: "np.ndarray" = BATCHES
-) -> Tensor:
+) -> ScaledTensor:
     """A tensor at the scale of its amax, or at one so many times smaller."""
     histogram = Histogram.from_dense(
         np.bincount(np.asarray(values, np.float32).view(np.uint32) >> 16, minlength=1 << 15)
     )
     chosen = tensor_scale(histogram, Clipping(), amax_batches=batches)
-    return Tensor(name, histogram, batches, chosen, chosen.scale / smaller)
+    return ScaledTensor(name, histogram, batches, chosen, chosen.scale / smaller)
 
 
-def checks(*tensors: Tensor, scales: Scales = NONE) -> dict[str, Check]:
+def checks(*tensors: ScaledTensor, scales: Scales = NONE) -> dict[str, Check]:
     """The first entry of each check."""
     found: dict[str, Check] = {}
     for each in stored_checks(tensors, scales, REMEDIES):
@@ -65,8 +65,8 @@ def test_every_module_beyond_the_limit_has_an_entry_and_the_first_tells_all_by_d
 
 def test_the_worst_come_first_and_layers_in_the_order_of_the_model() -> None:
     made = [Check(check=str(i), verdict=v, what="", said="") for i, v in enumerate(("good", "unknown", "bad", "watch"))]  # type: ignore[arg-type]
-    assert [each.check for each in ranked(made)] == ["2", "3", "1", "0"]
-    assert sorted(["h.10.k", "h.2.v", "h.2.k"], key=in_order) == ["h.2.k", "h.2.v", "h.10.k"]
+    assert [each.check for each in worst_first(made)] == ["2", "3", "1", "0"]
+    assert sorted(["h.10.k", "h.2.v", "h.2.k"], key=layer_order) == ["h.2.k", "h.2.v", "h.10.k"]
 
 
 def test_a_normal_tensor_at_its_own_scale_is_good_in_all() -> None:
@@ -90,7 +90,7 @@ def test_a_scale_ten_times_too_small_is_bad_and_is_chosen_again() -> None:
 def test_a_clip_that_was_chosen_too_low_is_taken_back_by_the_method() -> None:
     histogram = tensor(NORMAL).histogram
     low = tensor_scale(histogram, Clipping("percentile", percentile=99.0))
-    found = checks(Tensor("0.down_proj", histogram, BATCHES, low, low.scale))
+    found = checks(ScaledTensor("0.down_proj", histogram, BATCHES, low, low.scale))
     assert (found["saturation"].verdict, found["saturation"].remedy) == ("watch", "`fp8q scales RUN --method amax`")
 
 

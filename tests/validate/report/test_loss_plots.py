@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from fp8q.validate.accuracy.document import load_accuracy, load_divergences, load_tokens, save_accuracy
+from fp8q.validate.accuracy.document import load_accuracy, load_divergences, load_token_losses, save_accuracy
 from fp8q.validate.report.loss_plots import by_layer, divergence_plot, frontier_plot, loss_plot
 from fp8q.validate.sensitivity.document import KlAfter, Loss
 from fp8q.validate.tuning.document import Point, Step, Tuning, Windows
@@ -40,11 +40,11 @@ def test_losses_are_added_up_by_layer_and_kind() -> None:
 
 
 def test_divergences_are_kept_beside_losses_and_are_no_runtimes(evaluated_run: Run) -> None:
-    accuracy, nll = load_accuracy(evaluated_run), load_tokens(evaluated_run)
+    accuracy, nll = load_accuracy(evaluated_run), load_token_losses(evaluated_run)
     kl = {"reference": np.where(np.isnan(nll["reference"]), np.nan, 0.25).astype(np.float32)}
     with evaluated_run.stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(evaluated_run, accuracy, nll, kl)
-    assert load_tokens(evaluated_run).keys() == nll.keys()
+    assert load_token_losses(evaluated_run).keys() == nll.keys()
     found = load_divergences(evaluated_run)
     assert list(found) == ["reference"]
     np.testing.assert_array_equal(found["reference"], kl["reference"])

@@ -162,7 +162,7 @@ def test_plots_take_their_colours_from_the_page_and_the_page_has_them_all(evalua
 
 
 def test_the_report_is_two_files_and_the_notebook_is_executed_and_knows_no_path(evaluated_run: Run) -> None:
-    assert report.write_report(evaluated_run, SILENT) == [evaluated_run.report_html, evaluated_run.report_ipynb]
+    assert report.render_report(evaluated_run, SILENT) == [evaluated_run.report_html, evaluated_run.report_ipynb]
     text = evaluated_run.report_ipynb.read_text(encoding="utf-8")
     assert str(evaluated_run.root) not in text
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -179,7 +179,7 @@ def test_a_missing_extra_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == "papermill" else object())
     with pytest.raises(BackendError) as refused:
-        report.write_report(calibrated_run, SILENT)
+        report.render_report(calibrated_run, SILENT)
     assert (
         str(refused.value)
         == "papermill is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
@@ -212,7 +212,7 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
     ],
 )
 def test_the_summary_says_what_fp8_costs_by_the_worst_fp8_runtime(accuracy: list[AccuracyRow], said: str) -> None:
-    assert report.summary(accuracy, FP8, []) == f"1 of 1 matrix products run in FP8. {said}"
+    assert report.summary_sentences(accuracy, FP8, []) == f"1 of 1 matrix products run in FP8. {said}"
 
 
 def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: str = "unknown") -> EngineRow:
@@ -248,7 +248,7 @@ def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: st
     ],
 )
 def test_the_engines_are_praised_only_for_what_was_read_from_them(rows: list[EngineRow], said: str) -> None:
-    assert report.engines(rows) == said
+    assert report.engines_sentence(rows) == said
 
 
 def test_every_kind_of_number_behind_the_plots_is_drawn_for_the_noisiest_tensor(evaluated_run: Run) -> None:

@@ -15,7 +15,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages import report as report_stage
 from fp8q.stages.pipeline.steps import Notes
-from fp8q.validate.accuracy.document import load_accuracy, load_tokens, save_accuracy
+from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.report.report import render
 from fp8q.validate.report.run_comparison import names, run_rows, run_table, than
 
@@ -24,7 +24,7 @@ def other_of(run: Run, more_nats: float) -> Run:
     """A copy, beside it, whose FP8 loses so much more at every token."""
     other = Run(run.root.with_name("other"))
     shutil.copytree(run.root, other.root)
-    accuracy, nll = load_accuracy(run), load_tokens(run)
+    accuracy, nll = load_accuracy(run), load_token_losses(run)
     nll["reference"] = nll["reference"] + np.float32(more_nats)
     with other.stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy, nll)
@@ -46,7 +46,7 @@ def test_a_run_is_held_against_the_first_token_by_token(evaluated_run: Run) -> N
 
 def test_other_windows_are_not_compared(evaluated_run: Run) -> None:
     other = other_of(evaluated_run, 0.01)
-    accuracy, nll = load_accuracy(other), load_tokens(other)
+    accuracy, nll = load_accuracy(other), load_token_losses(other)
     protocol = accuracy.protocol.model_copy(update={"stride": accuracy.protocol.stride - 1})
     with other.stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy.model_copy(update={"protocol": protocol}), nll)
@@ -83,13 +83,13 @@ def test_the_report_is_written_again_when_another_run_is_another(
         run.report_html.write_text("page")
         return [run.report_html]
 
-    monkeypatch.setattr("fp8q.validate.report.report.write_report", write)
+    monkeypatch.setattr("fp8q.validate.report.report.render_report", write)
     other = other_of(evaluated_run, 0.01)
     for compared in ([other], [other], []):
         report_stage.write_report(evaluated_run, compared, Notes(SILENT))
     assert written == [1, 0]
     report_stage.write_report(evaluated_run, [other], Notes(SILENT))
-    accuracy, nll = load_accuracy(other), load_tokens(other)
+    accuracy, nll = load_accuracy(other), load_token_losses(other)
     nll["reference"] += 1
     with other.stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy, nll)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fp8q.core.run import Run
-from fp8q.validate.accuracy.document import FrequencyBucket, load_accuracy, load_tokens, save_accuracy
+from fp8q.validate.accuracy.document import FrequencyBucket, load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.report.token_frequency import buckets, by_frequency, frequency_rows, frequency_table
 
@@ -31,7 +31,7 @@ def test_each_scored_token_counts_in_the_bucket_of_its_occurrences_in_the_calibr
 
 def test_the_table_has_a_column_for_each_runtime_beside_bf16(evaluated_run: Run) -> None:
     assert frequency_table(frequency_rows(evaluated_run)).rows == []  # written before there were any
-    accuracy, nll = load_accuracy(evaluated_run), load_tokens(evaluated_run)
+    accuracy, nll = load_accuracy(evaluated_run), load_token_losses(evaluated_run)
     of = {"bf16": None, "reference": -0.5}
     runtimes = {
         name: accuracy.runtimes[name].model_copy(

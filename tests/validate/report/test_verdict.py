@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8q.validate.report.rows import AccuracyRow
-from fp8q.validate.report.verdict import Standing, Step, Verdict, budget, next_steps, verdict
+from fp8q.validate.report.verdict import NextStep, Standing, Verdict, budget, next_steps, verdict
 
 BF16 = AccuracyRow("bf16", 10.0, 2.3)
 FP8 = AccuracyRow("reference", 10.031, 2.3031, perplexity_increase=0.0031)
@@ -100,7 +100,7 @@ ENGINE, TRITON, SERVE = "fp8q build-engine RUN", "fp8q triton RUN", "fp8q serve 
 def test_what_to_do_next_is_what_the_run_does_not_have(found: Verdict, has: Standing, commands: list[str]) -> None:
     steps = next_steps(found, has)
     assert [step.command for step in steps] == commands
-    assert all(isinstance(step, Step) and step.why.endswith(".") for step in steps)
+    assert all(isinstance(step, NextStep) and step.why.endswith(".") for step in steps)
 
 
 @pytest.mark.parametrize(("rise", "said"), [(0.002, "0.1%"), (0.0102, "0.5%"), (0.12, "6%"), (0.00031, "0.02%")])

@@ -24,7 +24,7 @@ from fp8q.stages import sensitivity as sensitivity_stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.sensitivity.document import Sensitivity
-from fp8q.validate.sensitivity.gradients import predict, summed
+from fp8q.validate.sensitivity.gradients import predict_sites, summed
 from fp8q.validate.sensitivity.single_site import Float, Prefix
 from fp8q.validate.sensitivity.site import AS_IT_IS, TWO_TERMS, Site
 from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
@@ -152,7 +152,7 @@ def test_nothing_of_the_model_stays_changed(quantizer: Quantizer, sites: list[Si
         return found
 
     before = logits()
-    predict(quantizer, sites, ids, torch.Generator().manual_seed(0))
+    predict_sites(quantizer, sites, ids, torch.Generator().manual_seed(0))
     Float(quantizer, ids, None, ()).divergence(sites[0])
     assert torch.equal(logits(), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in quantizer.model.modules())
@@ -195,7 +195,7 @@ def test_the_worst_are_first_and_those_are_measured_that_a_pass_pays_for(run: Ru
 
 
 def test_what_is_measured_on_the_first_batches_grows_as_its_prediction_does() -> None:
-    progress = sensitivity_stage.Progress(Path("progress.json"))
+    progress = sensitivity_stage.SensitivityProgress(Path("progress.json"))
     progress.predicted = [
         {"weight:a": {AS_IT_IS: 2.0, "b": 9.0}, "weight:b": {AS_IT_IS: 0.0}},
         {"weight:a": {AS_IT_IS: 4.0}, "weight:b": {AS_IT_IS: 0.0}},
@@ -216,9 +216,9 @@ def test_a_killed_call_goes_on_at_the_batch_it_was_in(run: Run, monkeypatch: pyt
         seen.append(len(ids))
         if len(seen) == 2:
             raise KeyboardInterrupt
-        return predict(quantizer, sites, ids, *further)
+        return predict_sites(quantizer, sites, ids, *further)
 
-    monkeypatch.setattr("fp8q.validate.sensitivity.gradients.predict", interrupted)
+    monkeypatch.setattr("fp8q.validate.sensitivity.gradients.predict_sites", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.sensitivity(run.root, options)
     resumed = api.sensitivity(run.root, options)
@@ -256,7 +256,7 @@ def test_a_scale_a_tenth_as_large_is_the_worst_of_all(run: Run, quantizer: Quant
     scales = scales.model_copy(update={"activations": scales.activations | clipped})
     damaged = Quantizer(quantizer.model, load_reference(run.model, "exact", torch.float32), scales)
     all_sites = sites_of(scales, load_record(run).groups)
-    found = predict(damaged, all_sites, ids, torch.Generator().manual_seed(0))
+    found = predict_sites(damaged, all_sites, ids, torch.Generator().manual_seed(0))
     worst = max(found, key=lambda key: found[key][AS_IT_IS])
     assert worst == f"activation:{culprit}"
     assert found[worst][AS_IT_IS] > 3 * sorted(variants[AS_IT_IS] for variants in found.values())[-2]
@@ -264,12 +264,12 @@ def test_a_scale_a_tenth_as_large_is_the_worst_of_all(run: Run, quantizer: Quant
 
 
 def test_what_is_kept_of_a_killed_call_is_read_as_it_was_written(tmp_path: Path) -> None:
-    progress = sensitivity_stage.Progress.of(tmp_path / "progress.json")
+    progress = sensitivity_stage.SensitivityProgress.of(tmp_path / "progress.json")
     assert (progress.predicted, progress.chosen, progress.measured) == ([], None, [])
     progress.predicted.append({"weight:a": {AS_IT_IS: 1.0}})
     progress.predicted.append({"weight:a": {AS_IT_IS: 2.0}})
     progress.measured.append({"weight:a": 2.5})
     progress.save()
-    again = sensitivity_stage.Progress.of(tmp_path / "progress.json")
+    again = sensitivity_stage.SensitivityProgress.of(tmp_path / "progress.json")
     assert again == progress
     assert summed(again.predicted) == {"weight:a": {AS_IT_IS: 3.0}}

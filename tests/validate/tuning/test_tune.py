@@ -21,11 +21,11 @@ from fp8q.stages.other_text import evaluation
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import check_met
-from fp8q.stages.tune_candidates import Prepared, batches_of, parted, prepare
+from fp8q.stages.tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
 from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
 from fp8q.validate.tuning.document import Tuning
-from fp8q.validate.tuning.gradients import predict
-from fp8q.validate.tuning.joint import Measured, believed, measure, ratio
+from fp8q.validate.tuning.gradients import predict_choices
+from fp8q.validate.tuning.joint import Measured, believed, measure_mixes, ratio
 
 WINDOWS = 4
 
@@ -47,11 +47,11 @@ def tuned(run: Run) -> Tuning:
 
 
 @pytest.fixture(scope="module")
-def prepared(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(run: Run, tmp_path_factory: pytest.TempPathFactory) -> PredictedCandidates:
     windows = load_tokens(run, run.calibration)
     rounding, choosing, _ = (batches_of(windows[part]) for part in parted(len(windows), WINDOWS))
     by, on = ([ids for ids, _ in part] for part in (rounding, choosing))
-    return prepare(run, source_of(run), by, on, tmp_path_factory.mktemp("work"), Notes(SILENT))
+    return predicted_candidates(run, source_of(run), by, on, tmp_path_factory.mktemp("work"), Notes(SILENT))
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +83,14 @@ def test_divergence_and_rise_are_those_of_two_distributions() -> None:
     """A fair coin against 3 to 1: KL = ½ ln(½ / ¾) + ½ ln(½ / ¼); the second of three tokens is not scored."""
     fair, biased = torch.zeros(1, 3, 2), torch.tensor([[[3.0, 1.0]] * 3]).log()
     ids, scored = torch.tensor([[0, 0, 1]]), torch.tensor([[True, False, True]])
-    found = measure(lambda _: fair, {"biased": lambda _: biased}, [(ids, scored)], SILENT)["biased"]
+    found = measure_mixes(lambda _: fair, {"biased": lambda _: biased}, [(ids, scored)], SILENT)["biased"]
     assert found.tokens == [1]
     assert found.kl == pytest.approx([0.5 * torch.tensor(4 / 3).log().item()])
     assert found.rise == pytest.approx([torch.tensor(2.0).log().item()])
 
 
 def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
-    prepared: Prepared, choosing: list[tuple[torch.Tensor, torch.Tensor]], run: Run
+    prepared: PredictedCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]], run: Run
 ) -> None:
     """Weights exchanged and inputs rounded in the float model, against the reference that reads the checkpoint: they
     part where one code rounds the other way, by little of what the mix loses.
@@ -104,7 +104,7 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
         return logits
 
     before = prepared.candidates.exact(choosing[0][0])
-    apart = measure(prepared.candidates.runner(prepared.own), {"file": checkpoint}, choosing, notes)["file"]
+    apart = measure_mixes(prepared.candidates.runner(prepared.own), {"file": checkpoint}, choosing, notes)["file"]
     own, as_it_is = (
         prepared.measured("choosing", prepared.own, choosing, notes),
         prepared.as_it_is("choosing", choosing, notes),
@@ -115,7 +115,7 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
 
 
 def test_a_group_s_loss_is_predicted_as_it_is_measured(
-    prepared: Prepared, choosing: list[tuple[torch.Tensor, torch.Tensor]]
+    prepared: PredictedCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     wide: dict[str, Form] = dict.fromkeys(prepared.own.forms, "bf16")
     for rounding in ROUNDINGS:
@@ -182,7 +182,7 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
     from fp8q.validate.accuracy.runtimes import float_model
 
     forward = float_model(exact, torch.float32, "cpu")
-    written = measure(
+    written = measure_mixes(
         lambda ids: forward(ids.numpy()),
         {
             "run": lambda ids: (
@@ -222,9 +222,9 @@ def test_a_killed_call_goes_on_and_finds_the_same(tuned: Tuning, run: Run, monke
         batches.append(len(ids))
         if len(batches) == 2:
             raise KeyboardInterrupt
-        return predict(candidates, ids, draw)
+        return predict_choices(candidates, ids, draw)
 
-    monkeypatch.setattr("fp8q.validate.tuning.gradients.predict", interrupted)
+    monkeypatch.setattr("fp8q.validate.tuning.gradients.predict_choices", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.tune(run.root, options)
     resumed = api.tune(run.root, options)

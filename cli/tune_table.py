@@ -2,25 +2,25 @@
 
 from typing import TYPE_CHECKING
 
-from .views import draw, emit
+from .views import draw_table, emit
 
 if TYPE_CHECKING:
     from ..validate.tuning.document import Tuning
     from .console import Terminal
 
 
-def show(speak: "Terminal", found: "Tuning", as_json: bool) -> None:
+def show_tuning(speak: "Terminal", found: "Tuning", as_json: bool) -> None:
     """Show what was found."""
     from ..validate.tuning.tables import change_table, outcome_table, point_table
 
     if as_json:
         emit(found.model_dump(by_alias=True, mode="json"))
         return
-    draw(speak, point_table(found))
+    draw_table(speak, point_table(found))
     if found.chosen is not None:
         changes = change_table(found)
         if changes.rows:
-            draw(speak, changes)
+            draw_table(speak, changes)
         else:
             speak.say(changes.missing)
-        draw(speak, outcome_table(found))
+        draw_table(speak, outcome_table(found))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .console import Terminal
 
 
-def show(speak: "Terminal", run: Path, options: ServeOptions, as_json: bool) -> None:
+def run_server(speak: "Terminal", run: Path, options: ServeOptions, as_json: bool) -> None:
     """Serve until told to end; raises SystemExit with the signal's code where requests were broken off."""
     heard: list[int] = []
 

@@ -1,7 +1,7 @@
 """Read prompts for `fp8q generate` and show its text: prompts from an option or standard input, text as it comes.
 
-A model may write anything, so on a terminal its text passes `shown`, which leaves lines and tabs and lets nothing move
-the cursor. To a pipe it goes as it is.
+A model may write anything, so on a terminal its text passes `terminal_text`, which leaves lines and tabs and removes
+what moves the cursor. To a pipe it goes unchanged.
 """
 
 import json
@@ -16,12 +16,12 @@ from ..core.errors import InputError, visible
 from ..options import GenerateOptions
 
 if TYPE_CHECKING:
-    from ..serve.loop.request import Completion
+    from ..serve.loop.request import GeneratedAnswer
     from ..stages.generate import Comparison
     from .console import Terminal
 
 
-def show(
+def show_answers(
     speak: "Terminal", run: Path, prompt: str | None, options: GenerateOptions, modes: tuple[bool, bool], as_json: bool
 ) -> None:
     """Do what `fp8q generate` is asked; `modes`: whether as a chat, whether FP8 and BF16 are compared."""
@@ -34,7 +34,7 @@ def show(
         compared(speak, run, given(prompt), options, as_json)
     else:
         found = api.generate(run, given(prompt), options, silent if as_json else stream)
-        end(document(found) if as_json else None)
+        end_answer(answer_document(found) if as_json else None)
 
 
 def given(prompt: str | None) -> str:
@@ -43,10 +43,10 @@ def given(prompt: str | None) -> str:
         return prompt
     if sys.stdin.isatty():
         sys.stderr.write("type the prompt; Ctrl-D on a line of its own ends it\n")
-    return read(sys.stdin.buffer.read()).removesuffix("\n")
+    return read_standard_input(sys.stdin.buffer.read()).removesuffix("\n")
 
 
-def read(content: bytes) -> str:
+def read_standard_input(content: bytes) -> str:
     """Standard input as text."""
     try:
         return content.decode()
@@ -54,7 +54,7 @@ def read(content: bytes) -> str:
         raise InputError(f"standard input: is no text in UTF-8 ({error}); write it so") from None
 
 
-def shown(text: str) -> str:
+def terminal_text(text: str) -> str:
     """Text of a model as a terminal may have it."""
     return "".join(part if part in "\n\t" else visible(part) for part in text)
 
@@ -62,7 +62,7 @@ def shown(text: str) -> str:
 def stream(text: str) -> None:
     """Write a piece of an answer at once."""
     if text:
-        sys.stdout.write(shown(text) if sys.stdout.isatty() else text)
+        sys.stdout.write(terminal_text(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
@@ -70,13 +70,13 @@ def silent(text: str) -> None:
     """Write nothing: the answer comes as JSON, in the end."""
 
 
-def end(found: dict[str, Any] | None) -> None:
+def end_answer(found: dict[str, Any] | None) -> None:
     """End the answer: its line, or the JSON object."""
     sys.stdout.write("\n" if found is None else json.dumps(found) + "\n")
     sys.stdout.flush()
 
 
-def document(found: "Completion") -> dict[str, Any]:
+def answer_document(found: "GeneratedAnswer") -> dict[str, Any]:
     """An answer for programs."""
     return {"text": found.text, "tokens": list(found.tokens), "finish_reason": found.finish_reason}
 
@@ -89,11 +89,11 @@ def converse(run: Path, prompt: str | None, options: GenerateOptions, as_json: b
     for text in lines(prompt):
         found = chat.ask(text, told)
         if not as_json:
-            end(None)
+            end_answer(None)
     if found is None:
         raise InputError("nothing was said; give --prompt, or lines on standard input")
     if as_json:
-        end({"messages": chat.messages} | document(found))
+        end_answer({"messages": chat.messages} | answer_document(found))
 
 
 def lines(prompt: str | None) -> Iterator[str]:
@@ -109,7 +109,7 @@ def lines(prompt: str | None) -> Iterator[str]:
         line = sys.stdin.buffer.readline()
         if not line:
             return
-        if text := read(line).strip():
+        if text := read_standard_input(line).strip():
             yield text
 
 
@@ -117,15 +117,15 @@ def compared(speak: "Terminal", run: Path, prompt: str, options: GenerateOptions
     """Let FP8 and BF16 answer, and show both."""
     found = api.compare(run, prompt, options)
     if as_json:
-        end(document(found.fp8) | {"bf16": document(found.bf16), "parts_at": found.parts_at})
+        end_answer(answer_document(found.fp8) | {"bf16": answer_document(found.bf16), "parts_at": found.parts_at})
     else:
-        draw(speak, found)
+        draw_side_by_side(speak, found)
 
 
-def draw(speak: "Terminal", found: "Comparison") -> None:
+def draw_side_by_side(speak: "Terminal", found: "Comparison") -> None:
     """Show what two answers have in common, and from there on both, side by side."""
     stream(found.common)
-    end(None)
+    end_answer(None)
     if found.parts_at is None:
         speak.note(f"FP8 and BF16 give the same {len(found.fp8.tokens)} tokens")
         return

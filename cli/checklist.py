@@ -40,7 +40,7 @@ def machine(speak: "Terminal", as_json: bool) -> None:
         speak.table(f"fp8q {__version__} on this machine", ("what", "version", "good for", "to get it"), rows)
 
 
-def show(speak: "Terminal", run: Path, options: DoctorOptions, as_json: bool) -> None:
+def show_checklist(speak: "Terminal", run: Path, options: DoctorOptions, as_json: bool) -> None:
     """Show the checklist of `run`: the worst last, where a terminal leaves the eye. Raises GateError where one is
     bad.
     """
@@ -53,13 +53,13 @@ def show(speak: "Terminal", run: Path, options: DoctorOptions, as_json: bool) ->
     else:
         for table in (depth_table(found), check_table(found)):
             if table.rows:
-                views.draw(speak, table)
+                views.draw_table(speak, table)
         for line in remedies(found):
             speak.say(line)
     refuse_bad(found)
 
 
-def listed(found: "Checkup") -> "list[Check]":
+def shown_entries(found: "Checkup") -> "list[Check]":
     """The entries that are shown, the worst first: of one check and verdict the first few."""
     counts: dict[tuple[str, str], int] = {}
     shown = []
@@ -79,16 +79,16 @@ def check_table(found: "Checkup") -> "Table[Check]":
         Column[Any]("module", lambda row: row.module, numeric=False),
         Column[Any]("found", lambda row: row.said, numeric=False),
     )
-    left = len(found.checks) - len(listed(found))
+    left = len(found.checks) - len(shown_entries(found))
     ran = f"{found.windows} windows, {found.tokens:,} tokens" if found.windows else "the model was not run"
     title = f"Checklist ({ran}{f'; {left} more entries with --json' if left else ''})"
-    return Table(title, listed(found)[::-1], columns, "Nothing to check.")
+    return Table(title, shown_entries(found)[::-1], columns, "Nothing to check.")
 
 
 def remedies(found: "Checkup") -> list[str]:
     """List the commands that help, a line each, the worst last."""
     lines: dict[str, None] = {}
-    for each in listed(found):
+    for each in shown_entries(found):
         if each.remedy:
             lines.setdefault(f"{each.verdict}: {each.module or each.check}: {each.remedy}")
     return [*lines][::-1]
