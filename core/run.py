@@ -242,7 +242,7 @@ class Run:
                 write_document(self.record_file, before)
 
     def without_graph(self) -> str | None:
-        """Why no ONNX graph can be made of this model, as the stage `export` found; None where it can."""
+        """The reason why no ONNX graph can be made of this model, as `export` recorded it; None where it can."""
         exported = self.record().stages.get("export")
         return exported.refused if exported else None
 
@@ -275,13 +275,13 @@ class Run:
     def work(
         self, name: str, key: Mapping[str, object], rank: int = 0, note: Callable[[str], None] | None = None
     ) -> Iterator[Path]:
-        """A folder in which the running stage `name` keeps what it goes on from when it is killed; removed when the
-        stage is done.
+        """A folder in which the running stage `name` keeps its progress for the case that it is killed; removed when
+        the stage is done.
 
-        `key`: all that what is kept depends on; a folder left under another key is emptied. What the user or the disk
-        is to blame for leaves nothing behind: rank 0's goes when the stage fails. `rank`: of several processes that run
-        the stage, each has a folder of its own, inside that of rank 0. `note` is told where a folder is emptied since
-        this machine computes otherwise.
+        `key`: everything that the contents depend on; a folder left under another key is emptied. Errors of the user or
+        the disk leave nothing behind: rank 0's folder is removed when the stage fails. `rank`: each of several
+        processes of a stage has a folder of its own, inside that of rank 0. `note` is called where a folder is emptied
+        because this machine computes in another way.
         """
         folder = self._work_folder(name, rank)
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)

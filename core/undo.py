@@ -1,9 +1,9 @@
-"""Undo the work of a block that does not end well: when it raises, and when a signal ends the program inside of it.
+"""Undo the work of a block that fails: when it raises, and when a signal ends the program inside of it.
 
 The command line's signal handler raises nothing. `KeyboardInterrupt` may come up in a library's callback, where it
-aborts the process (torch, from C++), becomes an error of the library's own, or is lost (in a weak reference's call).
-So the handler calls `all_open` and ends the program where it stands: what would have been undone on the way out is
-undone from this list. In a notebook there is no such handler, and blocks unwind as ever.
+aborts the process (torch, from C++), becomes an error of the library's own, or is lost (in a weak reference's call). So
+the handler calls `all_open` and ends the program at once: everything that unwinding would undo is undone from this
+list. In a notebook there is no such handler, and blocks unwind as usual.
 """
 
 import shutil

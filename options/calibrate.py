@@ -203,9 +203,9 @@ class ScaleOptions(Options):
 
 @Parameter(name="*", show_default=AS_THE_RUN_HAS_IT)
 class RescaleOptions(ScaleOptions):
-    """Options of `fp8q scales`: those of `ScaleOptions`, of which what is not given stays as the run has it.
+    """Options of `fp8q scales`: those of `ScaleOptions`; options that are not given keep the run's value.
 
-    The method and what belongs to it are always chosen anew. An empty tuple takes back the run's `skip`, `only` or
+    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only` or
     `two_terms`.
     """
 
@@ -216,14 +216,16 @@ class RescaleOptions(ScaleOptions):
     given: dict[str, Any]
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """Replace the options chosen `before` by those that are given; two terms for all also in that of some."""
+        """Replace the options chosen `before` by those that are given; two terms for all modules also replace those of
+        some.
+        """
         all_of_them = {"two_terms": ()} if self.given.get("activation_terms") == 2 else {}
         return replace(before, **(all_of_them | self.given))
 
 
 @dataclass(frozen=True)
 class CorpusOptions(Options):
-    """Options of cutting texts into windows. None stands for a default that is lowered to what model and text hold.
+    """Options of cutting texts into windows. None is a default that is lowered to the limits of model and text.
 
     `seed` None: windows evenly over the text.
     """

@@ -1,11 +1,11 @@
-"""Declare options: what its field's annotation says beside the type, and the class that holds values to it.
+"""Declare options: annotations of fields for the command line, and a base class that validates values.
 
 A field reads `name: Annotated[type, option(panel, help, unit), rule, …] = default`. The command line makes its options
-of that, a `--config` file and the Python functions fill the same fields, and what is wrong with a value is said in the
-same words whoever gives it. A rule takes the option's name and its value, and returns the value or raises InputError.
+from these, a `--config` file and the Python functions fill the same fields, and a wrong value gets the same message
+everywhere. A rule takes the option's name and its value, and returns the value or raises InputError.
 
-`option` gives the command line's own library what it asks for (docs/decisions/0007), so that nothing translates between
-the two; of that library the parser is not imported here.
+`option` returns what the command line's own library reads (docs/decisions/0007), so that nothing translates between the
+two; the library's parser is not imported here.
 """
 
 import re
@@ -101,7 +101,7 @@ def percentage(option: str, value: float) -> float:
 
 
 def number(value: float | str) -> float:
-    """A number, or as text a number or so many percent; NaN where it is neither."""
+    """A number, or text with a number or a percentage; NaN where it is neither."""
     try:
         return float(str(value).removesuffix("%")) / (100 if str(value).endswith("%") else 1)
     except ValueError:
@@ -184,7 +184,7 @@ class Declared:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """The base of all option classes: each value is held against its field's choices and rules, whoever gives it."""
+    """The base of all option classes: each value is checked against its field's type, choices and rules."""
 
     def __post_init__(self) -> None:
         """Read every value by its rules; raise InputError for the first that breaks one."""
@@ -218,8 +218,8 @@ class Options:
     @classmethod
     @cache
     def keyed(cls) -> dict[str, "type[Options]"]:
-        """Name the fields that a stage's key is made of, those of nested option classes in their place, and the class
-        of each: all but the `Unkeyed`.
+        """The fields of a stage's key with the class of each: all but the `Unkeyed`, with the fields of nested option
+        classes.
         """
         hints, found = get_type_hints(cls, include_extras=True), dict[str, type[Options]]()
         for field in fields(cls):

@@ -15,7 +15,7 @@ from .validate import ValidateOptions
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of all stages; the command line leaves out what means nothing in a whole run."""
+    """Options of all stages; the command line leaves out those that have no meaning in a whole run."""
 
     calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions()
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions()

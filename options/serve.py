@@ -44,9 +44,7 @@ def nucleus_of(option: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class GenerateOptions(Options):
-    """Options of `fp8q generate`: how an answer is drawn, and what runs the model (`auto`: the fastest of what is
-    here).
-    """
+    """Options of `fp8q generate`: sampling, and the runtime of the model (`auto`: the fastest on this machine)."""
 
     max_tokens: Annotated[int, option(GENERATION, "Most tokens of an answer.", "N"), between(1)] = 256
     temperature: Annotated[
@@ -87,8 +85,8 @@ def plain_of(option: str, value: str) -> str:
 class ServeOptions(Options):
     """Options of `fp8q serve`.
 
-    `name` None: the source model's. `bf16`: that model too, as `<name>-bf16`. `grace`: seconds that those who are being
-    answered have when the server is told to end. `api_key` None: the variable FP8Q_API_KEY, or none.
+    `name` None: the source model's. `bf16`: serve that model too, as `<name>-bf16`. `grace`: seconds that active
+    requests get when the server is told to end. `api_key` None: the variable FP8Q_API_KEY, or none.
     """
 
     host: Annotated[
@@ -140,9 +138,9 @@ def above_zero(option: str, value: float) -> float:
 class BenchOptions(Options):
     """Options of `fp8q bench`.
 
-    `batch_sizes` None: 1 and 8, lowered to what the runtime takes; `prompt_lengths` None: 32 and 256, lowered to what
-    the model's positions hold beside the answer. `memory`, in GB of 10⁹ bytes, is what the largest batches are computed
-    for (None: all that the device here has); `gpu_hour_price` in any currency.
+    `batch_sizes` None: 1 and 8, lowered to the runtime's limit; `prompt_lengths` None: 32 and 256, lowered to the
+    model's positions less the answer. `memory`, in GB of 10⁹ bytes, is the memory that the largest batches are computed
+    for (None: all of this device); `gpu_hour_price` in any currency.
     """
 
     runtime: RuntimeOption = "auto"

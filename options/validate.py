@@ -40,15 +40,14 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValidateOptions(Options):
-    """Options of `fp8q validate`. `runtimes` None: bf16, reference and, where the run has a graph,
-    onnxruntime. `context` None: the window of calibration; `stride` None: all of the
-    text's tokens in it.
+    """Options of `fp8q validate`. `runtimes` None: bf16, reference and, where the run has a graph, onnxruntime.
+    `context` None: the window of calibration; `stride` None: all of the text's tokens in it.
 
-    The runtime `bf16` is what the others are compared with; `fp32` is the source model in FP32, from which BF16's own
-    distance is the yardstick; `original` is the source model in the type it is stored in, and joins `bf16` by itself
-    where that is another. The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions,
-    which `fp8q export --precision` writes. `max_ppl_increase` is held as a fraction, and may be given as text, `"1%"`.
-    `accumulator`: see `quantize.reference.adder`.
+    The others are compared with the runtime `bf16`; `fp32` is the source model in FP32, from which BF16's own distance
+    is the yardstick; `original` is the source model in its stored type, and is added to `bf16` where that is another.
+    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
+    --precision` writes. `max_ppl_increase` is a fraction, and may be given as text, `"1%"`. `accumulator`: see
+    `quantize.reference.adder`.
     """
 
     runtimes: Annotated[
@@ -88,7 +87,7 @@ class ValidateOptions(Options):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The runtimes: those that were asked for, or else all that are run by default."""
+        """The requested runtimes, or the default ones."""
         return RUNTIMES[:3] if self.runtimes is None else self.runtimes
 
     @property

@@ -1,6 +1,6 @@
-"""The stage `bench`: what answers take on a runtime, of all that a run holds, and of other runs of its model beside it.
+"""The stage `bench`: the time of answers on a runtime, for every precision in a run and for other runs of its model.
 
-It is measured anew whenever it is asked for: a machine is never the same twice.
+It measures anew at every call, since the load of a machine changes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ METHOD = (
 def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions, plot: Path | None) -> Bench:
     """Measure, write `bench.json`, and draw it at `plot`.
 
-    Raises InputError for what cannot be compared or does not fit the models, BackendError for what is missing.
+    Raises InputError for runs or models that cannot be compared, BackendError for a missing runtime.
     """
     check_plot(plot)
     note_base_alone(run, "answers are of", notes)
@@ -106,7 +106,7 @@ def check_plot(plot: Path | None) -> None:
 
 
 def on_gpu(runtime: str) -> bool:
-    """Tell whether `runtime` runs the model on a GPU here; raises BackendError where it needs what is not installed."""
+    """Tell whether `runtime` runs the model on a GPU of this machine; raises BackendError for a missing library."""
     if runtime not in TORCH_RUNTIMES:
         return runtime in FP8_RUNTIMES
     needs("calibrate", CALIBRATE_MODULES)
@@ -155,7 +155,7 @@ def check_same_model(run: Run, others: Sequence[Run]) -> None:
 
 
 def _inputs(run: Run, named: Sequence[Named]) -> dict[str, str]:
-    """The hashes of what is measured, each file found to be what its stage wrote."""
+    """The hashes of the measured files, after the check that their stages wrote them."""
     inputs: dict[str, str] = {}
     for number, (_, its, precision) in enumerate(named):
         files = files_of(its, precision)
@@ -164,8 +164,8 @@ def _inputs(run: Run, named: Sequence[Named]) -> dict[str, str]:
 
 
 def _load_library(runtime: str) -> None:
-    """Load what runs the models, and have it do something: the memory that this takes is no model's. Whoever opens a
-    session says what is missing.
+    """Load the runtime's library and run something, so that its own memory counts for no model. Errors are left to the
+    session.
     """
     with suppress(ImportError, SessionError, CudaError):
         if runtime in FP8_RUNTIMES:
@@ -191,9 +191,9 @@ def _opened(named: Named, runtime: str, meter: Meter) -> Contender:
 def sizes(
     run: Run, contenders: Sequence[Contender], options: BenchOptions, notes: Notes
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The batch sizes and prompt lengths to measure; what nobody named is lowered to what the models take.
+    """The batch sizes and prompt lengths to measure; defaults are lowered to the limits of the models.
 
-    Raises InputError for more than that.
+    Raises InputError for options beyond these limits.
     """
     sessions = [each.session for each in contenders]
     rows = min((each.most_rows for each in sessions if each.most_rows), default=None)

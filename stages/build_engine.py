@@ -1,4 +1,4 @@
-"""The stages `build-engine` and `build-engine-<precision>`: an engine for each target, and what is proven of it."""
+"""The stages `build-engine` and `build-engine-<precision>`: an engine for each target, with its proof."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @command(modules=())
 def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[EngineInfo]":
-    """Build the engines of `options.precision` where they are not current, and return what is known of them.
+    """Build the engines of `options.precision` where they are not current, and return their records.
 
-    Raises GateError, when all is written, for an engine of FP8 that runs too little of it.
+    Raises GateError, after all is written, for an engine of FP8 with too few FP8 products.
     """
     from ..calibrate.text.corpus import lower_default
     from ..export.engine.build import build_engines, resolve

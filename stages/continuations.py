@@ -23,9 +23,9 @@ PROMPT_TOKENS, TOKENS = 32, 48
 
 
 def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> None:
-    """Let both models go on from some places of the evaluation text, where that is not done.
+    """Let both models continue some passages of the evaluation text, unless that is done.
 
-    Where the source model, or what runs it, is not here, a note says so, and what an earlier call wrote stays as it is.
+    Where the source model or its runtime is missing, a note says so, and the results of an earlier call stay.
     """
     if not options.continuations or not run.evaluation.is_file():
         return

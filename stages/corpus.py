@@ -110,10 +110,10 @@ def prefix_for(
 
 
 def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report: Reporter) -> float | None:
-    """The share of the texts, or of the `other` one to evaluate on, that is in both, where it is too much and allowed;
-    None where they are apart.
+    """The share of text that the texts, or the `other` text for evaluation, have in common, where it is too large and
+    allowed; None where it is small.
 
-    Raises InputError where it is too much and not allowed.
+    Raises InputError where it is too large and not allowed.
     """
     from ..calibrate.text.overlap import check_disjoint
 
@@ -131,8 +131,8 @@ def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report
 
 
 def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, Tokens], packing: "Packing") -> None:
-    """Raise InputError when the tokens `kept` of a text, or those of the `evaluation` (its name, its tokens), make no
-    window.
+    """Raise InputError when the tokens `kept` of a text, or those of the `evaluation` (its name, its tokens), are
+    shorter than a window.
     """
     for text, ids in zip(texts, kept, strict=True):
         if not len(packing.starts(ids)):

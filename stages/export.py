@@ -27,7 +27,7 @@ OF_A_GRAPH = ("build-engine", "triton")
 
 
 class NoGraphError(InputError):
-    """No ONNX graph can be made of a model; what else there is of a run is whole."""
+    """No ONNX graph can be made of a model; the rest of the run is complete."""
 
 
 def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
@@ -43,7 +43,7 @@ def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """The stage `export`: both ONNX graphs beside the checkpoint, linted.
 
-    Raises NoGraphError, or what torch's exporter raised, where none can be made of the model, and the record says so.
+    Raises NoGraphError, or the exception of torch's exporter, where no graph can be made, and records that.
     """
     from ..calibrate.measure.statistics import load_record
     from ..export.graph.trace import export_model
@@ -104,8 +104,8 @@ def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
 
 
 def why_no_graph(run: Run) -> str | None:
-    """Why no graph can be made of the model whose checkpoint is in `run`, told without its weights; None where one
-    can, as far as that is seen before it is traced.
+    """The reason why no graph can be made of the checkpoint in `run`, found without its weights; None where none is
+    found before tracing.
     """
     import torch
     from transformers import AutoConfig
@@ -152,8 +152,9 @@ def check_dtype(tensors: "Mapping[str, TensorScale]", asked: ExportOptions) -> N
 
 
 def write_attention(run: Run, asked: ExportOptions) -> "AttentionScales | None":
-    """Choose the scales of attention in FP8, and write them for the graph and for readers; None where it is not asked
-    for, and what an earlier export wrote is removed.
+    """Choose the scales of attention in FP8, and write them for the graph and for readers.
+
+    Returns None for attention in a wide type, after the files of an earlier export are removed.
     """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..quantize.reference.attention import attention_scales, save_scales
@@ -173,7 +174,7 @@ def write_attention(run: Run, asked: ExportOptions) -> "AttentionScales | None":
 
 
 def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
-    """Note what the lint found in the graph just written at `path`; an error is fp8q's own."""
+    """Note the findings of the lint in the new graph at `path`; an error among them is fp8q's own fault."""
     for finding in findings:
         notes.note(f"{path.name}: {finding}")
     if errors := errors_of(findings):

@@ -23,11 +23,11 @@ TORCH_RUNTIMES = ("reference", "bf16")
 
 
 def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None = None) -> Generator:
-    """The model in `run`, or the one it was made of, on that `runtime`, for so many requests at a time, with the
-    `adapter` beside it on.
+    """Open the FP8 model of `run`, or its source model, on `runtime` with `adapter` on, for up to `max_batch` requests
+    at a time.
 
-    Raises InputError for a run that has none, or whose files are not what its stages wrote; BackendError for a runtime
-    that is not here.
+    Raises InputError for a run without the model, or with files that its stages did not write; BackendError for a
+    missing runtime.
     """
     run.refuse_stale(*FP8_STAGES)
     if runtime in TORCH_RUNTIMES:
@@ -47,7 +47,7 @@ def session_of(run: Run, runtime: str, precision: Precision = "fp8", adapter: st
 
 
 def runtime_here(runtime: str) -> str:
-    """Choose the runtime of the model where `runtime` is asked for: `auto` is the fastest of what is here."""
+    """Choose the runtime of the model: for `auto` the fastest that this machine has."""
     return "onnxruntime" if runtime == "auto" else runtime
 
 
@@ -94,7 +94,7 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, told: Callable[[str], None]) -> GeneratedAnswer:
-        """Say `text`, and have the answer, which is told as it comes.
+        """Send `text` and return the answer, which is also passed to `told` piece by piece.
 
         Raises InputError where the template refuses the conversation, or it no longer fits the model.
         """
@@ -105,7 +105,7 @@ class Chat:
 
 
 def open_template(run: Run) -> ChatTemplate:
-    """The template of chats in `run`; raises InputError where there is none, or it is not what its stage wrote."""
+    """The chat template of `run`; raises InputError where there is none, or it was changed."""
     _check(run, "chat_template.jinja", "tokenizer_config.json")
     return ChatTemplate(run.model)
 
@@ -118,8 +118,8 @@ def open_chat(run: Run, options: GenerateOptions) -> Chat:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answers of FP8 and BF16 to one prompt, and the first token (from 0) in which they differ, None where none
-    does; the text that they share, and the text of the tokens with which they part.
+    """The answers of FP8 and BF16 to one prompt: the first token (from 0) in which they differ (None: they are equal),
+    the common text, and the text of the tokens from there on.
     """
 
     fp8: GeneratedAnswer

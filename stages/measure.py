@@ -141,9 +141,9 @@ def measure(
 
 
 def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
-    """Measure, as a rank above 0, its share of what rank 0 tells.
+    """Measure, on a rank above 0, the share that rank 0 assigns.
 
-    Nothing of the run is written but the folder that a killed one goes on from.
+    It writes nothing but the folder that a killed rank continues from.
     """
     told = world.gathered({})[0]
     if not told:
@@ -218,9 +218,10 @@ def measured_share(
 
 
 def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
-    """The float model on `what`, alone and then with each adapter beside it on, all added: decoder layer by decoder
-    layer, its hidden states in `folder`; in memory without. Second moments are of the base alone, whose weights they
-    round.
+    """Run the float model on the windows of `what`, alone and then with each adapter, and add all statistics.
+
+    It runs decoder layer by decoder layer with hidden states in `folder`, or in memory without one. Second moments are
+    those of the base alone, whose weights they are for.
     """
     found = _run_one(source, what, notes, folder)
     for variant in source.variants[1:]:
@@ -245,8 +246,8 @@ def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path |
 
 
 def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
-    """Tell whether to stream: what was asked for, or whether the weights are too large for the memory available, which
-    `ranks` on a CPU share, with a note.
+    """Tell whether to stream: as the option says, or where the weights exceed the available memory, with a note.
+    `ranks` on a CPU share the memory.
     """
     from ..calibrate.model.memory import weight_bytes
 

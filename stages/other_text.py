@@ -38,9 +38,9 @@ def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabu
 
 
 def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Reporter) -> "Evaluation":
-    """The tokens to evaluate on, cut into windows that begin as the run's do: those held out, or those of `data`.
+    """The tokens for evaluation, cut into windows that begin like the run's: the held-out tokens, or those of `data`.
 
-    Raises InputError when `data` holds what the run was calibrated on, or is shorter than a window.
+    Raises InputError when `data` overlaps with the calibration text, or is shorter than a window.
     """
     from transformers import AutoTokenizer
 
@@ -83,11 +83,11 @@ def cut_for(
 def check_other(
     run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", report: Reporter, allowed: bool
 ) -> float | None:
-    """The share of `text` that was calibrated on, or the other way round, where it is too much and `allowed`; None
-    where they are apart. Raises InputError where it is too much and not allowed; notes it when it is a hundredth.
+    """The share of `text` in the calibration text, or the reverse, where it is too large and `allowed`; None where it
+    is small. Raises InputError where it is too large and not allowed; notes it from a hundredth on.
 
-    The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to
-    compare have none.
+    The run stores windows and not their text, so these are decoded; special tokens are left out where the compared
+    texts have none.
     """
     from ..calibrate.measure.statistics import load_record
     from ..calibrate.text.corpus import fingerprint

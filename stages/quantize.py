@@ -123,8 +123,8 @@ def _rounding(
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
-    """Return the options to choose the run's scales by: those that `options` are not given stays as it was, or takes
-    the default where a killed run does not tell.
+    """The options to choose the run's scales again: those given in `options`, the run's for the others, or defaults
+    where a killed run has no record.
 
     Raises InputError when the run was not measured, and for rounding that runs the model.
     """

@@ -1,6 +1,6 @@
-"""The stage `queries`: what attention in FP8 must know that calibration does not measure.
+"""The stage `queries`: measure the queries of attention, which only attention in FP8 needs.
 
-Run once, when it is first asked for.
+It runs once, when an export first needs it.
 """
 
 from ..core.errors import InputError

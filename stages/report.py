@@ -22,9 +22,9 @@ def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:
 
 
 def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
-    """Write both files of `run`, beside `others`, where they are not current; returns their paths.
+    """Write both report files of `run`, compared with `others`, where they are not current; return their paths.
 
-    Raises InputError for a run that is put beside itself, or named twice.
+    Raises InputError for a run that is compared with itself, or named twice.
     """
     from ..validate.report import report as page
 

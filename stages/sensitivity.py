@@ -106,10 +106,10 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
 
 
 def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bool:
-    """Tell whether to go layer by layer: what was asked for, or whether the model in FP32 and its codes, which are held
-    as numbers too, are too large for the memory available, with a note.
+    """Tell whether to go layer by layer: as the option says, or where the FP32 model and the numbers of its codes
+    exceed the available memory, with a note.
 
-    Raises InputError where the worst are to be measured then.
+    Raises InputError where sites are to be measured in that case.
     """
     from ..calibrate.model.memory import weight_bytes
 
@@ -161,8 +161,8 @@ def _locate_streamed(
 
 
 def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[torch.Tensor], int]":
-    """The windows that are run, evenly spaced over those that were calibrated on, so many tokens at a time; how many
-    they are.
+    """The windows of the prediction, spread evenly over the calibration windows, in batches of tokens; and their
+    number.
     """
     import torch
 
@@ -228,7 +228,7 @@ def _predict(
 def _worst(
     sites: "list[Site]", progress: SensitivityProgress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
-    """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
+    """The sites to measure: the worst by prediction, as many as the option says, or as `MEASURING_PASSES` allow."""
     from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.site import AS_IT_IS
 
@@ -273,8 +273,8 @@ def _measure(
 
 
 def _over_all(progress: SensitivityProgress) -> dict[str, float]:
-    """Site -> nats over all batches, of the measured: where they were measured on the first batches alone, as many
-    times as much there as all were predicted to be (a ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
+    """Measured site -> nats over all batches. A measurement of the first batches alone is extrapolated by the ratio of
+    the predictions (ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
     """
     from ..validate.sensitivity.gradients import summed
     from ..validate.sensitivity.site import AS_IT_IS

@@ -26,8 +26,8 @@ BUILT = BUILD_ENGINE.name
 def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     """Write the repository of a run where it is not current, and return its files.
 
-    Elsewhere than in RUN/triton it is written each time: the run's record is of its own files. Raises InputError for a
-    place where something of somebody else's lies.
+    In another place than RUN/triton it is written each time, since the run records its own files only. Raises
+    InputError for a place with foreign files.
     """
     from ..serve.triton.ownership import refuse_foreign
     from ..serve.triton.repository import write_repository
@@ -52,7 +52,7 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
 
 
 def engine_files(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of what the repository takes of engines; none where there are none for this graph."""
+    """Name -> SHA-256 of the engine files that the repository takes; empty without engines of this graph."""
     built = run.record().stages.get(BUILT)
     if built is None or run.is_stale(BUILT):
         return {}
@@ -71,10 +71,10 @@ def own_engines(run: Run) -> "list[OwnEngine]":
 
 
 def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
-    """The plain engine of the repository: with the run's plan where TensorRT built one of this graph, without where it
-    is `asked` for; None, with a note that says why, where an engine stays out.
+    """The plain engine of the repository: with the run's plan where TensorRT built one of this graph, without one where
+    it is `asked` for; None, with a note, where an engine stays out.
 
-    Raises InputError where it is asked for and Triton has no type for a tensor of it.
+    Raises InputError where it is asked for and Triton lacks the type of one of its tensors.
     """
     from ..export.engine.info import load_engines
     from ..serve.triton.engine_model import describe
@@ -101,8 +101,8 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
 
 
 def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
-    """The profiles that an engine of the run will have: those of the engines that it has, whatever their runtime, or
-    those that `fp8q build-engine` builds by default.
+    """The optimization profiles for an engine of the run: those of its engines, whatever their runtime, or the defaults
+    of `fp8q build-engine`.
     """
     from ..calibrate.text.corpus import lower_default
     from ..export.engine.info import load_engines

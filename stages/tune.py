@@ -1,9 +1,9 @@
 """The stage `tune`: the cheapest mix that meets a budget, chosen on calibration windows and measured on the evaluation
-text; and the run made anew by it.
+text; and `--apply`, which makes the run by it.
 
-Three parts of the calibration windows, which share none: weights are rounded by one (`gptq`'s second moments), the mix
-is chosen by another, and the prediction is checked by the third, so that neither rounding nor choosing has seen what
-they are judged by.
+The calibration windows are split into three disjoint parts: weights are rounded by one (`gptq`'s second moments), the
+mix is chosen by another, and the prediction is checked by the third. So rounding and choice are judged on other text
+than they used.
 """
 
 from dataclasses import dataclass
@@ -48,9 +48,9 @@ ROUNDS = 5
 
 @command(writes=False)  # but for its own stage, and what it applies
 def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
-    """Find the cheapest mix for the budget of `options`, where that is not known; `apply` it where it meets the budget.
+    """Find the cheapest mix for the budget of `options`, where it is not current; `apply` it where it meets the budget.
 
-    Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
+    Raises InputError for `apply` without a budget, and where the source checkpoint is missing.
     """
     check_budget(options, apply)
     tuned = find_mix(run, options, notes)
@@ -110,10 +110,10 @@ def check_met(found: "Tuning") -> None:
 
 
 def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
-    """Make the checkpoint and graphs of `run` anew by what was chosen, which meets its budget.
+    """Make the checkpoint and graphs of `run` by the chosen mix, which meets its budget.
 
-    Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does. A
-    run whose scales are not those that would be chosen may have been asked for just this mix: they are chosen again.
+    Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does.
+    Scales of the run that differ from the choice are chosen again, even if the run's options are those of the mix.
     """
     if found.chosen is None or not found.met:
         return
@@ -129,7 +129,7 @@ def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
 
 
 def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
-    """Return the options that `fp8q scales` would be asked for: the recipe in the place of what the run has."""
+    """The options that `fp8q scales` would be given: the recipe over the run's own."""
     return chosen.recipe.over(run.options(QUANTIZE))
 
 
@@ -153,8 +153,8 @@ class Search:
         return Correction((self.problem.losses.of(mix), self.measured(mix).kl_nats) for mix in mixes)
 
     def chosen(self, aim: float, anchors: "list[Mix]") -> "Mix":
-        """The cheapest mix that is measured to lose at most `aim` nats; the best there is where none does. `anchors`
-        are measured already, and what is measured on the way is added to them.
+        """The cheapest mix whose measured loss is at most `aim` nats, or the best where none meets it. `anchors` are
+        measured mixes, and those measured here are appended.
         """
         from ..validate.tuning.solve import same
 
@@ -226,7 +226,7 @@ def _aim(options: TuneOptions, factor: float) -> float | None:
 def _judged(
     run: Run, search: Search, found: "Tuning", mix: "Mix", held_out: "list[tuple[torch.Tensor, torch.Tensor]]"
 ) -> "Tuning":
-    """Measure the chosen `mix` and add it to what was `found`: on the windows held out and on the evaluation text."""
+    """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `found`."""
     from ..validate.tuning.document import Change, Chosen, Interval, Recipe, changed, point
 
     prepared, notes, shape = search.prepared, search.notes, search.problem.shape

@@ -1,7 +1,7 @@
-"""Prepare the candidates of `tune`: scales and codes of every choice, and what each is predicted to lose.
+"""Prepare the candidates of `tune`: scales, codes and the predicted loss of every choice.
 
-All of it is kept in the stage's folder as it is found, so that a killed call goes on from there: second moments, codes
-a module, predictions a batch, measurements a mix.
+All results are stored in the stage's folder as they are computed, so that a killed call goes on from there: second
+moments, codes of a module, predictions of a batch, measurements of a mix.
 """
 
 import json
@@ -117,8 +117,8 @@ def predicted_candidates(
     folder: Path,
     notes: Notes,
 ) -> PredictedCandidates:
-    """Choose scales and round weights in every way, those of `gptq` by the windows `rounding`, and predict what each
-    choice loses on the windows `choosing` (each int64 [windows, seq_len]). What is found is kept in `folder`.
+    """Choose scales and round weights in every way, by `gptq` on the windows `rounding`, and predict the loss of each
+    choice on the windows `choosing` (each int64 [windows, seq_len]). Results are stored in `folder`.
     """
     from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.gradients import summed
@@ -148,7 +148,7 @@ def predicted_candidates(
 def _candidates(
     run: Run, source: "Source", scales: "Scales", options: ScaleOptions, folder: Path, notes: Notes
 ) -> "tuple[Candidates, dict[Kind, Rounded], tuple[RoundingName, ...]]":
-    """The scales of all choices, where their codes will lie, and the ways of rounding there are."""
+    """The scales of all choices, the places of their codes, and the available ways of rounding."""
     import torch
 
     from ..calibrate.measure.statistics import load_statistics

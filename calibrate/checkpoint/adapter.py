@@ -1,9 +1,9 @@
-"""A PEFT LoRA adapter: read from the files that PEFT's `save_pretrained` writes, without PEFT.
+"""Read a PEFT LoRA adapter from the files that PEFT's `save_pretrained` writes, without PEFT.
 
-A product y = W x becomes y + s · B(A x), with A [rank, in], B [out, rank] and s = alpha / rank, or alpha / √rank where
-`use_rslora` says so; `rank_pattern` and `alpha_pattern` give single modules their own, matched as PEFT matches them.
-Whatever else an adapter can be changes the model in another way. It is refused by name, and so is what this version
-does not know: an adapter of which a part is left out is another adapter, and nothing would show it.
+A product y = W x becomes y + s · B(A x), with A [rank, in], B [out, rank] and s = alpha / rank, or alpha / √rank with
+`use_rslora`; `rank_pattern` and `alpha_pattern` set the values of single modules, matched as PEFT matches them. Other
+kinds of adapters change the model in other ways and are refused by name, and so are unknown fields: an adapter without
+one of its parts is another adapter, and nothing would show it.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ class Adapter:
 def open_adapter(directory: str | Path) -> Adapter:
     """Read the adapter in `directory`.
 
-    Raises InputError, naming what is wrong, for a path that holds none, for a kind that is no plain LoRA, and for
+    Raises InputError, naming the fault, for a path without an adapter, for another kind than plain LoRA, and for
     tensors that do not belong to it, are missing, are pickled, or hold NaN or Inf.
     """
     path = local_path(directory)

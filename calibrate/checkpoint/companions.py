@@ -1,6 +1,7 @@
-"""Find the files that a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of
-chats, what is done to images, the licence. They are looked at before any library opens them, and go into the FP8
-checkpoint as they are.
+"""Find the other files of a checkpoint, besides config.json and weights: tokenizer, chat template, image preprocessing,
+licence.
+
+They are checked before any library opens them, and copied unchanged into the FP8 checkpoint.
 """
 
 import os
@@ -45,8 +46,8 @@ REMEDY = "copy the files of the tokenizer it was trained with beside config.json
 
 
 def companions(path: Path) -> Iterator[Path]:
-    """The companions in a checkpoint's directory, in name order; also what bears such a name and is no file. A folder
-    is one only where a file is expected.
+    """The companion files in a checkpoint's directory, sorted by name, with other things of such a name that are no
+    files. A folder counts only where a file is expected.
     """
     for name in sorted(os.listdir(path)):
         file = name.endswith((".json", ".jinja", ".model", ".txt"))
@@ -66,11 +67,11 @@ def tokenizer_digests(path: Path) -> dict[str, str]:
 
 
 def check_companions(path: Path, name: str, vocabulary: int) -> None:
-    """Look at the companions in the directory `path` of the checkpoint `name`, which has `vocabulary` rows in its
-    embedding.
+    """Check the companion files in the directory `path` of the checkpoint `name`, whose embedding has `vocabulary`
+    rows.
 
-    Raises InputError, naming the file, where there is no tokenizer, for what is no file or cannot be read, does not
-    parse, is larger than anyone's, or gives a token an id that is far beyond the embedding.
+    Raises InputError, naming the file, where there is no tokenizer, for a companion that is no file, cannot be read,
+    does not parse or is too large, and for a token id far beyond the embedding.
     """
     if not tokenizer_files(path):
         raise InputError(

@@ -1,9 +1,9 @@
-"""Check the fields of config.json before transformers makes a model of it: values of the right kind, sizes that the
-weights bear out, and no word that would have another file loaded than those that fp8q reads.
+"""Check the fields of config.json before transformers makes a model: types, sizes against the weights, and references
+to other files.
 
-transformers checks the fields that a model type declares; what it reads of any configuration (windows, kinds of layers,
-token ids) it believes. And a skeleton of a billion layers is built layer by layer, though the headers of the weights
-tell at once that there are four.
+transformers checks the fields that a model type declares, and trusts the fields common to all (windows, layer types,
+token ids). And it would build a skeleton of a billion layers, layer by layer, although the headers of the weights show
+at once that there are four.
 """
 
 import re
@@ -56,8 +56,8 @@ def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[int, ...]]) -> None:
-    """Raise InputError, naming `file`, for a size in `config` that weights of these `shapes` cannot have: a layer has a
-    tensor at least, and what is so many wide or many has as many values.
+    """Raise InputError, naming `file`, for a size in `config` that weights of these `shapes` cannot have: every layer
+    has at least one tensor, and a dimension of a given size needs a tensor with as many values.
     """
     values = sum(map(prod, shapes))
     for key, size in config.items():

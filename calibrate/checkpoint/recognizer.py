@@ -1,7 +1,7 @@
-"""Checkpoints whose tensors are codes: told here, and read by whoever knows the codes.
+"""Recognize checkpoints whose tensors are codes, and refuse them without a decoder.
 
-Nothing in this folder knows a format of codes. `open_source` is handed a `Recognizer`, which says what the tensors of a
-checkpoint stand for; the one here knows no codes, and refuses them.
+Nothing in this folder knows a code format. `open_source` receives a `Recognizer`, which returns how to dequantize the
+tensors of a checkpoint; the default one here knows no format.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
-"""The safetensors of a checkpoint: found, checked by their headers, read tensor by tensor.
+"""Find the safetensors of a checkpoint, check their headers, and read them tensor by tensor.
 
-A tensor is a view of the mapped file, and the file is unmapped when the tensor is let go of, so that memory holds what
-one tensor needs however large the checkpoint is. Pickled weights can run code when they are read, so they are refused
-and never opened.
+A tensor is a view of the mapped file, which is unmapped when the tensor is released, so that memory holds one tensor
+however large the checkpoint is. Pickled weights can run code when they are read, so they are refused and never opened.
 """
 
 from collections.abc import Callable, KeysView, Mapping
@@ -39,8 +38,8 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Part of a stored `tensor`: of what its first axis counts the one numbered `index`, and of that the rows from
-    `start` to `end`; all of it where `index` is None.
+    """Part of a stored `tensor`: entry `index` of its first axis, and of that the rows from `start` to `end`; the whole
+    tensor where `index` is None.
     """
 
     tensor: str
@@ -50,13 +49,13 @@ class TensorPart:
 
 
 def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint in `directory`, in name order, their headers read; `name` is how the user
-    calls it, `named` what its config.json names as `transformers_weights`.
+    """The safetensors files of the checkpoint in `directory`, sorted by name, with valid headers; `name` is the user's
+    name for it, `named` the `transformers_weights` of its config.json.
 
-    These are the weights: what is measured, hashed, streamed and quantized is read from just these, and transformers is
-    handed their tensors and finds no files of its own. Raises InputError when there are none (saying what there is
-    instead), when one is damaged, when the index does not read or promises what is not there, and when an adapter lies
-    beside them, which transformers may or may not lay over them.
+    Measuring, hashing, streaming and quantizing read exactly these files, and transformers receives their tensors and
+    finds no files of its own. Raises InputError when there are none (naming what there is), when one is damaged, when
+    the index does not read or lists missing files, and when an adapter lies beside them, which transformers may or may
+    not apply.
     """
     first = _first(directory, name, named)
     if exists(directory / ADAPTER):
@@ -85,7 +84,7 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
 
 
 def _first(directory: Path, name: str, named: str | None) -> Path:
-    """The one file of weights, or the index of several: what is `named`, or the first of those that there are."""
+    """The single file of weights, or the index of several: the file `named`, or the first that exists."""
     if named is not None:
         if Path(named).name != named or not named.endswith((WEIGHTS_END, INDEX_END)):
             raise InputError(
@@ -143,9 +142,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, TensorHeader]:
-    """Tensor name -> header, in the order the tensors lie in `files`.
+    """Tensor name -> header, in the order of the tensors in `files`.
 
-    Raises InputError, naming the file, when one is damaged or cut short, and when a tensor is in two of them.
+    Raises InputError, naming the file, when one is damaged or cut short, and when two files have a tensor of one name.
     """
     from safetensors import safe_open
 
@@ -170,7 +169,7 @@ def _damaged(file: Path, error: BaseException) -> InputError:
 
 
 class Coding(Protocol):
-    """The numbers that the tensors of a checkpoint stand for, where some of them are codes with scales beside them."""
+    """The dequantized tensors of a checkpoint, where some of its tensors are codes with scales."""
 
     @property
     def other_files(self) -> tuple[Path, ...]:
@@ -222,8 +221,8 @@ class Weights:
         return self._headers[name].file
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """A tensor as it is stored, mapped from its file: read only, its pages are the file's. What is stored as codes
-        comes as the numbers they stand for, float32, in memory.
+        """Read a tensor: mapped from its file, read only, in its stored type; codes are dequantized to float32 in
+        memory.
         """
         part = self._parts.get(name, TensorPart(name))
         found = self._coding.decoded(part.tensor, self.stored) if self._coding else None

@@ -1,7 +1,7 @@
-"""Names on the Hugging Face hub: told from paths, and fetched; every way that can fail is one line with a remedy.
+"""Distinguish names on the Hugging Face hub from paths, and download; each failure is one line with a remedy.
 
-Only what the stages read is fetched: safetensors, JSON and tokenizer files of the top folder. Pickled weights are never
-downloaded. What is in the hub's local cache already is used without a network, and `HF_HUB_OFFLINE=1` keeps it to that.
+Only files that the stages read are downloaded: safetensors, JSON and tokenizer files of the top folder, never pickled
+weights. Files in the hub's local cache are used without a network, and `HF_HUB_OFFLINE=1` restricts reading to them.
 """
 
 import logging
@@ -29,7 +29,7 @@ def is_hub_name(text: str) -> bool:
 
 @contextmanager
 def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Iterator[None]:
-    """Turn what fetching the `kind` ("model", "data set") `name` can raise into an InputError; `remedy` says what to do
+    """Turn the exceptions of downloading the `kind` ("model", "data set") `name` into InputError; `remedy` applies
     without a network.
     """
     from huggingface_hub import errors

@@ -1,4 +1,4 @@
-"""Keeping libraries quiet: what they log, warn of, draw and print is ours to say, or of no use to whoever runs fp8q."""
+"""Silence libraries: their logs, warnings, progress bars and prints."""
 
 import os
 import warnings
@@ -28,8 +28,8 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Keep what is written past Python off standard error: Rust's libraries print a panic before they raise it, and all
-    of a vocabulary's holes. What a signal ends the program with is heard all the same.
+    """Discard output to standard error from outside Python: Rust's libraries print a panic before they raise it, and
+    every gap of a vocabulary. The message of a signal that ends the program still appears.
     """
     try:
         kept = os.dup(2)

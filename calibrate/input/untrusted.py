@@ -1,9 +1,8 @@
-"""Read files that others made: each is looked at before it is opened and read within bounds, and a parser's error
-becomes one line.
+"""Read untrusted files: each is checked before it is opened and read within limits, and parser errors become one line.
 
 A model directory or a text may come from anywhere. Opening a FIFO waits for ever, a device has no end, brackets in JSON
-can be nested until the stack is used up, and every library that reads such a file fails in ways of its own, some of
-which (the panics of Rust's) are no `Exception`. What is wrong with a file is found here, once for all of them.
+can be nested until the stack is used up, and every library that reads such a file fails in its own ways, some of which
+(Rust's panics) are no `Exception`. Faults of files are found here for all of them.
 """
 
 import json
@@ -118,17 +117,17 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's text on one line, without control characters, and cut where it goes on for pages."""
+    """The text of an exception on one line, without control characters, cut to a readable length."""
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(error)).split()) or type(error).__name__
     return text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
 
 
 @contextmanager
 def foreign(blame: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
-    """Turn whatever the block raises into what `blame` makes of it: for other people's code on other people's
-    files, where no list of exceptions is ever complete. Rust's panics, which are no `Exception`, are among them.
+    """Turn any exception of this block into the one that `blame` makes of it, for foreign code on untrusted files,
+    where no list of exceptions is complete. Rust's panics, which are no `Exception`, are included.
 
-    fp8q's own errors, those `passed`, and the end of memory go through.
+    fp8q's own errors, those in `passed`, and MemoryError are passed through.
     """
     try:
         yield

@@ -26,7 +26,7 @@ def attention_of(model: PreTrainedModel) -> Attention | None:
 
 @contextmanager
 def attention_replaced(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
-    """Let `attention` be called in the place of what `model` attends by."""
+    """Replace the attention function of `model` by `attention` in this block."""
     name = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[name] = attention
     try:

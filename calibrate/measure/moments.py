@@ -1,11 +1,10 @@
-"""The input's second moments Σ x xᵀ over all tokens, which error-compensating rounding of weights needs; measured only
-when asked for.
+"""The input's second moments Σ x xᵀ over all tokens, which GPTQ needs; measured only on request.
 
-One matrix [width, width] for each distinct tensor, in FP32, is more than the weights themselves: 33 GB for a Llama of 8
-B parameters, so it is added up in files that are mapped into memory, and what stays there is for the operating system
-to decide. They are `.npy` files without pickles,
-`moments/<first module of the group>.npy`. Unlike the histograms they are sums of rounded products: the same batches in
-the same order give the same bytes on the same machine and number of threads; another order gives other last bits.
+One FP32 matrix [width, width] for each distinct tensor is more than the weights themselves: 33 GB for a Llama of 8 B
+parameters. So they are summed in files that are mapped into memory, and the operating system decides what stays there.
+They are `.npy` files without pickles, `moments/<first module of the group>.npy`. Unlike the histograms they are sums of
+rounded products: the same batches in the same order give the same bytes on the same machine and number of threads;
+another order gives other last bits.
 """
 
 import os
@@ -60,7 +59,7 @@ class SecondMoments:
         add_product(torch.from_numpy(self._files[name]), tokens, tokens)
 
     def close(self) -> list[str]:
-        """Bring what was added up to the disk and let go of it; returns the names."""
+        """Write the sums to disk and close the files; return their names."""
         names = list(self._files)
         for file in self._files.values():
             file.flush()

@@ -1,11 +1,11 @@
-"""Watch the tensors of a float model while it runs: one observer for each distinct tensor.
+"""Observe the tensors of a float model while it runs: one observer for each distinct tensor.
 
-Nothing of the model is converted, so the forward pass is the original one. The inputs of q, k and v (of gate and up)
-are the same Python object: a two-token probe groups modules by identity, and only the first of a group is watched. The
-experts of a layer share what they read too, though each is given copies of some rows: the probe shows all of them the
-whole tensor, and it is watched before it is shared out. Keys and values are observed where the cache is written, after
-the rotary embedding, by a cache that stores nothing: that works for every architecture that has a cache, without a list
-of attention classes.
+Nothing of the model is converted, so its forward pass is the original one. The inputs of q, k and v (of gate and up)
+are one Python object: a two-token probe groups modules by identity, and only the first of a group is observed. The
+experts of a layer share their input too, although each gets copies of some rows: in the probe they all get the whole
+tensor, and it is observed before it is distributed. Keys and values are observed where they are written to the cache,
+after the rotary embedding, by a cache that stores nothing: this works for every architecture with a cache, without a
+list of attention classes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -120,7 +120,7 @@ class Observer:
         self._channels = channels if self._channels is None else torch.maximum(self._channels, channels)
 
     def statistics(self, width: int | None = None) -> TensorStatistics | None:
-        """Return the statistics of the tensor; where it was never seen, None, or empty statistics of this `width`."""
+        """The statistics of the tensor; where it was never observed, None, or empty statistics of this `width`."""
         if self._counts is None or self._channels is None:
             if width is None:
                 return None

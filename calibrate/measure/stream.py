@@ -1,12 +1,12 @@
-"""Measure a model that memory does not hold: decoder layer by decoder layer, hidden states on disk.
+"""Measure a model larger than memory: decoder layer by decoder layer, with hidden states on disk.
 
 Every batch goes through one layer before the next layer is read, so a checkpoint is read once, and memory holds one
 layer and one batch whatever the number of layers. The price is two files of hidden states, each 2 · tokens · width
-bytes. Layers are called with the very arguments the model gives them (`decoder`), on the same batches, with the same
-observers, so the statistics are those of the model in memory, bit for bit on the CPU.
+bytes. Layers get the arguments that the model gives them (`decoder`), on the same batches, with the same observers, so
+the statistics equal those of the model in memory, bit for bit on the CPU.
 
-A step (what comes before the layers, each layer, what comes after) reads one file of hidden states and writes the
-other, and ends with its own statistics in a file of its own; a killed run goes on after the last of these.
+A step (the modules before the layers, each layer, the modules after them) reads one file of hidden states, writes the
+other, and ends with a file of its statistics; a killed run goes on after the last complete step.
 """
 
 import os
@@ -53,11 +53,11 @@ Batches = Mapping[int, npt.NDArray[np.int64]]
 def measure_streamed(
     source: Source, what: Measurement, report: Reporter, folder: Path, device: str = "cpu"
 ) -> Statistics:
-    """`measure` of the model in `source` on `device`, one decoder layer in memory at a time.
+    """`measure` for the model in `source` on `device`, with one decoder layer in memory at a time.
 
-    `folder` is there, and holds the hidden states and the finished steps; what a killed call left there is gone on
-    from, so it must have been of the same arguments, and `what.moments` kept as it is. Raises InputError for a model
-    that is no chain of layers, and when the disk has no room for the hidden states.
+    `folder` exists and holds the hidden states and the finished steps. A killed call's files there are continued, so it
+    must have had the same arguments, and `what.moments` must be kept. Raises InputError for a model that is no chain of
+    layers, and when the disk has no room for the hidden states.
     """
     stream = Stream(source, what, folder, device)
     stream.run(report)
@@ -119,7 +119,7 @@ class HiddenStates:
 
 
 class Chain:
-    """A model without weights, and what two tokens show of it: that its layers are a chain, and what they return."""
+    """A model without weights whose layers are a chain, proven by two tokens, and the form of their output."""
 
     def __init__(self, source: Source, device: str, dtype: torch.dtype = torch.bfloat16, rounded: bool = True):
         """Make it, to compute in `dtype`, with weights as `Materializer` has them, and look.
@@ -163,10 +163,10 @@ class Chain:
         keep: Callable[[int, torch.Tensor], None] | None,
         observing: Callable[[int], AbstractContextManager[DynamicCache]] = lambda batch: nullcontext(DynamicCache()),
     ) -> dict[tuple[int, ...], list[LayerCall]]:
-        """Record the arguments that all layers are called with, for each shape of batch.
+        """Record the arguments of all layers for each shape of batch.
 
-        `keep` takes each batch's hidden states that enter the first layer; where it is None, one batch of each shape is
-        run. `observing` gives the cache that a batch runs with, by its number.
+        `keep` receives each batch's hidden states that enter the first layer; where it is None, one batch of each shape
+        is run. `observing` gives the cache for a batch, by its number.
 
         Raises NoChainError when the arguments depend on the text.
         """
@@ -192,9 +192,9 @@ class Stream(Chain):
     """
 
     def __init__(self, source: Source, what: Measurement, folder: Path, device: str):
-        """Make the model without weights and find room for the hidden states of `what.parts`.
+        """Make the model without weights and check the disk's room for the hidden states of `what.parts`.
 
-        Raises InputError where there is none, and for a model that is no chain of layers.
+        Raises InputError where there is too little, and for a model that is no chain of layers.
         """
         super().__init__(source, device)
         self.what, self.folder = what, folder

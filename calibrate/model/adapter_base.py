@@ -1,9 +1,8 @@
-"""An adapter and its base: whether they belong together, and the base with it merged or beside.
+"""Check that an adapter and a base belong together, and open the base with the adapter merged or beside it.
 
-Merged, a weight is W + s · B A, summed in FP32 and rounded once to the type that W is stored in where that is BF16. It
-is made when the tensor is read, so that whatever reads weights (statistics, codes, the yardstick in BF16, a layer at a
-time or all) has the merged model, and nothing is written in between. Beside, it is added as the model runs:
-`adapter_addition`.
+Merged, a weight is W + s · B A, summed in FP32 and rounded once to BF16 where W is stored in BF16. It is computed when
+the tensor is read, so every reader of weights (statistics, codes, the BF16 baseline, streaming) has the merged model,
+and nothing is written in between. Beside the base, it is added while the model runs: `adapter_addition`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +51,9 @@ class Merging:
 
 
 def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> Source:
-    """`source` with the adapters in `directories`: one merged into it, or all of them beside it.
+    """Open `source` with the adapters in `directories`: one merged into it, or all of them beside it.
 
-    Raises InputError for what is no adapter that fp8q reads, for one of another base, and for several to merge.
+    Raises InputError for an adapter that fp8q does not support, for one of another base, and for several to merge.
     """
     if mode == "merge" and len(directories) > 1:
         raise InputError(
@@ -85,8 +84,8 @@ def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging
 
 
 def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None:
-    """Raise InputError where `adapter` is of modules that `model`, made of `source`, does not have, or has in other
-    sizes, and where it would change an embedding that is tied to the output head.
+    """Raise InputError where `adapter` names modules that `model`, made of `source`, lacks or has in other sizes, and
+    where it would change an embedding that is tied to the output head.
     """
     products, other = matrix_products(model), f"it is of another base than {source.name}; give that one"
     for module, part in adapter.parts.items():

@@ -1,11 +1,11 @@
-"""Find the class of transformers that a configuration makes, the language model inside it, and its attention function.
+"""Find the class of transformers for a configuration, the language model inside it, and its attention function.
 
-A model that also sees or hears is made whole, in its own class: so its modules and tensors bear the names that every
-loader of the checkpoint knows, and given text alone it runs its language model alone.
+A model of images or audio is made whole, in its own class: so its modules and tensors have the names that every loader
+of the checkpoint knows, and on text alone only its language model runs.
 
-transformers takes SDPA by default, which hands capped logits (Gemma 2's `attn_logit_softcapping`) on uncapped, in
-silence: every attention that is not transformers' own eager one does, but flash attention. So such a model computes
-with the eager one here, wherever it is measured, judged or served by torch.
+transformers uses SDPA by default, which silently leaves logits uncapped (Gemma 2's `attn_logit_softcapping`); every
+attention but transformers' eager one and flash attention does. So such a model uses eager attention here, wherever
+torch measures, evaluates or serves it.
 """
 
 import sys

@@ -1,10 +1,9 @@
-"""Find each expert's weights in a checkpoint, by transformers' own table of how names become fused tensors.
+"""Find each expert's weights in a checkpoint, by transformers' own table of conversions to fused tensors.
 
-Mixtral's files have `block_sparse_moe.experts.N.w1.weight`, Qwen's `mlp.experts.N.gate_proj.weight`, and what
-transformers 5 saves with `save_original_format=False` has all experts in one tensor. transformers' table of conversions
-says which of these become `gate_up_proj` and `down_proj`, and which part of them, so no names of architectures are kept
-here. A fused tensor is read as views of it, one an expert and product, under the names that the table goes back to,
-which are those that other loaders read.
+Mixtral's files have `block_sparse_moe.experts.N.w1.weight`, Qwen's `mlp.experts.N.gate_proj.weight`, and files of
+transformers 5 with `save_original_format=False` have all experts in one tensor. transformers' table says which of these
+become which part of `gate_up_proj` and `down_proj`, so fp8q needs no names of architectures. A fused tensor is read as
+views, one for each expert and product, under the names of the original format, which other loaders read.
 """
 
 import re
@@ -66,8 +65,8 @@ class Conversions:
         self._prefix = model.base_model_prefix
 
     def own(self, stored: str) -> tuple[str, str | None]:
-        """The name that transformers gives the tensor that is `stored` under a name, and by which pattern it makes it
-        one of several parts.
+        """The name that transformers gives the tensor `stored` under a name, and the pattern by which it makes it a
+        part of a fused tensor.
         """
         from transformers.core_model_loading import rename_source_key
 

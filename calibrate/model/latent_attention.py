@@ -1,10 +1,10 @@
-"""Latent attention that writes the keys and values of its heads to the cache, whatever transformers writes.
+"""Latent attention that caches the keys and values of its heads in every version of transformers.
 
 DeepSeek-V2 (arXiv:2405.04434, section 2.1) makes the keys and values of all heads from one latent vector. transformers
-writes heads to the cache up to 5.14, and in 5.23 the latent and the rotated part of the keys, from which `expand_kv`
-makes the heads of all that is cached again at each step. What is measured, and what the graph has, are heads: then
-`kv_b_proj` multiplies this step's tokens alone, and one set of statistics is of either version. What asks more of its
-cache than `update` (an indexer's) is refused before (`architecture`).
+caches heads up to 5.14; 5.23 caches the latent and the rotated part of the keys, and `expand_kv` makes the heads of the
+whole cache again at each step. Measurements and graphs use heads: then `kv_b_proj` multiplies this step's tokens alone,
+and statistics do not depend on the version. A model that uses more of its cache than `update` (an indexer's) is refused
+before (`architecture`).
 """
 
 from types import MethodType
@@ -32,8 +32,8 @@ class _Expanding:
     def update(
         self, latent: torch.Tensor, rotated: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take latents [batch, 1, seq, kv_lora_rank] and the rotated part of keys [batch, 1, seq, qk_rope_head_dim];
-        return the keys and values [batch, heads, length, size] of all that is kept.
+        """Store latents [batch, 1, seq, kv_lora_rank] and the rotated part of keys [batch, 1, seq, qk_rope_head_dim];
+        return the keys and values [batch, heads, length, size] of the whole cache.
         """
         keys, values = _expanded(self.attention, latent, rotated)
         if self.cache is None:

@@ -1,7 +1,7 @@
-"""A model of the tensors that it is handed: transformers loads all but experts, which are laid in one by one.
+"""Make a model from given tensors: transformers loads all but experts, which are put in one by one.
 
-transformers would make one tensor of all experts of a layer. So it is given a class whose experts are left out, and the
-experts' weights stay the tensors that they were: views of mapped files, where they have the type that is asked for.
+transformers would make one tensor of all experts of a layer. So it gets a class without experts, and the experts'
+weights stay views of mapped files where they have the requested type.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Weights for some modules of a skeleton, for a while: what keeps memory at one decoder layer.
+"""Give some modules of a skeleton weights for a while, so that memory holds one decoder layer.
 
-Layers are copied to memory, since every batch reads all of their weights; an embedding, of which a batch reads a few
+Layers are copied to memory, since every batch reads all of their weights. An embedding, of which a batch reads a few
 rows, stays in its mapped file where it is stored in BF16 and the device is the CPU.
 """
 

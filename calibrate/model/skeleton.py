@@ -47,9 +47,9 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
 
 def check_buffers(model: PreTrainedModel, values: int) -> str | None:
-    """Describe the fault of the buffers that config.json makes of `model`, on the meta device, whose weights have so
-    many `values`: more of them than anyone needs, or NaN or infinities; None where nothing is. They have their values
-    after.
+    """Compute the buffers that config.json makes of `model`, on the meta device, whose weights have so many `values`.
+
+    Returns a description of their fault: far more values than the weights, NaN or infinities; None without a fault.
     """
     buffers = {
         f"{place}.{name}": buffer

@@ -1,9 +1,9 @@
-"""Under which names a checkpoint holds a model's tensors, found by letting transformers load it without weights.
+"""Find the names under which a checkpoint stores a model's tensors, by letting transformers load it without weights.
 
-transformers loads more names than a model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's files of 2019 lack
-the prefix `transformer`. The rules are transformers' own and change with it; so they are not repeated here. Every
-stored tensor is given a storage of its own, on the meta device, and the parameter that has it after loading is the one
-it was loaded into.
+transformers accepts more names than a model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's files of 2019 lack
+the prefix `transformer`. These rules change with transformers and are not repeated here. Every stored tensor gets a
+storage of its own on the meta device, and the parameter that has this storage after loading is the one that it was
+loaded into.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
 
 
 def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`; what lies beside a weight under its name
-    (its scales, which the model does not know) is renamed with it.
+    """`renamed_tensors` of a checkpoint with tensors of these `shapes`; tensors beside a weight under its name (scales,
+    which the model does not know) are renamed with it.
     """
     stored = headers(shapes)
     with quiet_transformers():

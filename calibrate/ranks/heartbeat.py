@@ -1,10 +1,10 @@
-"""Watch which of several processes still live: each second every rank tells rank 0 how it is, and rank 0 tells all.
+"""Watch which of several processes are alive: each second every rank reports to rank 0, and rank 0 informs all.
 
-Collectives alone do not say it: a rank that computes for an hour would learn only then that another has died, and
-whoever started the ranks (torchrun's agent) kills those of its own machine alone. A process that dies closes its
-connections, which the next beat finds at once; a machine that is cut off closes nothing, and counts as lost when it has
-been silent for `SILENCE_S`. `monitored_barrier` sees both too, but says who died in English only, and carries no word
-of those who can still say why.
+Collectives alone do not show it: a rank that computes for an hour would learn only then that another has died, and
+torchrun's agent kills the ranks of its own machine only. A process that dies closes its connections, which the next
+beat notices at once. A machine that is cut off closes nothing, and counts as lost after `SILENCE_S` of silence.
+`monitored_barrier` notices both too, but names the dead rank in an English message only, and transmits no reason of a
+rank that can still give one.
 """
 
 import os
@@ -56,8 +56,8 @@ class RankError(Fp8qError):
 
 
 class Stopped(BaseException):
-    """Ends what the main thread is doing, wherever that is: no `except Exception` of what it calls may take it for its
-    own. `error`: what to raise for it.
+    """Ends the main thread's work wherever it is; it is no `Exception`, so that no called code catches it. `error`: the
+    exception to raise for it.
     """
 
     def __init__(self, error: Fp8qError):
@@ -73,7 +73,7 @@ class Heartbeat:
     """
 
     def __init__(self, rank: int, names: Sequence[str], group: Any):
-        """Beat for `rank`, in a gloo process `group` of its own; `names`: what to call each rank."""
+        """Beat for `rank`, in a separate gloo process `group`; `names`: what to call each rank in messages."""
         self.rank, self.names, self.group = rank, names, group
         self.own, self.ended = Beat(), False
         self.failure: RankFailure | None = None

@@ -1,9 +1,9 @@
-"""Several processes that measure one model together: each takes a part of the batches, and what they counted is added.
+"""Several processes that measure one model together: each takes some of the batches, and their statistics are added.
 
-Histograms are sums of integers, amax and channels are maxima, so the result is that of one process that ran the same
-batches, bit for bit, however they are split, as long as each batch is computed alike: on the same hardware, by the same
-versions, with the same number of threads, which is checked when they meet. torchrun starts them (or any launcher that
-sets its variables), torch.distributed connects them: gloo on CPUs; NCCL adds on GPUs. What goes between them is JSON
+Histograms are sums of integers, amax and channels are maxima, so the result equals that of one process on the same
+batches bit for bit, however they are split, as long as each batch is computed alike: on the same hardware, by the same
+versions, with the same number of threads, which is checked at the start. torchrun starts the processes (or any launcher
+that sets its variables), and torch.distributed connects them: gloo on CPUs, and NCCL too on GPUs. They exchange JSON
 and tensors: nothing is pickled.
 """
 
@@ -36,7 +36,7 @@ MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
 
 
 class World:
-    """All ranks of one measurement, seen from one of them; of one rank, every method is the identity."""
+    """All ranks of one measurement, as seen from one of them; with one rank every method is the identity."""
 
     def __init__(self, process: ProcessRank = ProcessRank(), device: str = "cpu", group: Any = None):
         """The ranks of the process `group`, this one being `process`, whose products run on `device`."""
@@ -104,7 +104,7 @@ class World:
         return result
 
     def added(self, statistics: Statistics) -> Statistics:
-        """Add the statistics of all ranks, on every rank: a collective. `statistics`: what this one measured."""
+        """Add the statistics of all ranks, on every rank (a collective). `statistics`: those of this rank."""
         if self.size == 1:
             return statistics
         summaries = self.gathered(

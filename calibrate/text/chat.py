@@ -1,10 +1,9 @@
-"""Chats as the model was trained to read them: rows of messages, rendered by the template that comes with the
-tokenizer.
+"""Render chats as the model was trained to read them: rows of messages, by the template that comes with the tokenizer.
 
-The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can neither reach
-Python's objects nor the machine, in a process that can be ended (`template`), and it writes the special tokens itself:
-what it renders is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they
-are given one that stays the same, so that the same chats are the same tokens tomorrow.
+The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can reach neither
+Python's objects nor the machine, in a process that can be killed (`template`). It writes the special tokens itself: its
+output is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they get a
+constant one, so that the same chats give the same tokens tomorrow.
 """
 
 import json
@@ -26,10 +25,10 @@ Message = dict[str, Any]
 
 
 def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
-    """A function of a row's place and its messages that renders them as text. `name`: what the user calls the model.
+    """A function of a row's place and its messages that renders them as text. `name`: the user's name for the model.
 
-    Raises InputError when the tokenizer has no template; what it returns, when messages are none, or the template
-    refuses them.
+    Raises InputError when the tokenizer has no template; the function raises it for malformed messages, and where the
+    template refuses them.
     """
     try:
         source = tokenizer.get_chat_template()

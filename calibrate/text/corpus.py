@@ -137,7 +137,7 @@ def _parts(text: str) -> list[str]:
 
 
 def hold_out_tail(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
-    """Split tokens into those to calibrate on and the last `fraction` of them, to evaluate on."""
+    """Split tokens into those for calibration and the last `fraction` of them, for evaluation."""
     kept = len(ids) - int(len(ids) * fraction)
     return ids[:kept], ids[kept:]
 
@@ -145,11 +145,11 @@ def hold_out_tail(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
 def windows(
     ids: Tokens, seq_len: int, count: int, seed: Sequence[int] | None = None, prefix: tuple[int, ...] = ()
 ) -> Tokens:
-    """Cut `ids` into windows of `seq_len` tokens, `prefix` in front of each, and take `count` of them, int64 [count,
-    seq_len]: evenly spread, or those that `seed` draws, in its order.
+    """Cut `ids` into windows of `seq_len` tokens, with `prefix` in front of each, and take `count` of them, int64
+    [count, seq_len]: evenly spread, or drawn by `seed`, in its order.
 
-    Windows do not overlap; the rest that fills none is left out. Raises InputError when there are fewer than `count`,
-    or none.
+    Windows do not overlap; a rest shorter than a window is left out. Raises InputError when there are fewer than
+    `count`, or none.
     """
     packing = Packing(seq_len, prefix)
     starts = packing.starts(ids)
@@ -176,10 +176,9 @@ def windows(
 def lower_default(
     option: str, asked: int | None, default: int, limit: int | None, because: str, report: Reporter
 ) -> int:
-    """The value of `option`: what was asked for, or the default lowered to `limit`, with a note; `because` says what
-    the limit is.
+    """The value of `option`: as asked, or the default lowered to `limit`, with a note; `because` names the limit.
 
-    Raises InputError when more than the limit was asked for. `limit` None: nothing limits it.
+    Raises InputError when more than the limit was asked for. `limit` None: there is no limit.
     """
     if asked is None:
         if limit is None or default <= limit:

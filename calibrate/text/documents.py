@@ -117,9 +117,7 @@ def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tu
 
 
 def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects on the lines that are not blank: parsed when asked for, so that what they hold beside the text takes
-    no memory.
-    """
+    """Parse the nonblank lines on demand, so that other fields than the text take no memory."""
     for where, line in lines:
         if not line.strip():
             continue

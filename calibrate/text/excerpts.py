@@ -1,9 +1,8 @@
-"""Parts of what is larger than anyone would calibrate on, evenly spread over all of it, in memory that does not grow
-with it.
+"""Read evenly spread parts of a file that is larger than a calibration needs, in constant memory.
 
-Corpora are sorted by source and topic, so their beginning does not speak for them, and reading a terabyte to calibrate
-on a million tokens is a day lost. A file is therefore read at `PIECES` places of equal distance, whole lines at each,
-as much together as the limit says. What is not larger than the limit is read whole.
+Corpora are sorted by source and topic, so their beginning does not represent them, and reading a terabyte to calibrate
+on a million tokens wastes a day. A file is therefore read at `PIECES` equidistant places, whole lines at each, up to
+the limit in all. A file within the limit is read whole.
 """
 
 from collections.abc import Iterator

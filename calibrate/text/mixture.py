@@ -1,8 +1,8 @@
-"""Several texts in one corpus, each with a weight: how many windows each gives, and in which order they come.
+"""Mix several weighted texts in one corpus: the number of windows of each, and their order.
 
-Shares are given out by the largest remainder, so that they sum to the whole and none is off by one or more (Hamilton's
-method). Windows are interleaved by their place in their own source, so that every prefix, every batch and every rank's
-part of the batches is mixed as the whole is.
+Shares are allocated by the largest remainder (Hamilton's method), so that they sum to the whole and each is off by less
+than one. Windows are interleaved by their place in their own source, so that every prefix, every batch and every rank's
+part has the mixture of the whole.
 """
 
 import re

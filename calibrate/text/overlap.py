@@ -91,10 +91,9 @@ def check_disjoint(
 
 
 def measure_overlap(first: Sequence[str], second: Sequence[str], window: int | None = None) -> Overlap:
-    """Measure the overlap of two texts. `window`: one of them is windows of so many tokens: cut apart from each other,
-    short ones share only short runs with the text they were cut from.
+    """Measure the overlap of two texts, in shorter runs for texts of fewer units.
 
-    Texts of fewer units are compared in shorter runs.
+    `window`: the size in tokens where one text consists of windows: these share only short runs with their source.
     """
     units = _units(first), _units(second)
     run, passage = RUN, PASSAGE
@@ -135,10 +134,10 @@ def _units(texts: Sequence[str]) -> Hashes:
 
 
 def _runs(units: Hashes, length: int) -> Hashes:
-    """A hash of every run of as many units as the largest power of two up to `length`: runs of 2, 4, 8 … are made of
-    two of half their length.
+    """Hash every run of as many units as the largest power of two up to `length`: runs of 2, 4, 8 … consist of two of
+    half their length.
 
-    The shift between the levels keeps them from being one polynomial, in which the inner halves could change places.
+    The shift between the levels prevents a single polynomial, in which the inner halves could change places.
     """
     runs, reach = units, 1
     while 2 * reach <= length:

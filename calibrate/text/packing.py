@@ -1,10 +1,10 @@
-"""Windows that begin as served text begins: with what the tokenizer puts in front of a text, mostly one BOS.
+"""Cut windows that begin like served text: with the tokens that the tokenizer puts in front of a text, mostly one BOS.
 
-A window of `size` tokens is the prefix and `size` less its length of the text's own, packed without gaps. Where the
-text has the prefix just there, at the beginning of a document, that one is taken: there are never two. Without a prefix
-windows are cut from the tokens as they are, and of one text the first alone begins with BOS: that is the plain recipe
-(Hugging Face, "Perplexity of fixed-length models"), and what fp8q did before it had the choice. A model that was
-trained with BOS in front attends to it from every token, and its activations are others without (docs/decisions/0016).
+A window of `size` tokens is the prefix and `size` less its length of the text's own tokens, packed without gaps. Where
+the text has the prefix at that place, at the beginning of a document, it is not repeated. Without a prefix windows are
+cut from the tokens unchanged, and only the first window of a text begins with BOS: this is the plain recipe (Hugging
+Face, "Perplexity of fixed-length models"), and what fp8q did before the option existed. A model that was trained with
+BOS in front attends to it from every token, and its activations are others without it (docs/decisions/0016).
 """
 
 from contextlib import suppress
@@ -75,8 +75,8 @@ class Packing:
 
 
 def prefix_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """The special tokens that the tokenizer puts in front of any text; none where it puts none, or not always the same,
-    or cannot read our samples: what it makes of the user's text is for `corpus.encode` to say.
+    """The special tokens that the tokenizer puts in front of any text; none where it adds none, or not always the same,
+    or cannot encode our samples: errors are left to `corpus.encode`.
     """
     found = set[tuple[int, ...]]()
     with suppress(InputError), foreign(lambda error: InputError(error_text(error))), muted():

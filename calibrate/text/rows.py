@@ -1,7 +1,7 @@
-"""Rows of a table become documents: which column holds them, and what a value must be.
+"""Turn the rows of a table into documents: choose the column, and check the values.
 
-A document is a string, or a chat that the tokenizer's template renders as one. Chats are told by their column's name
-and form, so that a table whose only strings are identifiers is not read as text by mistake.
+A document is a string, or a chat that the tokenizer's template renders as one. Chats are recognized by their column's
+name and form, so that a table whose only strings are identifiers is not read as text by mistake.
 """
 
 import json
@@ -31,8 +31,8 @@ class Reading:
     """The part of a text to read: its columns and its length.
 
     `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render`
-    None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text` beside
-    them. `limit`: a longer text is read in parts, in bytes or characters.
+    None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text`. `limit`:
+    a longer text is read in parts, in bytes or characters.
     """
 
     column: str | None = None
@@ -80,7 +80,7 @@ def column_kinds(rows: Iterable[Row]) -> dict[str, Kind]:
 
 
 def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> DocumentColumn:
-    """The column to read. Raises InputError naming those there are, or the option that renders chats."""
+    """The column to read. Raises InputError naming the columns, or the option that renders chats."""
     strings = [name for name, kind in kinds.items() if kind == "strings"]
     chat = next((name for name in CHATS if kinds.get(name) == "chats" and reading.column is None), None)
     if chat and reading.render and (reading.chats_first or "text" not in strings):
@@ -104,7 +104,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
 
 
 def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
-    """The split to read. Raises InputError naming those there are."""
+    """The split to read. Raises InputError naming the splits."""
     wanted = reading.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if wanted not in splits:
         raise InputError(f"{spec}: has no split `{wanted}`; it has {', '.join(splits)}")
@@ -119,10 +119,10 @@ def documents(
     limit: int | None = None,
     report: Reporter = SILENT,
 ) -> Documents:
-    """The documents under `column` of `rows`, each with what the user calls it ("line 3"); missing ones left out.
+    """The documents under `column` of `rows`, each with its place for messages ("line 3"); missing ones are left out.
 
-    Once they hold `limit` characters no more are read, and `report` says so. Raises InputError for a value that is no
-    text, or no chat.
+    Reading stops at `limit` characters, with a note to `report`. Raises InputError for a value that is no text, or no
+    chat.
     """
     texts, characters = list[str](), 0
     for where, row in rows:
@@ -142,8 +142,8 @@ def documents(
 
 
 def fault(value: str) -> str | None:
-    """Name the characters of `value` that no text holds: JSON can escape halves of surrogate pairs, which are no
-    characters, and NUL, which stands in binary data, and in UTF-16 that was taken for UTF-8. None where it is text.
+    """Name the characters of `value` that are not allowed in text, or None: halves of surrogate pairs, which JSON can
+    escape, and NUL, which occurs in binary data and in UTF-16 that was read as UTF-8.
     """
     try:
         value.encode()

@@ -1,8 +1,8 @@
-"""Documents of tables: parquet files, data sets that `datasets` saved, and those on the hub.
+"""Read documents from tables: parquet files, data sets saved by `datasets`, and those on the hub.
 
-Nothing goes through the cache of `datasets`, which is neither littered nor believed: a stale copy there would change
-scales unseen. What is larger than the limit of its reading is read in rows evenly spread over it; a hub data set comes
-over the network in its own order, so of that the first are read.
+The cache of `datasets` is not used: a stale copy there would change scales unnoticed. From a table above the limit of
+its reading, evenly spread rows are read; a hub data set arrives over the network in its own order, so the first rows
+are read.
 """
 
 from collections.abc import Iterator
@@ -122,8 +122,8 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
 
 
 def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
-    """The documents of a hub data set (name, name:config or name:config:split), the first of them where it is larger
-    than the limit. Raises InputError.
+    """The documents of a hub data set (name, name:config or name:config:split), the first of them where it exceeds the
+    limit. Raises InputError.
     """
     import datasets
     from huggingface_hub import HfApi
@@ -146,8 +146,8 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
 
 @contextmanager
 def table_errors(spec: str, remedy: str) -> Iterator[None]:
-    """Turn what pyarrow and `datasets` raise for damaged or foreign tables into an InputError; what the network raises
-    is `hub_errors`' to say.
+    """Turn the exceptions of pyarrow and `datasets` for damaged or foreign tables into InputError; network errors are
+    left to `hub_errors`.
     """
 
     def refusal(error: BaseException) -> InputError:

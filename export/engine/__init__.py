@@ -1,1 +1,1 @@
-"""Graph to engine: built, read again as a program, and proven. The only room that imports TensorRT."""
+"""Build engines from graphs, read their programs, and prove what they run. The only room that imports TensorRT."""

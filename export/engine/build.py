@@ -1,10 +1,10 @@
-"""Build engines from `model.onnx` and prove what runs in them; but for the session that runs one
-(`serve.loop.engine_session`), the only file that imports TensorRT.
+"""Build engines from `model.onnx` and prove what runs in them.
 
-One path for TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that the types are the
-graph's and nobody's choice. TensorRT-RTX is told its target and needs no GPU; TensorRT builds for the GPU it finds.
-What was built is then read back (`plan`), and every promised product is looked for with FP8 on both sides in every
-profile. TensorRT's own path, its inspector included, is written from its documentation and has not run yet.
+Besides the session that runs an engine (`serve.loop.engine_session`) this is the only file that imports TensorRT. One
+path serves TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that all types are the
+graph's. TensorRT-RTX gets a target and needs no GPU; TensorRT builds for the GPU of this machine. The engine is then
+read back (`plan`), and every promised product must have FP8 on both sides in every profile. TensorRT's own path, its
+inspector included, follows its documentation and has not run yet.
 """
 
 import errno
@@ -45,7 +45,7 @@ WRITTEN = (".plan", ".json", ".sh", ".onnx")
 
 
 def resolve(options: EngineOptions) -> EngineOptions:
-    """The options with `auto` and the default targets replaced by what they mean on this machine.
+    """Replace `auto` and default targets in the options by their meaning on this machine.
 
     Raises InputError for a target that cannot do FP8 or that the runtime does not know, BackendError when the runtime
     is missing.
@@ -62,8 +62,8 @@ def resolve(options: EngineOptions) -> EngineOptions:
 
 
 def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
-    """The targets a runtime can build for, FP8 or not: TensorRT the GPU that is here, TensorRT-RTX those its builder
-    lists.
+    """The targets that a runtime can build for, FP8 or not: for TensorRT the GPU of this machine, for TensorRT-RTX the
+    builder's list.
     """
     if runtime == "tensorrt":
         return (gpu,) if gpu else ()
@@ -82,14 +82,13 @@ def load(runtime: Runtime) -> Any:
 
 
 def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
-    """Build `engines/<target>.plan` for every target of the resolved `options`; write beside it what was found in it,
-    how trtexec builds it, and the graph where it was built of another form of it (`weight_scale_choice`); returns the
-    files.
+    """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
-    `promised`: the modules whose product must run on FP8; none of a graph in another precision, of which what ran is
-    noted instead. Whether enough of them do is for `check_share` to say: an engine that falls short stays, with its
-    JSON, so that it can be looked into. Nothing is replaced before all are built; engines of other targets, built from
-    an earlier graph, are removed then. Raises InputError when the graph breaks a rule of `lint_file`, BackendError when
+    Beside each plan: its proof, a trtexec script, and the graph where another form of it was built
+    (`weight_scale_choice`). `promised`: the modules whose product must run on FP8; for a graph in another precision the
+    types are noted instead. `check_share` judges the share of FP8: an engine that falls short stays with its JSON, so
+    that it can be examined. Nothing is replaced before all engines are built; engines of other targets, built from an
+    earlier graph, are removed then. Raises InputError when the graph breaks a rule of `lint_file`, BackendError when
     the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
@@ -125,8 +124,9 @@ def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, rep
 
 @contextmanager
 def together(directory: Path) -> Iterator[Path]:
-    """Give a folder to write in; its files move into `directory` when the block ends well, and none does when it fails
-    or is interrupted. Raises FileExistsError where `directory` is none, before it gives anything.
+    """Give a folder whose files move into `directory` when the block ends; none move when it fails or is interrupted.
+
+    Raises FileExistsError, before the block, where `directory` is a file.
     """
     if (directory.exists() or directory.is_symlink()) and not directory.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
@@ -142,7 +142,7 @@ def together(directory: Path) -> Iterator[Path]:
 
 
 def check_buildable(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
-    """Raise InputError when the graph, or its external data, is not fit to be built."""
+    """Raise InputError where the graph or its external data cannot be built."""
     if not promised:
         raise InputError(
             f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer "
@@ -160,9 +160,7 @@ def check_buildable(onnx_file: Path, promised: Sequence[str], attention: Mapping
 
 @dataclass(frozen=True)
 class Job:
-    """The engine to build: with which runtime, for which target, in which profiles; `workspace` in MiB, `timings`:
-    where TensorRT keeps how long kernels took.
-    """
+    """A build: runtime, target, profiles; `workspace` in MiB, `timings`: the file of TensorRT's timing cache."""
 
     runtime: Runtime
     target: str
@@ -174,7 +172,7 @@ class Job:
 def build_engine(
     onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter
 ) -> tuple[EngineInfo, Evidence]:
-    """Build one engine into the file `path` and look into it."""
+    """Build one engine into the file `path` and read it back."""
     start = time.monotonic()
     plan = build(onnx_file, job, report)
     seconds = round(time.monotonic() - start, 3)
@@ -204,7 +202,7 @@ def build_engine(
 
 
 def remarks(info: EngineInfo, found: Evidence) -> list[str]:
-    """List remarks about an engine: the promised products that run wide, and those that answer in less than FP32."""
+    """List the promised products of an engine that run wide, and those with an output narrower than FP32."""
     lines = [
         f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}"
         for module in info.wide_products[:LISTED]
@@ -259,7 +257,7 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
 
 
 def collecting_logger(trt: Any) -> tuple[Any, list[str]]:
-    """A logger that prints nothing, and the list its errors go to."""
+    """A logger that prints nothing, and the list of its errors."""
     errors: list[str] = []
 
     class Collecting(trt.ILogger):  # type: ignore[misc]  # the base class is known when the runtime is
@@ -274,7 +272,9 @@ def collecting_logger(trt: Any) -> tuple[Any, list[str]]:
 
 
 def configure(trt: Any, builder: Any, job: Job) -> Any:
-    """The builder's configuration: TensorRT-RTX's target, and for TensorRT an engine that its inspector can read."""
+    """The builder's configuration: the target for TensorRT-RTX, and for TensorRT a plan that its inspector can read in
+    detail.
+    """
     config = builder.create_builder_config()
     if job.runtime == "tensorrt-rtx":
         config.num_compute_capabilities = 1
@@ -289,8 +289,8 @@ def configure(trt: Any, builder: Any, job: Job) -> Any:
 
 
 def load_timings(config: Any, file: Path) -> None:
-    """Let the builder know how long kernels took in an earlier build, and collect anew where the file is of another
-    version or GPU. TensorRT-RTX times none.
+    """Load the timing cache of an earlier build, or begin a new one where the file is of another version or GPU;
+    TensorRT-RTX has none.
     """
     known = file.read_bytes() if file.is_file() else b""
     if not (
@@ -302,13 +302,13 @@ def load_timings(config: Any, file: Path) -> None:
 
 
 def save_timings(config: Any, file: Path) -> None:
-    """Keep how long kernels took, for the next build."""
+    """Save the timing cache for the next build."""
     with replacing(file) as whole:
         whole.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
-    """`profile` for every input of `network`, from the names of its dimensions."""
+    """Set `profile` for every input of `network`, from the names of its dimensions."""
     made = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
@@ -320,7 +320,7 @@ def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
 
 
 def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
-    """`progress` as the object that the builder calls."""
+    """Adapt `progress` to the interface that the builder calls."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -339,10 +339,10 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
 
 def interruptible(work: Callable[[], Any], progress: BuildProgress) -> Any:
-    """Do `work` in a thread, so that Ctrl-C is heard while the builder works: it then stops at its next step.
+    """Do `work` in a thread, so that Ctrl-C reaches the builder, which then stops at its next step.
 
-    An exception raised inside one of the builder's callbacks would have to cross its C++ frames; in a thread of its own
-    none is.
+    An exception raised in a callback of the builder would have to cross its C++ frames; in a thread of its own it does
+    not.
     """
     with ThreadPoolExecutor(1, "builder") as pool:
         future = pool.submit(work)

@@ -1,8 +1,7 @@
-"""Explain a builder's error: which module of the model it is about, what is wrong, what to do.
+"""Explain a builder's error: the module it concerns, the fault, and the remedy.
 
-TensorRT reports in many lines, some of them about the absence of a driver, and names ONNX nodes or its own layers,
-which are named after them. The known failures below were provoked with TensorRT-RTX 1.7.1; what is not known is passed
-on in its own words.
+TensorRT reports in many lines, some about a missing driver, and names ONNX nodes or its own layers, which are named
+after them. The failures below were provoked with TensorRT-RTX 1.7.1; others are passed on in TensorRT's words.
 """
 
 import re
@@ -22,9 +21,8 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that is known by a `sign` in the message: what it means and what to do.
-
-    `{0}` stands for what the sign's group holds.
+    """A known failure, recognized by the pattern `sign` in the message, with its meaning and remedy; `{0}` is the
+    pattern's group.
     """
 
     sign: str
@@ -71,10 +69,10 @@ def explain(
     layers: Sequence[str] = (),
     near: Callable[[str], str | None] = lambda node: None,
 ) -> str:
-    """One line: module and node, what is wrong, what to do.
+    """One line with module and node, the fault, and the remedy.
 
-    `messages`: what the runtime said, the most telling first; `node`, `operator`: what its parser points at; `layers`:
-    names among which the messages' subject is looked for; `near`: the module nearest to a node that belongs to none.
+    `messages`: the runtime's messages, the most specific first; `node`, `operator`: the place that the parser names;
+    `layers`: names to search for in the messages; `near`: the module nearest to a node without a module.
     """
     telling = [message for message in messages if message and not _NOISE.search(message)]
     where = _where(node or _subject(telling, layers), operator, near)

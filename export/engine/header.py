@@ -1,8 +1,8 @@
-"""Read the first bytes of an engine: whose it is, and of which version; no runtime needed.
+"""Read the first bytes of an engine: its runtime and version; no runtime is needed.
 
-TensorRT's are read as its own `trtexec --getPlanVersionOnly` reads them (NVIDIA/TensorRT,
-samples/common/sampleEngines.cpp): the tag, a serialization version of 0, and four numbers from byte 24 on.
-TensorRT-RTX's are told by their tag alone, which was seen in engines of 1.7.1.
+TensorRT's are read as `trtexec --getPlanVersionOnly` reads them (NVIDIA/TensorRT, samples/common/sampleEngines.cpp):
+the tag, a serialization version of 0, and four numbers from byte 24 on. TensorRT-RTX's are recognized by their tag,
+which was seen in engines of 1.7.1.
 """
 
 from pathlib import Path
@@ -14,8 +14,8 @@ SIZE = 28
 
 
 def read_engine_header(path: Path) -> tuple[Runtime | None, str | None]:
-    """The runtime that an engine is for (None: it is none), and the version of TensorRT that built it (None: it cannot
-    be told). Raises OSError.
+    """The runtime that an engine is for (None: it is no engine), and the version that built it (None: unknown). Raises
+    OSError.
     """
     with open(path, "rb") as handle:
         head = handle.read(SIZE)

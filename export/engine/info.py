@@ -1,4 +1,4 @@
-"""`engines/<target>.json`: an engine and what is known of it; and whether that is enough."""
+"""`engines/<target>.json`: an engine, its proof, and the check of its FP8 share."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ LISTED = 8
 
 
 class EngineInfo(Strict):
-    """`engines/<target>.json`: an engine and what is known of it."""
+    """`engines/<target>.json`: an engine and its proof."""
 
     runtime: Runtime
     version: str = Field(description="of the runtime")
@@ -45,24 +45,23 @@ class EngineInfo(Strict):
 
 
 def engines_of(run: Run, precision: Precision, adapter: str | None = None) -> Path:
-    """The folder of the engines of a precision, `engines/` for fp8, or of those with an adapter beside the model."""
+    """The folder of the engines of a precision (`engines/` for fp8), or of the engines with an adapter."""
     if adapter:
         return run.engines / ADAPTERS / adapter
     return run.engines if precision == "fp8" else run.engines / precision
 
 
 def engine_stage(precision: Precision, adapter: str | None = None) -> str:
-    """The stage that builds the engines of a precision, or of those with an adapter: as its command says it."""
+    """The name of the stage that builds the engines of a precision, or those with an adapter."""
     if adapter:
         return f"build-engine --adapter {adapter}"
     return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
 
 
 def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = None) -> list[EngineInfo]:
-    """Load the records of the engines of a precision, or with an adapter, that `fp8q build-engine` wrote, in the order
-    of their targets.
+    """Load the JSON records of the engines of a precision, or with an adapter, in the order of their targets.
 
-    Raises InputError when there are none, or one is not as it was written.
+    Raises InputError when there are none, or a record was changed.
     """
     name = engine_stage(precision, adapter)
     stage = run.record().stages.get(name)
@@ -77,10 +76,10 @@ def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = N
 
 
 def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
-    """Raise GateError, naming the products that run wide, when an engine has fewer FP8 products than `min_fp8_share` (a
-    fraction) of the promised.
+    """Raise GateError, naming the wide products, for an engine whose share of FP8 among promised products is below
+    `min_fp8_share` (a fraction).
 
-    An engine that cannot be read has no share: it passes only where none is asked for (0).
+    An engine that cannot be read has no share: it passes only where the least share is 0.
     """
     for info in engines:
         if info.evidence == "unknown" and min_fp8_share > 0:
@@ -96,9 +95,10 @@ def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
 
 
 def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8_share: float) -> str | None:
-    """Why fewer than `min_fp8_share` (a fraction) of the `promised` products run as promised; None where enough do.
+    """Say why the share of `promised` products that run as promised is below `min_fp8_share` (a fraction); None where
+    it is not.
 
-    `wide` are not FP8 on both sides, `narrow` are and answer in less than FP32; neither counts.
+    `wide` products lack FP8 on a side, `narrow` ones have a result narrower than FP32; neither counts.
     """
     if (promised - len(wide) - len(narrow)) / promised >= min_fp8_share:
         return None
@@ -111,6 +111,6 @@ def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8
 
 
 def first_few(items: Sequence[str]) -> str:
-    """The first of `items`, and how many more there are."""
+    """List the first of `items`, and count the others."""
     more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
     return ", ".join(items[:LISTED]) + more

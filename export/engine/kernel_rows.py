@@ -1,9 +1,9 @@
-"""List the kernels of an engine, row by row: each matrix product with the kernels fused around it, the attention
-kernels, and why a product stayed wide.
+"""List the kernels of an engine: each matrix product with the kernels around it, the attention kernels, and the reason
+of each wide product.
 
-A plan says of every kernel which ONNX nodes went into it (`plan`). So the kernel that quantizes a product's input is
-the one that holds the group's QuantizeLinear, and those that finish the product (its scales, a bias, a norm, the next
-quantization) are the ones that hold its MatMul, or what scales it behind that, and are no product.
+A plan lists for every kernel the ONNX nodes fused into it (`plan`). So the kernel that quantizes a product's input is
+the one with the group's QuantizeLinear. The kernels that finish the product (scales, bias, norm, next quantization)
+contain its MatMul or the Mul behind it, and are no product.
 """
 
 import re
@@ -24,8 +24,8 @@ _QUERY_KEY_VALUE = 3
 
 @dataclass(frozen=True)
 class ProductRow:
-    """One product in one profile: `module` (None: no linear layer's), ONNX `node`, types, modules it was `merged` with,
-    kernels `before` and `after` it.
+    """One product in one profile: `module` (None: it belongs to no linear layer), ONNX `node`, types, the modules it
+    was `merged` with, and the kernels `before` and `after` it.
     """
 
     profile: str
@@ -40,8 +40,8 @@ class ProductRow:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One fused attention kernel in one profile: its `module` is that of the next product of a linear layer; types of
-    what it reads first, and of its result.
+    """One fused attention kernel in one profile: `module` is that of the next linear product; types of its first
+    inputs, and of its result.
     """
 
     profile: str
@@ -54,7 +54,7 @@ class AttentionRow:
 
 @dataclass(frozen=True)
 class WideRow:
-    """A product that does not take FP8 on both sides, whether it was `promised`, and why."""
+    """A product without FP8 on both sides, whether it was `promised`, and the reason."""
 
     product: str
     promised: bool
@@ -62,7 +62,7 @@ class WideRow:
 
 
 def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
-    """Every product of every profile (named in order by `profiles`), in the order of the program."""
+    """Every product of every profile, in the order of the program; `profiles` are their names, in order."""
     rows = []
     for index, profile in enumerate(profiles):
         kernels = plan.kernels.get(index, ())
@@ -85,15 +85,15 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
 
 
 def _products_of(product: EngineProduct) -> tuple[str, ...]:
-    """The nodes that are products of linear layers; all of them where none is.
+    """The nodes of a product that are products of linear layers; all of them where none is.
 
-    TensorRT's inspector lists what went into a product beside it.
+    TensorRT's inspector also lists the other nodes that were fused into it.
     """
     return tuple(node for node in product.nodes if node == names.matmul(names.module_of(node) or "")) or product.nodes
 
 
 def _quantizes(product: EngineProduct) -> set[str]:
-    """The QuantizeLinear behind the product's input: its DequantizeLinear went into the product."""
+    """The QuantizeLinear nodes of the product's input; the DequantizeLinear was fused into the product."""
     return {
         layer.removesuffix("dequantize") + "quantize"
         for layer in product.layers
@@ -128,9 +128,7 @@ def attention_rows(plan: Plan, profiles: Sequence[str]) -> list[AttentionRow]:
 
 
 def _attention_module(kernels: Sequence[Kernel]) -> str | None:
-    """The parent of the first module whose input is quantized from here on: what attention gives goes into its output
-    projection.
-    """
+    """The parent of the next module whose input is quantized: attention's output goes into its output projection."""
     modules = (
         names.module_of(layer)
         for kernel in kernels
@@ -142,9 +140,9 @@ def _attention_module(kernels: Sequence[Kernel]) -> str | None:
 
 
 def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mapping[str, str]) -> list[WideRow]:
-    """Every product that is not FP8 on both sides: the promised ones first, then those that nobody promised.
+    """Every product without FP8 on both sides, promised ones first.
 
-    `skipped`: module -> why scales.json keeps it in BF16.
+    `skipped`: module -> the reason why scales.json keeps it in BF16.
     """
     products = {product.node.name: product for product in graph.products}
     rows = []

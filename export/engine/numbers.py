@@ -1,14 +1,14 @@
-"""Tell whether an engine computes with the numbers of a run: the very codes of each weight in the product of its own
-module, the factors `s_x · s_w[channel]` behind it, and the scale that its input was quantized with.
+"""Compare the numbers of an engine with those of a run: the codes of each module's weight, the factors `s_x ·
+s_w[channel]` behind each product, and the scale of each quantized input.
 
-Types alone do not tell. An engine of other scales, of a fine-tune of the same model, or with the weights of two layers
-exchanged runs the very same program. Which constant belongs to which product is read from that program: the second
-operand of a `fully_connected` are the codes; a kernel that reads its result takes the factors beside it; the
-kernel that made its first operand takes the scale of the input, as a literal `1 / s_x` or together with the norm in
-front of it, `w / s_x`. Columns of merged products lie in the order of the product's name. Sizes may be padded.
+Types are not enough: an engine with other scales, of a fine-tune of the same model, or with two layers' weights
+exchanged runs the same program. The program shows which constant belongs to which product: the second operand of a
+`fully_connected` are the codes; a kernel that reads its result takes the factors beside it; the kernel that made its
+first operand takes the scale of the input, as a literal `1 / s_x` or, fused with the norm in front of it, as `w / s_x`.
+Columns of merged products lie in the order of the product's name. Sizes may be padded.
 
-What is not found there cannot be told (`Difference.told` is false): never a pass of codes and factors. The scale of an
-input alone may lie inside a kernel's code, where nothing here reads it (attention that quantizes its own result).
+Numbers that are not found are reported as such (`Difference.told` is false), which fails for codes and factors. The
+scale of an input alone may be hidden inside a kernel's code (attention that quantizes its own result).
 """
 
 import math
@@ -37,8 +37,8 @@ Literal = tuple[str, str | None, np.float32]
 
 @dataclass(frozen=True)
 class Difference:
-    """A number of a module that differs between engine and run: `found` there, `expected` by the run; or (`told` is
-    false) why it cannot be told.
+    """A number of a module that differs between engine (`found`) and run (`expected`); where `told` is false, `found`
+    says why it is unknown.
     """
 
     module: str
@@ -49,7 +49,7 @@ class Difference:
     told: bool = True
 
     def __str__(self) -> str:
-        """In one line."""
+        """Format it in one line."""
         if not self.told:
             return f"{self.module}: its {self.what} cannot be told, {self.found}"
         return f"{self.module}: {self.found}, and the run has {self.expected}"
@@ -57,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ProgramProduct:
-    """One product in the program of one profile, and the promises of its modules in the order of its columns."""
+    """One product in the program of one profile, with the promised numbers of its modules in column order."""
 
     program: Program
     profile: str
@@ -66,30 +66,30 @@ class ProgramProduct:
     promises: tuple[ProductNumbers, ...]
 
     def constant(self, name: str) -> npt.NDArray[np.generic] | None:
-        """The numbers of a constant."""
+        """Read a constant."""
         return self.pool.read(self.program.tensors.get(name))
 
     def numbers(self, names: Iterable[str]) -> list[Numbers]:
-        """Those of `names` that are constants of FP32, each in a row."""
+        """The FP32 constants among `names`, each flattened."""
         found = (self.constant(name) for name in names)
         return [each.astype(np.float32).ravel() for each in found if each is not None and each.dtype == np.float32]
 
     def alpha(self, product: Statement) -> np.float32 | None:
-        """The one number that a product multiplies its sums by."""
+        """The scalar that a product multiplies its sums by."""
         numbers = self.numbers(product.inputs[OPERANDS : OPERANDS + 1])
         return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
 
     def columns(self, promise: ProductNumbers) -> slice:
-        """Return the columns of a module."""
+        """The columns of a module in the product."""
         start = sum(len(each.factors) for each in self.promises[: self.promises.index(promise)])
         return slice(start, start + len(promise.factors))
 
     def differs(self, promise: ProductNumbers, what: str, found: str, expected: str) -> Difference:
-        """A number that is another."""
+        """A Difference for a number that is not the expected one."""
         return Difference(promise.module, self.profile, what, found, expected)
 
     def untold(self, promise: ProductNumbers, what: str, reason: str) -> Difference:
-        """A number that is not found."""
+        """A Difference for a number that is not found."""
         return Difference(promise.module, self.profile, what, reason, "", told=False)
 
 
@@ -97,9 +97,9 @@ def compare_numbers(
     plan: Plan, pool: Pool | None, promised: Iterable[ProductNumbers], attention: Mapping[str, tuple[float, float]],
     profiles: Iterable[str],
 ) -> Iterator[Difference]:  # fmt: skip
-    """Yield the products of an engine that compute with other numbers than `promised`, or of which it cannot be told.
+    """Yield a Difference for every product that computes with other numbers than `promised`, or with unknown ones.
 
-    `attention`: as `lint.check.promised_attention` gives it; `profiles`: their names, in order.
+    `attention`: node -> the scales of both sides; `profiles`: their names, in order.
     """
     by_node, named = {promise.node: promise for promise in promised}, dict(enumerate(profiles))
     literals = [(node, named.get(each.profile), number) for each in plan.programs for node, number in each.scalings]
@@ -127,7 +127,7 @@ def compare_numbers(
 def _codes(
     seen: ProgramProduct, promise: ProductNumbers, others: Iterable[ProductNumbers], same: set[tuple[str, int | None]]
 ) -> Iterator[Difference]:
-    """The codes that the product multiplies."""
+    """Compare the codes that the product multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
     held, columns, shape = seen.constant(name), seen.columns(promise), promise.codes.shape
     if held is None or held.dtype != np.uint8 or held.ndim != len(shape) or held[: shape[0], columns].shape != shape:
@@ -146,12 +146,12 @@ def _codes(
 
 
 def _same(found: npt.NDArray[np.generic], codes: Codes) -> bool:
-    """Tell whether two matrices are the same; the first row of most tells."""
+    """Compare two matrices, the first rows first."""
     return np.array_equal(found[:1], codes[:1]) and np.array_equal(found, codes)
 
 
 def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Difference]:
-    """The factors of the product's columns."""
+    """Compare the factors of the product's columns."""
     columns, covered = seen.columns(promise), np.zeros(len(promise.factors), bool)
     if (alpha := seen.alpha(seen.statement)) is None:
         yield seen.untold(promise, FACTORS, "its product states no alpha")
@@ -176,19 +176,19 @@ def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Differen
 
 
 def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbers]:
-    """Those of `numbers`, for the product's columns from `start` on, that are for a module's `columns`, and where in
-    these they belong.
+    """Cut `numbers`, for the product's columns from `start` on, to a module's `columns`; return them and their place in
+    these.
     """
     first, last = max(start, columns.start), max(min(start + numbers.size, columns.stop), start)
     return slice(first - columns.start, last - columns.start), numbers[first - start : max(last - start, 0)]
 
 
 def _applied(seen: ProgramProduct) -> Iterator[tuple[str, int, list[Numbers]]]:
-    """Each kernel that reads the product: its name, the first column that it reads, and the FP32 constants that it
-    takes next to it, the one behind it first. Kernels that only move the product are looked through.
+    """Each kernel that reads the product: its name, the first column that it reads, and the FP32 constants beside it,
+    the following one first.
 
-    Multiplication commutes, so the factors of one part may stand before it; of several parts in a row each has to find
-    its own beside it, which leaves no room for an exchange.
+    Kernels that only move the product are looked through. Multiplication commutes, so the factors of one part may stand
+    before it; with several parts in a row each must have its factors beside it, so that an exchange is found.
     """
     program = seen.program
     waiting = [(seen.statement.outputs[0], 0, MOVES)]
@@ -208,7 +208,7 @@ def _applied(seen: ProgramProduct) -> Iterator[tuple[str, int, list[Numbers]]]:
 
 
 def moved_by(program: Program, kernel: Statement, name: str) -> str | None:
-    """Return the output of a kernel that does nothing but move `name`; None for any other."""
+    """The output of a kernel that only moves `name`; None for any other kernel."""
     types = [program.type(made) for made in kernel.outputs]
     if kernel.nodes or types != ["fp32"] or "Mul" in kernel.name:
         return None
@@ -223,7 +223,7 @@ def _input(
     attention: Mapping[str, tuple[float, float]],
     literals: Iterable[Literal],
 ) -> Iterator[Difference]:
-    """The scale that the product's input was quantized with."""
+    """Compare the scale that the product's input was quantized with."""
     activation = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is None), "")
     maker = quantizer_of(seen.program, activation, promise.quantizer)
     if maker is None:
@@ -247,7 +247,7 @@ def _input(
 
 
 def _scales(numbers: Numbers, promise: ProductNumbers) -> Iterator[float]:
-    """The scales that a kernel's constant may stand for: `1 / s`, or a norm's numbers divided by s."""
+    """The scales that a kernel's constant may encode: `1 / s`, or a norm's weights divided by s."""
     if numbers[0] and np.all(numbers == numbers[0]):
         yield 1 / float(numbers[0])
     for norm in promise.norms:
@@ -259,9 +259,11 @@ def _scales(numbers: Numbers, promise: ProductNumbers) -> Iterator[float]:
 
 
 def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | None:
-    """The statement that quantized a product's input: the kernel that holds its QuantizeLinear, or a product that
-    answers in FP8. Kernels that only move codes are passed by, and so are those that take the rows of an expert from
-    codes that were made once for all: they hold its QuantizeLinear by name.
+    """The statement that quantized a product's input: the kernel with its QuantizeLinear, or a product with an FP8
+    result.
+
+    Kernels that only move codes are looked through, and so are those that gather an expert's rows from codes that were
+    made once for all experts: they have the QuantizeLinear in their names.
     """
     held = False
     for _ in range(MOVES):
@@ -281,7 +283,7 @@ def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | Non
 def _folded(
     seen: ProgramProduct, promise: ProductNumbers, maker: Statement, attention: Mapping[str, tuple[float, float]]
 ) -> Iterator[Difference]:
-    """A product of attention that answers in FP8 holds the scale of the next input in its own."""
+    """Compare the factor of an attention product with an FP8 result, which includes the scale of the next input."""
     sides = next((attention[node] for node in maker.nodes if node in attention), None)
     alpha, label = seen.alpha(maker), "+".join(maker.nodes)
     if sides is None or alpha is None or not alpha:

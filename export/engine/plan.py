@@ -1,18 +1,18 @@
-"""Read the program of an engine from its plan: which matrix products take FP8 on both sides.
+"""Read from an engine's plan which matrix products take FP8 on both sides.
 
-An engine's size or its graph does not tell. A graph with FP8 weights alone stores FP8 too, and multiplies in BF16. But
-a TensorRT-RTX plan holds the program of its compiler as text (`program`). A `fully_connected` in it is a matrix
-product: its name lists the ONNX nodes it computes (several where products of one input were merged), the first two
-inputs are its operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. A product's node also
-appears in the `layers` of pointwise kernels that scale its result; those are no products, so only the names of
-`fully_connected` count. Whatever does not read is "unknown", never a pass.
+Neither the size of an engine nor its graph shows this: a graph with FP8 weights alone stores FP8 too, and multiplies in
+BF16. A TensorRT-RTX plan holds the program of its compiler as text (`program`). A `fully_connected` in it is a matrix
+product: its name lists the ONNX nodes that it computes (several where products of one input were merged), and its first
+two inputs are the operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. The product's node
+also appears in the `layers` of pointwise kernels that scale its result; those are no products, so only the names of
+`fully_connected` count. A program that does not parse is "unknown", never a pass.
 
-What the result's type says: with per-channel weights and FP32 scales an FP8 product answers in FP32, and one
-multiplication applies `s_x · s_w[channel]`. With scales in BF16 or FP16 it answers in that narrower type, unscaled
-(`narrow`). Per-tensor weights put the scale into the product itself, which then answers in the compute type, whatever
-the scale's own type: that is not what fp8q exports, and counts as narrow too.
+The result's type: with per-channel weights and FP32 scales an FP8 product has an FP32 result, and one multiplication
+applies `s_x · s_w[channel]`. With scales in BF16 or FP16 the result has that narrower type, unscaled (`narrow`).
+Per-tensor weights put the scale into the product itself, whose result then has the compute type: fp8q does not export
+this, and it counts as narrow too.
 
-TensorRT proper needs a GPU to look into an engine; its inspector answers in JSON, read here into the same shape.
+TensorRT proper needs a GPU to inspect an engine; its inspector's JSON is read into the same form.
 """
 
 import json
@@ -32,10 +32,10 @@ _OPERANDS = 2
 
 @dataclass(frozen=True)
 class EngineProduct:
-    """One matrix product of an engine: the ONNX `nodes` it computes, its `operands`' types and its `result`'s (`fp8`,
+    """One matrix product of an engine: its ONNX `nodes`, the types of its `operands` and of its `result` (`fp8`,
     `bf16`, …).
 
-    `layers`: every ONNX node that went into it, the DequantizeLinears behind its operands included.
+    `layers`: all ONNX nodes fused into it, the DequantizeLinears of its operands included.
     """
 
     nodes: tuple[str, ...]
@@ -49,14 +49,14 @@ class EngineProduct:
         return self.operands == ("fp8", "fp8")
 
     def __str__(self) -> str:
-        """As `fp8 × fp8 -> fp32`."""
+        """Format it as `fp8 × fp8 -> fp32`."""
         return f"{self.operands[0]} × {self.operands[1]} -> {self.result}"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that is no plain product: the ONNX nodes fused in it (`layers`), and the types of what it reads and
-    writes, in its own order.
+    """A kernel that is no plain product: the ONNX nodes fused in it (`layers`), and the types of its inputs and
+    outputs, in order.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Plan:
-    """The matrix products of an engine by optimization profile, who told (`kind`), the kernels around them, and the
-    `targets` that its programs name (sm89); `programs` as they stand in the plan, none from an inspector.
+    """The matrix products of an engine by optimization profile, the source of this knowledge (`kind`), the other
+    kernels, and the `targets` named by its programs (sm89); `programs` is empty for an inspector's.
     """
 
     profiles: Mapping[Profile, tuple[EngineProduct, ...]]
@@ -98,8 +98,8 @@ class Evidence:
 
 
 def read_plan(plan: Buffer) -> Plan | None:
-    """Read the matrix products out of a serialized TensorRT-RTX engine (the whole of it, bytes or a mapping of the
-    file); None when it holds none that read.
+    """Read the matrix products of a serialized TensorRT-RTX engine, the whole of it as bytes or a mapped file; None
+    where none parse.
     """
     found: dict[Profile, list[EngineProduct]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
@@ -124,8 +124,8 @@ def read_plan(plan: Buffer) -> Plan | None:
 
 
 def doubt(data: Buffer, plan: Plan, target: str) -> str | None:
-    """Why a TensorRT-RTX engine is not what its text says, or not for `target`: the file is not as long as it states (8
-    bytes from 16), or its programs name another.
+    """Say why a TensorRT-RTX engine contradicts its text, or is not for `target`; None where it does not: its length
+    must be the stated one (8 bytes from 16), and its programs must name the target.
     """
     stated = int.from_bytes(memoryview(data).cast("B")[16:24], "little")
     if stated != len(data):
@@ -150,14 +150,13 @@ def _kernels(program: Program) -> Iterator[Kernel]:
 
 
 def read_inspector(information: str) -> Plan | None:
-    """Read the matrix products out of an engine inspector's JSON (`get_engine_information`, built with detailed
-    profiling verbosity).
+    """Read the matrix products from an engine inspector's JSON (`get_engine_information`, built with detailed profiling
+    verbosity).
 
-    Written from NVIDIA's documentation of TensorRT 10 and 11, never run on an engine: each of `Layers` has a `Name`, a
-    `LayerType`, its ONNX nodes in
-    `Metadata`, and `Inputs` and `Outputs` with a `Format/Datatype` (10) or a `DataType` (11). Only layers that call
-    themselves matrix products count, and what does not read leaves None, so the worst that can come of a surprise is
-    "unknown".
+    Follows NVIDIA's documentation of TensorRT 10 and 11 and was never run on an engine: each of `Layers` has a `Name`,
+    a `LayerType`, its ONNX nodes in `Metadata`, and `Inputs` and `Outputs` with a `Format/Datatype` (10) or a
+    `DataType` (11). Only layers that are declared matrix products count, and other forms give None, so the worst
+    outcome of a surprise is "unknown".
     """
     try:
         layers = [layer for layer in json.loads(information)["Layers"] if isinstance(layer, dict)]
@@ -194,8 +193,7 @@ def _inspected_type(tensor: Mapping[str, object]) -> str:
 
 
 def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) -> Evidence:
-    """Hold a plan against the promise: which modules' products take FP8 on both sides in every one of `profiles`
-    profiles.
+    """Tell which modules' products take FP8 on both sides in every one of `profiles` profiles.
 
     `promised`: name of the product's ONNX node -> module. A product that a profile does not show counts as wide.
     """
@@ -223,8 +221,8 @@ def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) 
 
 
 def modules_by_types(plan: Plan) -> dict[str, int]:
-    """Count modules by the types of their products, as `{"int8 × int8 -> fp32": 28}`, the most first; what differs
-    between profiles is joined by `and`.
+    """Count modules by the types of their products, as `{"int8 × int8 -> fp32": 28}`, the most frequent first; types
+    that differ between profiles are joined by `and`.
     """
     shown: dict[str, set[str]] = {}
     for product in (product for products in plan.profiles.values() for product in products):
@@ -235,7 +233,7 @@ def modules_by_types(plan: Plan) -> dict[str, int]:
 
 
 def _why_wide(products: list[list[EngineProduct]]) -> str | None:
-    """Why a product, given as it is in each profile, is not FP8 on both sides everywhere; None when it is."""
+    """Say why a product, given for each profile, lacks FP8 on a side somewhere; None where it does not."""
     for profile, shown in enumerate(products):
         if not shown:
             return f"the engine shows no such product in profile {profile}"

@@ -1,12 +1,12 @@
-"""Optimization profiles: which sizes of batch, seq and capacity an engine is built for.
+"""Optimization profiles: the ranges of batch, seq and capacity that an engine is built for.
 
-Two of them. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row: with seq
-exactly 1 the compiler chooses its matrix-vector attention (`_gemv_mha_v1`), which it does not when seq may be 2. A
+There are two. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row: with seq
+exactly 1 the compiler chooses its matrix-vector attention (`_gemv_mha_v1`), which it does not where seq may be 2. A
 capacity of 0, the prompt alone, is an empty tensor: TensorRT-RTX takes 0 as minimum and as optimum and generates the
 same kernels for decode as from 1 up, so both profiles begin there.
 
-An input's shapes follow from the names its dimensions have in the graph (`batch`, `seq`, `capacity`, `capacity + seq`),
-so no input is known by name here.
+The shapes of an input follow from the names of its dimensions in the graph (`batch`, `seq`, `capacity`, `capacity +
+seq`), so no input has to be known by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 class Profile(Strict):
-    """One optimization profile: for each dynamic dimension its least, most likely and greatest size."""
+    """One optimization profile: minimum, optimum and maximum of each dynamic dimension."""
 
     name: str
     batch: Range = Field(description="rows")
@@ -29,10 +29,9 @@ class Profile(Strict):
     capacity: Range = Field(description="slots of the past")
 
     def shapes(self, tensor: str, dimensions: Sequence[int | str]) -> tuple[Shape, Shape, Shape]:
-        """Least, most likely and greatest shape of an input whose dimensions are sizes or names, sums of names
-        included.
+        """Minimum, optimum and maximum shape of an input whose dimensions are sizes, names, or sums of names.
 
-        Raises InputError for a dimension that is none of them.
+        Raises InputError for any other dimension.
         """
         least, likely, most = (
             {"batch": self.batch[i], "seq": self.seq[i], "capacity": self.capacity[i]} for i in range(3)
@@ -61,12 +60,12 @@ def profiles(
     opt_batch: int | None = None,
     opt_seq_len: int | None = None,
 ) -> tuple[Profile, ...]:
-    """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens, of which one step takes up to
-    `max_prompt` (None: all).
+    """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens, with up to `max_prompt`
+    tokens (None: all) in one step.
 
-    Most likely, and so what kernels are chosen for: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a
-    quarter of the length), nothing before them; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len`
-    (None: the whole length).
+    Kernels are chosen for these optima: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a quarter of the
+    length) without a past; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len` (None: the whole
+    length).
     """
     longest = max_prompt or max_seq_len
     prompt = min(opt_seq_len or max(1, max_seq_len // 4), longest)

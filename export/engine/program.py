@@ -79,8 +79,8 @@ _NODE = re.compile(
 class ProgramTensor:
     """A tensor of a program: element type, sizes and strides (0 where they are known at run time only).
 
-    `constant`: its number in the pool; `base` and `offset`: the tensor that it is a part of, and where, in bytes;
-    `symbols`: the sizes as the program has them, a name for one that is known at run time only.
+    `constant`: its number in the pool; `base` and `offset`: the tensor that it is a part of, and its place there in
+    bytes; `symbols`: the sizes as in the program, by name where they are known at run time only.
     """
 
     type: str
@@ -94,8 +94,8 @@ class ProgramTensor:
 
 @dataclass(frozen=True)
 class Statement:
-    """A matrix product (`nodes`: the ONNX nodes it computes) or another kernel (`nodes` is empty), with what it reads
-    and makes, and every ONNX node that went into it.
+    """A matrix product (`nodes`: the ONNX nodes it computes) or another kernel (`nodes` is empty), with its inputs,
+    outputs, and every ONNX node fused into it.
     """
 
     name: str
@@ -109,8 +109,8 @@ class Statement:
 class Program:
     """The program of one optimization profile, or of a single kernel: `bound` are its inputs and outputs.
 
-    `scalings`: ONNX nodes that a single kernel's program multiplies by one number, each with that number; `sizes`: how
-    those that are known at run time only are computed.
+    `scalings`: ONNX nodes that a single kernel's program multiplies by a number -> the number; `sizes`: how sizes that
+    are known at run time only are computed.
     """
 
     profile: int
@@ -122,16 +122,16 @@ class Program:
     sizes: Sizes = field(default_factory=dict)
 
     def width(self, name: str) -> int:
-        """The numbers of one row of a tensor: its rows are what is known at run time only."""
+        """The number of values in one row of a tensor; its rows are known at run time only."""
         sizes = self.tensors[name].dims if name in self.tensors else ()
         return math.prod(size for size in sizes if size)
 
     def type(self, name: str) -> str:
-        """The element type of a tensor; `unknown` where it is not told."""
+        """The element type of a tensor; `unknown` where the program does not say."""
         return self.tensors[name].type if name in self.tensors else "unknown"
 
     def root(self, name: str) -> tuple[str, int]:
-        """The tensor that `name` is a part of, and where in it, in bytes."""
+        """The tensor that `name` is a part of, and its offset there in bytes."""
         offset, passed = 0, set[str]()
         while (tensor := self.tensors.get(name)) is not None and tensor.base is not None and name not in passed:
             passed.add(name)
@@ -140,12 +140,12 @@ class Program:
 
     @cached_property
     def makers(self) -> Mapping[str, Statement]:
-        """The statement that makes a tensor, or a part of it."""
+        """Tensor -> the statement that makes it, or a part of it."""
         return {self.root(name)[0]: statement for statement in self.statements for name in statement.outputs}
 
     @cached_property
     def readers(self) -> Mapping[str, list[tuple[Statement, int]]]:
-        """The statements that read a tensor, or a part of it, and as which of their inputs."""
+        """Tensor -> the statements that read it, or a part of it, with the number of the input."""
         found: dict[str, list[tuple[Statement, int]]] = {}
         for statement in self.statements:
             for index, name in enumerate(statement.inputs):
@@ -155,13 +155,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Pool:
-    """The constants of a plan: where each begins, in bytes of the file."""
+    """The constants of a plan, by their offsets in the file."""
 
     data: Buffer = field(repr=False)
     places: tuple[int, ...] = field(repr=False)
 
     def read(self, tensor: ProgramTensor | None) -> npt.NDArray[np.generic] | None:
-        """The numbers of a constant, in its sizes (FP8 as codes, uint8); None where it is none, or does not read."""
+        """Read a constant in its sizes (FP8 as codes, uint8); None where there is none or it does not parse."""
         if tensor is None or tensor.constant is None or tensor.constant >= len(self.places):
             return None
         stored, start = np.dtype(_STORED.get(tensor.type, np.void)), self.places[tensor.constant]
@@ -176,7 +176,7 @@ class Pool:
 
 
 def read_programs(plan: Buffer) -> Iterator[Program]:
-    """Each program of a plan; it is searched in place (3 GB/s), and only its programs are copied, one at a time."""
+    """Yield each program of a plan. The plan is searched in place (3 GB/s), and programs are copied one at a time."""
     for match in _PROGRAM.finditer(memoryview(plan).cast("B")):
         text = match.group()
         statements = [_statement(found) for found in _STATEMENT.finditer(text)]
@@ -194,10 +194,10 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
 
 
 def read_pool(plan: Buffer) -> Pool | None:
-    """Find the constants of a plan; None where its header does not say so.
+    """Find the constants of a plan; None where its header does not describe them.
 
-    The table: pairs of a constant's number (0, 1, …) and its place in the pool, each 8 bytes, then how many there are
-    (4) and the size of the pool (8), which ends where the last segment ends.
+    The table has pairs of a constant's number (0, 1, …) and its place in the pool, 8 bytes each, then the number of
+    pairs (4 bytes) and the size of the pool (8 bytes), which ends where the last segment ends.
     """
     data = memoryview(plan).cast("B")
     first = _PROGRAM.search(data)
@@ -213,7 +213,7 @@ _TABLE = re.compile(re.escape(struct.pack("<QQQ", 0, 0, 1)))
 
 
 def _places(data: memoryview, start: int, end: int) -> tuple[int, ...] | None:
-    """The places that a table at `start` states, for a pool that ends at `end`; None where it is no table."""
+    """The places in a table at `start`, for a pool that ends at `end`; None where it is no table."""
     offsets: list[int] = []
     while start + 28 <= len(data) and (entry := struct.unpack_from("<QQ", data, start))[0] == len(offsets):
         offsets.append(entry[1])
@@ -227,7 +227,7 @@ def _places(data: memoryview, start: int, end: int) -> tuple[int, ...] | None:
 
 
 def _statement(found: re.Match[bytes]) -> tuple[int, Statement]:
-    """A statement, and the profile that its label names."""
+    """Parse a statement, and the profile in its label."""
     rest = found["more"] if found["label"] is not None else found["rest"]
     layers = tuple(node for node, _ in map(node_of, _layers(rest)))
     if found["label"] is None:
@@ -242,7 +242,7 @@ def _statement(found: re.Match[bytes]) -> tuple[int, Statement]:
 
 
 def node_of(label: str) -> tuple[str, int]:
-    """The ONNX node that the engine labels so, and the profile it is of."""
+    """The ONNX node of an engine's label, and its profile."""
     match = _NODE.fullmatch(label.strip())
     return (match["node"], int(match["profile"] or 0)) if match else (label, 0)
 
@@ -257,7 +257,7 @@ def _quoted(names: bytes) -> tuple[str, ...]:
 
 
 def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, ProgramTensor]]:
-    """The tensor of a line, under its name."""
+    """Parse the line of a tensor; return its name and the tensor."""
     told = {key: (text or listed or word) for key, text, listed, word in _FIELD.findall(fields)}
     if (name := told.get(b"name")) is None or b"offset" not in told:
         return
@@ -292,5 +292,5 @@ def _number(digits: bytes) -> int:
 
 
 def program_type_name(name: str) -> str:
-    """An element type as it is called here."""
+    """Translate an element type to fp8q's name for it."""
     return TYPES.get(name.lower(), name.lower())

@@ -1,8 +1,8 @@
-"""The numbers that an engine must multiply, quantize and scale by, module by module, as `model.onnx` and its external
-data say.
+"""Read the numbers that an engine must contain from `model.onnx` and its external data: codes, factors and scales of
+each module.
 
-`lint` holds the graph to `scales.json` and the checkpoint; here its numbers are put into the form that a compiler gives
-them: the codes as the product reads them [in, out], and one factor `s_x · s_w[channel]` for each of its columns.
+`lint` compares the graph with `scales.json` and the checkpoint. Here its numbers take the form that a compiler gives
+them: codes [in, out] as the product reads them, and a factor `s_x · s_w[channel]` for each column.
 """
 
 import re
@@ -30,11 +30,11 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class ProductNumbers:
-    """One module's product: the `codes` of its weight, uint8 [in, out], and the `factors` of its columns, float32
-    [out]; the QuantizeLinear of its input and that one's `scale`.
+    """The numbers of one module's product: the `codes` of its weight, uint8 [in, out], the `factors` of its columns,
+    float32 [out], and the QuantizeLinear of its input with its `scale`.
 
-    `norms`: float32 [in] each, what a norm in front of that multiplies by, which compilers divide by the scale
-    beforehand.
+    `norms`: float32 [in] each, the weights of norms in front of the QuantizeLinear, which compilers divide by the
+    scale.
     """
 
     module: str
@@ -52,8 +52,8 @@ class ProductNumbers:
 
 @dataclass(frozen=True)
 class Attended:
-    """A product of attention that is promised in two terms: the QuantizeLinear of it, its `scale`, and how many `rows`
-    both have for each token (None: the graph does not say).
+    """An attention product that is promised in two terms: its QuantizeLinear, its `scale`, and the `rows` of both terms
+    for each token (None: the graph does not say).
     """
 
     node: str
@@ -63,7 +63,7 @@ class Attended:
 
 
 def attended(graph: Indexed, promised: Mapping[str, tuple[float, float]]) -> Iterator[Attended]:
-    """Yield the first inputs of the `promised` products of attention, node -> the scales of both sides."""
+    """Yield the first inputs of the `promised` attention products (node -> the scales of both sides)."""
     values = {value.name: value for value in graph.model.graph.value_info}
     made = {node.name: node.output[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
     for node, (scale, _) in promised.items():
@@ -80,10 +80,9 @@ _ROWS = re.compile(r"(?:(\d+)\*)?seq")
 
 
 def promises(graph: Indexed, modules: Iterable[str]) -> Iterator[ProductNumbers]:
-    """Yield the promise that the graph makes for the products of `modules`; those it does not have on FP8 codes are
-    left out.
+    """Yield the numbers of the products of `modules`; products without FP8 codes are left out.
 
-    Raises InputError for external data cut short or gone.
+    Raises InputError for external data that are cut short or missing.
     """
     products = {product.node.name: product for product in graph.products}
     for module in modules:
@@ -109,14 +108,14 @@ def _promise(graph: Indexed, module: str, product: GraphProduct) -> ProductNumbe
 
 
 def _turned(product: GraphProduct, side: Operand, codes: Codes) -> Codes:
-    """The codes with the product's columns last."""
+    """Transpose codes so that the product's columns come last."""
     return codes.T if codes.ndim == 2 and output_axis(product, side, 2) == 0 else codes
 
 
 def stored_codes(graph: Indexed, tensor: str) -> Codes:
     """The codes of a weight, uint8 [rows, columns], mapped from its file.
 
-    Raises InputError for a file cut short or gone.
+    Raises InputError for a file that is cut short or missing.
     """
     found = graph.initializers[tensor]
     if (where := stored_at(found)) is None:
@@ -133,7 +132,7 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
 
 
 def _norms(graph: Indexed, value: str, width: int) -> Iterator[Numbers]:
-    """Every constant vector of `width` numbers that a value is multiplied by on the few steps before it."""
+    """The constant vectors of `width` numbers that the value is multiplied by in the last few steps."""
     waiting = [value]
     for _ in range(_STEPS):
         nodes = [graph.producers[name] for name in waiting if name in graph.producers]
@@ -152,7 +151,7 @@ _SCALING = ("Mul", "RMSNormalization", "LayerNormalization", "SimplifiedLayerNor
 
 
 def evaluate(graph: Indexed, value: str) -> npt.NDArray[np.generic] | None:
-    """The numbers of a value made of constants by Add and Mul (a norm's `1 + weight`); None for any other."""
+    """Evaluate a value that is made from constants by Add and Mul (a norm's `1 + weight`); None for any other."""
     if (known := graph.constant(value)) is not None:
         return known
     node = graph.producers.get(value)

@@ -1,7 +1,7 @@
-"""The proof: all that an engine is read to run, held against all that its run promises.
+"""Prove an engine: compare everything that is read from it with everything that its run promises.
 
-Types first (`plan.evidence`): which promised products take FP8 on both sides. Then, from TensorRT-RTX's plans, the
-numbers those compute with (`numbers`), the types of the KV cache that go in and out, and the products of attention.
+First the types (`plan.evidence`): which promised products take FP8 on both sides. Then, for TensorRT-RTX's plans, the
+numbers of these products (`numbers`), the types of the KV cache's inputs and outputs, and the products of attention.
 """
 
 import math
@@ -36,8 +36,8 @@ INSIDE = "types inside a kernel"
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a proof: `compared` are the modules whose numbers were looked at (None: of this runtime's engines
-    they cannot be), `differences` what is not the run's.
+    """The result of a proof: `compared` are the modules whose numbers were compared (None: impossible for this
+    runtime), `differences` where engine and run differ.
     """
 
     evidence: Evidence
@@ -45,17 +45,18 @@ class Proof:
     differences: tuple[Difference, ...] = ()
 
     def found(self, what: str) -> int | None:
-        """The number of modules whose codes (or factors, or input's scale) are the run's; None: not looked at."""
+        """The number of modules whose codes (or factors, or input scale) equal the run's; None where they were not
+        compared.
+        """
         if self.compared is None:
             return None
         return len(self.compared - {each.module for each in self.differences if each.what == what})
 
 
 def broken(differences: Sequence[Difference]) -> list[Difference]:
-    """Return the differences that an engine must not pass with: each of a module once, what differs before what cannot
-    be told.
+    """The differences that fail an engine, once for each module, known differences first.
 
-    What lies inside a kernel's code, and so cannot be told, is no such: the scale of an input, fused attention.
+    Values hidden inside a kernel's code do not fail it: the scale of an input, and fused attention.
     """
     once = {(each.module, each.what, each.told): each for each in reversed(differences)}
     kept = [each for each in reversed(once.values()) if each.told or each.what not in (INPUT, INSIDE)]
@@ -115,7 +116,7 @@ def _terms(
 def _attention(
     plan: Plan, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Products of attention that take other types than promised, either way."""
+    """Products of attention whose types differ from the promise, either way."""
     for index, profile in enumerate(profiles):
         for node in promised:
             shown = plan.products(node, index)
@@ -130,8 +131,8 @@ def _attention(
 
 
 def _fused(kernels: Sequence[Kernel], node: str, profile: str) -> Difference:
-    """A promised product of attention that is none of its own: a kernel that attends as a whole may have rounded its
-    operands to codes, and with which types it then multiplies is not told.
+    """A Difference for a promised attention product without a product of its own: a fused attention kernel may quantize
+    its operands, but the types of its products are unknown.
     """
     module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
     kernel = next((kernel for kernel in kernels if node in kernel.layers), None)
@@ -145,9 +146,9 @@ def _fused(kernels: Sequence[Kernel], node: str, profile: str) -> Difference:
 def _attention_scales(
     plan: Plan, pool: Pool, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Products of attention on codes whose one factor is not that of their two scales.
+    """Products of attention on codes whose scalar factor is not the product of their two scales.
 
-    One that answers in FP8 has the next input's scale in it too: `numbers` sees to that.
+    A product with an FP8 result also includes the scale of the next input, which `numbers` compares.
     """
     for program in plan.programs:
         for statement in program.statements:
@@ -165,7 +166,7 @@ def _attention_scales(
 
 
 def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Iterator[Difference]:
-    """Keys and values that go in or out as another type than the run's."""
+    """Inputs and outputs of the KV cache whose type differs from the run's."""
     wanted = _cache_types(graph, promise)
     for index, profile in enumerate(profiles):
         bound = {
@@ -183,8 +184,8 @@ def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]
 
 
 def _cache_types(graph: Indexed, promise: Promise) -> dict[str, str]:
-    """The type of every `past_key_values.N.key`, `new_key_values.N.value` …: FP8 where scales.json has a scale for it,
-    and the graph's elsewhere.
+    """The type of each `past_key_values.N.key`, `new_key_values.N.value` …: FP8 where scales.json has a scale, else the
+    graph's.
     """
     promised = {names.cache_pair(*name.rsplit(".", 1)).quantize for name in promise.cache}
     codes = {node.output[0] for node in graph.nodes if node.name in promised}

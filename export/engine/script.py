@@ -1,9 +1,8 @@
-"""`engines/<target>.sh`: the command of NVIDIA's own tool that builds and times the same engine, for who would rather
-trust that, or needs its timings.
+"""`engines/<target>.sh`: the command of NVIDIA's own tool that builds and times the same engine.
 
-`trtexec` comes with TensorRT and `tensorrt_rtx` with TensorRT-RTX's SDK (not with its Python package), with the same
-options but for the target. Options are taken from their documentation and the tool's source
-(samples/common/sampleOptions.cpp); the script has not run against either yet.
+`trtexec` comes with TensorRT and `tensorrt_rtx` with TensorRT-RTX's SDK (not with its Python package); apart from the
+target they take the same options. Options follow their documentation and the tool's source
+(samples/common/sampleOptions.cpp); the script has not run with either yet.
 """
 
 import math
@@ -56,7 +55,7 @@ def write_script(path: Path, onnx_file: Path, info: EngineInfo, workspace: int |
 
 
 def script(onnx_file: Path, info: EngineInfo, workspace: int | None, directory: Path) -> str:
-    """The script's text; the graph is named relative to its `directory`, as `../model/model.onnx`."""
+    """Make the script's text; the graph is named relative to `directory`, as `../model/model.onnx`."""
     inputs = load_graph(onnx_file).inputs
     dimensions = {
         name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -121,8 +120,8 @@ def _shapes(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def _fill(name: str, count: int, size: int) -> str:
-    """A file of `count` values of `size` bytes: ones for the mask, else zeros. trtexec gives an empty tensor one byte,
-    and wants a file of that.
+    """Make a file of `count` values of `size` bytes: ones for the mask, zeros otherwise. trtexec expects one byte for
+    an empty tensor.
     """
     if name == FILLED:
         return f"printf '\\001\\0\\0\\0\\0\\0\\0\\0%.0s' $(seq {count}) > \"$INPUTS/{name}\"\n"

@@ -33,7 +33,7 @@ def read_sizes(text: bytes) -> Sizes:
 
 
 def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
-    """Return the base of a size and its factor: `(4, "seq")`; a number is one of ""."""
+    """Split a size into its factor and base, `(4, "seq")`; the base of a plain number is ""."""
     factor = 1
     for _ in range(_STEPS):
         how, of = sizes.get(name, ("", ()))

@@ -1,9 +1,9 @@
-"""Choose the runtime that builds, and its target GPUs: TensorRT for the one it finds, TensorRT-RTX ahead of time for
-the ones it knows.
+"""Choose the runtime and its target GPUs: TensorRT builds for the GPU of this machine, TensorRT-RTX ahead of time for
+any that it knows.
 
-A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9): for what is older the
-builder fails after all the work ("the model contains HW-specific datatypes"), so it is refused before any. Nothing here
-imports a runtime.
+A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9). For older GPUs the
+builder fails after all the work ("the model contains HW-specific datatypes"), so they are refused before. No runtime is
+imported here.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ _MAJOR, _MINOR = 75, 76
 
 
 def available_runtimes() -> tuple[Runtime, ...]:
-    """The runtimes that are installed; none is imported."""
+    """The installed runtimes; none is imported."""
     return tuple(name for name, module in MODULES.items() if find_spec(module) is not None)
 
 
 def capability(target: str) -> tuple[int, int] | None:
-    """`sm120` as (12, 0); None for what is no target's name."""
+    """Parse `sm120` as (12, 0); None for any other name."""
     match = re.fullmatch(r"sm(\d+)(\d)", target)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -42,9 +42,9 @@ def can_do_fp8(target: str) -> bool:
 
 
 def gpu_target() -> str | None:
-    """The first GPU the driver shows, as a target; None where there is no driver or no GPU.
+    """The first GPU of the driver as a target; None without a driver or GPU.
 
-    Asks the driver itself, so CUDA_VISIBLE_DEVICES counts.
+    It asks the driver, so CUDA_VISIBLE_DEVICES counts.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -63,8 +63,7 @@ def gpu_target() -> str | None:
 def choose_runtime(
     asked: Runtime | Literal["auto"], targets: tuple[str, ...], installed: tuple[Runtime, ...], gpu: str | None
 ) -> Runtime:
-    """The runtime to build with: the one asked for, or for `auto` TensorRT where its GPU is here and meant, else
-    TensorRT-RTX.
+    """The runtime to build with; for `auto` TensorRT where this machine's GPU is the target, else TensorRT-RTX.
 
     Raises BackendError, naming the extra to install, when it is not installed.
     """
@@ -82,7 +81,7 @@ def choose_runtime(
 
 
 def default_targets(runtime: Runtime, gpu: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets where none is asked for: this machine's GPU if the runtime builds FP8 for it, else `AHEAD_OF_TIME`.
+    """The default targets: this machine's GPU if the runtime builds FP8 for it, else `AHEAD_OF_TIME`.
 
     Raises BackendError when TensorRT, which builds on the GPU, finds none.
     """
@@ -106,7 +105,7 @@ def check_capability(target: str) -> None:
 
 
 def check_target(target: str, runtime: Runtime, known: tuple[str, ...]) -> None:
-    """Raise InputError when a target cannot do FP8, or when the runtime does not know it (`known`: those it does)."""
+    """Raise InputError for a target that cannot do FP8 or that the runtime does not know (`known`: those it does)."""
     check_capability(target)
     if target not in known:
         here = "; it builds for the GPU in this machine" if runtime == "tensorrt" else ""

@@ -36,8 +36,8 @@ _LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
 def compare_terms(
     plan: Plan, pool: Pool, promised: Sequence[ProductNumbers], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Yield the products `promised` in two terms that do not multiply both, or of which it cannot be told; `profiles`:
-    their names, in order.
+    """Yield the products `promised` in two terms that do not multiply both, or where this is unknown; `profiles`: their
+    names, in order.
     """
     for program in plan.programs:
         profile = profiles[program.profile]
@@ -56,8 +56,9 @@ def compare_terms(
 def compare_attention(
     plan: Plan, pool: Pool, promised: Sequence[Attended], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Yield the products of attention `promised` in two terms that do not multiply both, or of which it cannot be told;
-    one inside a kernel that attends as a whole is left out.
+    """Yield the attention products `promised` in two terms that do not multiply both, or where this is unknown.
+
+    Products inside a fused attention kernel are left out.
     """
     for program, promise in pairs(plan.programs, promised):
         profile = profiles[program.profile]
@@ -70,19 +71,19 @@ def compare_attention(
 
 
 class _Read:
-    """A program, and its constants."""
+    """A program and its constants."""
 
     def __init__(self, program: Program, pool: Pool):
         self.program, self.pool = program, pool
 
     def singles(self, kernels: Iterable[Statement], literals: bool = False) -> list[float]:
-        """The constants of one number that kernels take, `literals` too."""
+        """The scalar constants of kernels, `literals` included."""
         taken = [name for kernel in kernels for name in kernel.inputs if literals or _LITERAL not in name]
         held = [self.pool.read(self.program.tensors.get(name)) for name in taken]
         return [float(each.ravel()[0]) for each in held if each is not None and each.size == 1 and each.dtype != "u1"]
 
     def before(self, kernel: Statement) -> list[Statement]:
-        """A kernel, and those that make what it reads."""
+        """A kernel, and the producers of its inputs."""
         makers = (self.program.makers.get(self.program.root(name)[0]) for name in kernel.inputs)
         return [kernel, *(maker for maker in makers if maker is not None and not maker.nodes)]
 
@@ -110,7 +111,7 @@ def _faults(read: _Read, promise: ProductNumbers, product: Statement, roots: Col
 
 
 def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> Iterator[Fault]:
-    """Yield the operations that the second term needs and that the kernels before its codes lack."""
+    """Yield the operations of the second term that the kernels before its codes lack."""
     divisor, expected = TWO_TERMS.divisor, f"{TWO_TERMS.divisor} times what the first term leaves"
     if (maker := quantizer_of(read.program, codes, quantizer)) is None:
         yield "no kernel with its QuantizeLinear makes its codes", "", False
@@ -139,7 +140,7 @@ def _faults_of_attention(read: _Read, promise: Attended, product: Statement) -> 
 
 
 def _rows_a_token(program: Program, codes: str) -> int | None:
-    """Return the number of rows that codes [..., rows, width] have for each token; None where that does not read."""
+    """The number of rows of codes [..., rows, width] for each token; None where it does not parse."""
     tokens = next((program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)), None)
     tensor = program.tensors.get(codes)
     if tensor is None or tokens is None or len(tensor.symbols) < _MATRIX or len(tokens.symbols) < _MATRIX:

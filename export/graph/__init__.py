@@ -1,1 +1,1 @@
-"""Model to ONNX: the trace and the passes over it. All but `weight_scale_form` and `reuse` needs torch."""
+"""Trace a model to ONNX, and edit the traced graph. All modules but `weight_scale_form` and `reuse` need torch."""

@@ -1,7 +1,7 @@
-"""An adapter in the graph: two products in the compute type behind each product that it is of, `M.adapter.…` by name.
+"""LoRA adapters in the graph: two products in the compute type behind each adapted product, named `M.adapter.…`.
 
-Its tensors stay in PEFT's own file, in a folder below the graph's, as external data: a graph an adapter, over one copy
-of the base's weights.
+The adapter's tensors stay in PEFT's own file, in a folder below the graph's, and are external data of the graph. Each
+adapter has a graph of its own, and all graphs share one copy of the base's weights.
 """
 
 from functools import partial
@@ -19,7 +19,9 @@ CHILD = "adapter"
 
 
 class Added(nn.Module):
-    """The products that `part` of an adapter adds behind a product of `width` inputs and `out` outputs, in `dtype`."""
+    """The two products that `part` of an adapter adds behind a product from `width` inputs to `out` outputs, in
+    `dtype`.
+    """
 
     def __init__(self, part: LoraPart, width: int, out: int, dtype: torch.dtype):
         super().__init__()
@@ -31,17 +33,17 @@ class Added(nn.Module):
     b: torch.Tensor
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The product `y` [..., out] of `x` [..., in] with it."""
+        """Add the adapter's output for `x` [..., in] to the product `y` [..., out]."""
         return add_lora_product(y, x, self.a, self.b, self.scale)
 
 
 def stored_adapter(directory: Path, name: str) -> Adapter:
-    """The adapter of that name beside the checkpoint in `directory`."""
+    """Open the adapter `name` beside the checkpoint in `directory`."""
     return open_adapter(directory / ADAPTERS / name)
 
 
 def file_of(name: str) -> str:
-    """Return the file of an adapter's tensors, from the graph's directory."""
+    """The path of an adapter's tensors, relative to the graph's directory."""
     return f"{ADAPTERS}/{name}/{TENSORS}"
 
 
@@ -68,5 +70,5 @@ def initializer_name(name: str) -> str:
 
 
 def stored_names(adapter: Adapter) -> dict[str, str]:
-    """Map the names of initializers to those in PEFT's file."""
+    """Map the names of initializers to the names in PEFT's file."""
     return {name.removeprefix(PREFIX): name for name in adapter.headers}

@@ -1,12 +1,12 @@
-"""Each expert as a branch of its own, made from the one that was traced (`traced_experts`).
+"""Make a branch for each expert from the expert that was traced (`traced_experts`).
 
     chosen[N] -> If ─ then: shares[:, N] -> the nodes of an expert, which add to the total
-                    └ else: the total as it was
+                    └ else: the total, unchanged
 
-Inside the branch lies all that the expert multiplies, so a step that sends no token there reads none of its weights.
-Quantization lies inside too: outside, TensorRT-RTX multiplies in BF16, and where the branches quantize the very same
-tensor its builder fails. The total goes from expert to expert in the order of their numbers, in which the reference
-adds.
+All weights and products of an expert lie inside its branch, so a step that routes no token to it reads none of its
+weights. Quantization lies inside too: outside, TensorRT-RTX multiplies in BF16, and where several branches quantize the
+same tensor its builder fails. The total passes through the experts in the order of their numbers, which is the order of
+the reference's additions.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
 
 @dataclass(frozen=True)
 class ExpertPattern:
-    """A traced expert, named after `place` and its `number`: its `nodes` in order, between the marks that begin and end
-    it.
+    """A traced expert, named after `place` and its `number`: its `nodes` in order, between the nodes that mark its
+    begin and its end.
     """
 
     place: str
@@ -35,19 +35,21 @@ class ExpertPattern:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the experts that are like it."""
+        """The numbers of all experts that are made from this one."""
         return tuple(self.begins.attributes["members"].as_ints())
 
     def renamed(self, name: str | None, number: int) -> str | None:
-        """`name`, which belongs to this expert, as it is of another; None where it belongs to none."""
+        """Translate `name` of this expert to expert `number`; None for a name that belongs to no expert."""
         own = f"{self.place}.{self.number}."
         return f"{self.place}.{number}.{name.removeprefix(own)}" if name and name.startswith(own) else None
 
 
 def branch_experts(model: ir.Model, place: Place) -> None:
-    """Put branches where experts were marked in the graph, whose names are final; `place` says where a tensor lies.
+    """Replace the marked experts of the graph by branches. Names are final before this pass; `place` locates stored
+    tensors.
 
-    1. Patterns that hand on one total are the kinds of one layer's experts. 2. Marks and traced experts go.
+    1. Experts whose totals are chained belong to one layer, one for each kind of expert. 2. The marks and the traced
+    experts are removed.
     """
     numbers: dict[int, ir.Value] = {}
     for last in [node for node in model.graph if _is(node, EXPERT_ENDS) and not _goes_on(node)]:
@@ -67,12 +69,12 @@ def _is(node: ir.Node | None, operator: tuple[str, str]) -> bool:
 
 
 def _goes_on(mark: ir.Node) -> bool:
-    """Tell whether another expert begins with the total that this one ends with."""
+    """Tell whether another expert continues the total at this end mark."""
     return any(_is(usage.node, EXPERT_BEGINS) for usage in mark.outputs[0].uses())
 
 
 def _patterns(graph: ir.Graph, last: ir.Node) -> list[ExpertPattern]:
-    """The traced experts of the layer whose `last` mark is given, in order."""
+    """The traced experts of one layer, in order, found from the mark that ends its `last` expert."""
     found: list[ExpertPattern] = []
     ends: ir.Node | None = last
     while ends is not None and _is(ends, EXPERT_ENDS):
@@ -86,7 +88,7 @@ def _patterns(graph: ir.Graph, last: ir.Node) -> list[ExpertPattern]:
 
 
 def _number(model: ir.Model, pattern: ExpertPattern, number: int) -> ir.Value:
-    """The constant `number`, named after its first reader."""
+    """Make the constant `number`, named after its first reader."""
     name = f"{pattern.place}.{number}.chosen.constant_1"
     tensor = ir.tensor(number, ir.DataType.INT64, name=name)
     value = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
@@ -124,7 +126,7 @@ def _branch(
 
 
 def _node(operator: str, inputs: list[ir.Value | None], name: str, as_value: ir.Value, **attributes: object) -> ir.Node:
-    """A node that makes a value of the type and shape of another."""
+    """Make a node whose output has the type and shape of `as_value`."""
     outputs = [like(as_value, f"{name}.output")]
     return ir.node(operator, inputs, attributes, outputs=outputs, name=name)  # type: ignore[arg-type]
 
@@ -132,7 +134,7 @@ def _node(operator: str, inputs: list[ir.Value | None], name: str, as_value: ir.
 def _copies(
     model: ir.Model, pattern: ExpertPattern, number: int, known: dict[ir.Value, ir.Value], place: Place
 ) -> list[ir.Node]:
-    """The nodes of a pattern as those of expert `number`; what they read and make is added to `known`, old -> new."""
+    """Copy the nodes of a pattern for expert `number`. `known` maps values of the pattern to the expert's."""
     copies = []
     for node in pattern.nodes:
         inputs = [
@@ -148,8 +150,8 @@ def _copies(
 def _read(
     model: ir.Model, pattern: ExpertPattern, number: int, value: ir.Value, known: dict[ir.Value, ir.Value], place: Place
 ) -> ir.Value:
-    """Return the value that expert `number` reads where its pattern reads `value`: its own, a stored tensor, or what
-    all read.
+    """Return the value that expert `number` reads in place of `value`: a value of its own, a stored tensor, or a shared
+    value.
     """
     if value in known:
         return known[value]

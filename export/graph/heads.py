@@ -1,9 +1,9 @@
-"""A fused q/k/v product is cut into heads before it is cut into q, k and v, so that it stays one FP8 product.
+"""Cut a fused q/k/v product into heads before it is cut into q, k and v, so that it stays one FP8 product.
 
-Where no rotary embedding follows (GPT-2), the keys and values that come out of the product go straight to the
-QuantizeLinear of an FP8 cache. TensorRT-RTX 1.7 then moves a Split on the last axis to the front of the product, cuts
-the weight, and multiplies the pieces in BF16 (read off the plan; a Slice in its place does the same). It leaves a Split
-alone that cuts whole heads on an axis of their own, behind the transposition.
+Without rotary embeddings (GPT-2) the keys and values go straight from the product to the QuantizeLinear of an FP8
+cache. TensorRT-RTX 1.7 then moves a Split on the last axis in front of the product, cuts the weight, and multiplies the
+pieces in BF16 (seen in the plan; a Slice instead of the Split does the same). It does not move a Split that cuts whole
+heads on an axis of their own, behind the transposition.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def split_by_heads(model: ir.Model) -> None:
 
 
 def _heads(part: ir.Value) -> Heads | None:
-    """The heads that a part of the product becomes, and nothing else; None where it does not."""
+    """The heads of one part of a fused product; None where the part is used in any other way."""
     reshape = _only_reader(part, "Reshape")
     transpose = _only_reader(reshape.outputs[0], "Transpose") if reshape is not None else None
     if (

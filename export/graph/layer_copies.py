@@ -1,12 +1,13 @@
-"""The layers that were not traced, made from one of their kind.
+"""Make the layers that were not traced, by copying a traced layer of their kind.
 
-In the small graph (`layer_kinds.skip`) a node `SKIPPED` stands for each of them. It is replaced by a copy of the nodes
-of its kind's second layer, in which the index in every name is another and the hidden states come from, and go to,
-where the node stood. What the layer reads of others (masks, rotary embeddings, constants) is read from the same value.
+In the small graph (`layer_kinds.skip`) a node `SKIPPED` takes the place of each of these layers. It is replaced by a
+copy of the nodes of the kind's second layer, with another layer index in every name, between the hidden states that
+enter and leave the node. Values that the layer shares with others (masks, rotary embeddings, constants) are read from
+the same place.
 
-That this gives what tracing would have given is not taken for granted: the same copy, made for the last layer of the
-kind, must be that layer as it was traced, node by node, name by name. If it is not, or if the graph is not a row of
-layers handing on one tensor, `NotAlikeError` sends the model to be traced in full.
+The copy is checked: made for the last layer of the kind, it must equal that layer as it was traced, node by node and
+name by name. If it does not, or if the graph is not a chain of layers with one tensor between them, `NotAlikeError` is
+raised and the model is traced in full.
 """
 
 import re
@@ -32,7 +33,7 @@ class Block:
     nodes: tuple[ir.Node, ...]
 
     def renamed(self, name: str | None, index: int) -> str | None:
-        """`name`, which belongs to this layer, as it is in layer `index`; None where it belongs to none, or another."""
+        """Translate `name` of this layer to layer `index`; None for a name that belongs to no layer, or to another."""
         own = f"{self.prefix}{self.index}."
         if name is not None and name.startswith(own):
             return f"{self.prefix}{index}.{name.removeprefix(own)}"
@@ -42,8 +43,8 @@ class Block:
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """The pattern that the layers of a kind are copied from: a block; which inputs of its nodes (node, input) read the
-    hidden states that come; the name of those that go.
+    """The block that the layers of a kind are copied from, with its interface: the inputs (node, input) that read the
+    hidden states, and the name of the hidden states that leave.
     """
 
     block: Block
@@ -54,7 +55,7 @@ class LayerPattern:
 def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> None:
     """Put the layers that `kinds` skipped into the graph, whose names are final (`renaming.name_the_rest`).
 
-    `place` says where the tensor of a layer lies, by its name. Raises NotAlikeError.
+    `place` locates a stored tensor by its name. Raises NotAlikeError.
     """
     blocks = blocks_of(model, prefix)
     patterns: dict[int, LayerPattern] = {}
@@ -70,7 +71,7 @@ def stamp(model: ir.Model, prefix: str, kinds: Sequence[Kind], place: Place) -> 
 
 
 def _pattern(blocks: Mapping[int, Block], kind: Kind) -> LayerPattern:
-    """The second layer of a kind as its pattern, found to make the last as it was traced."""
+    """The second layer of a kind as a pattern, after the check that its copy equals the kind's last layer."""
     if missing := {*kind.traced} - {*blocks}:
         raise NotAlikeError(f"layers {sorted(missing)} left no trace")
     second, last = (blocks[index] for index in kind.traced[1:])
@@ -81,7 +82,7 @@ def _pattern(blocks: Mapping[int, Block], kind: Kind) -> LayerPattern:
 
 
 def blocks_of(model: ir.Model, prefix: str) -> dict[int, Block]:
-    """The layers of the graph, a row of nodes each. Raises NotAlikeError where anything else lies between them."""
+    """The layers of the graph, each a contiguous run of nodes. Raises NotAlikeError for other nodes between them."""
     row: list[tuple[int | None, ir.Node]] = []
     for node in model.graph:
         match = re.match(rf"{re.escape(prefix)}(\d+)\.", node.name or "")
@@ -100,8 +101,8 @@ def blocks_of(model: ir.Model, prefix: str) -> dict[int, Block]:
 
 
 def _entering(second: Block, last: Block) -> frozenset[tuple[int, int]]:
-    """Find the inputs by which `second` reads its hidden states: the only value that `last`, alike in all else, has
-    another of.
+    """Find the inputs by which `second` reads its hidden states: the only value that differs from `last`'s otherwise
+    equal inputs.
     """
     if len(second.nodes) != len(last.nodes):
         raise NotAlikeError(
@@ -124,7 +125,7 @@ def _entering(second: Block, last: Block) -> frozenset[tuple[int, int]]:
 
 
 def _described(block: Block, node: ir.Node, index: int) -> object:
-    """All of a node but what it reads, as if `block` were layer `index`."""
+    """Describe a node without its inputs, with its names translated to layer `index`."""
     attributes = sorted((key, attribute.type, repr(attribute.value)) for key, attribute in node.attributes.items())
     outputs = [
         (block.renamed(value.name, index), str(value.type), str(value.shape), value.is_graph_output())
@@ -135,9 +136,7 @@ def _described(block: Block, node: ir.Node, index: int) -> object:
 
 
 def _alike(one: ir.Value, other: ir.Value) -> bool:
-    """Tell whether two values, each of its own layer, are of the same type and shape, and equal where they are
-    constants of the graph.
-    """
+    """Tell whether two values of two layers have the same type and shape, and are equal where they are constants."""
     if (str(one.type), str(one.shape), one.is_initializer()) != (
         str(other.type),
         str(other.shape),
@@ -165,7 +164,7 @@ def _leaving(block: Block) -> str:
 
 
 def _replace(model: ir.Model, marker: ir.Node, pattern: LayerPattern, index: int, place: Place) -> None:
-    """Put layer `index`, a copy of its pattern, where `marker` stands for it."""
+    """Put layer `index`, a copy of its pattern, in the place of `marker`."""
     block = pattern.block
     made: dict[str, ir.Value] = {}
 
@@ -192,12 +191,12 @@ def _replace(model: ir.Model, marker: ir.Node, pattern: LayerPattern, index: int
 
 
 def like(value: ir.Value, name: str | None) -> ir.Value:
-    """A value of the same type and shape, with another name."""
+    """Make a value of the type and shape of another, with another name."""
     return ir.Value(name=name, shape=None if value.shape is None else ir.Shape([*value.shape]), type=value.type)
 
 
 def _own(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
-    """A layer's own input of the graph or tensor, called `name`, as `value` is another layer's."""
+    """The input or stored tensor `name` of a layer that corresponds to `value` of another layer."""
     own = like(value, name)
     if value.is_graph_input():
         model.graph.inputs.append(own)
@@ -209,7 +208,7 @@ def _own(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
 
 
 def order_interface(model: ir.Model) -> None:
-    """Let the cache's inputs and outputs stand in the order of the layers."""
+    """Sort the inputs and outputs of the cache by layer."""
     for values in (model.graph.inputs, model.graph.outputs):
         ordered = sorted(values, key=_place_in_interface)
         values.clear()

@@ -1,4 +1,4 @@
-"""The passes between what torch's exporter gives and `model.onnx`. Each changes the graph in place and says what for.
+"""The passes between the output of torch's exporter and `model.onnx`; each changes the graph in place.
 
 They work on onnx_ir, whose tensors may lie in files: no pass reads a weight.
 """
@@ -53,13 +53,15 @@ class TensorBytes:
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorBytes]:
-    """Every tensor in the safetensors files of `directory` that has a type of ONNX's, from their headers alone."""
+    """The places of all tensors in the safetensors files of `directory`, from the headers alone; types that ONNX lacks
+    are left out.
+    """
     files = [path.name for path in sorted(directory.glob("*.safetensors"))]
     return {name: tensor for file in files for name, tensor in stored_in(directory, file).items()}
 
 
 def stored_in(directory: Path, file: str) -> dict[str, TensorBytes]:
-    """Return the places of the tensors of one `file` in `directory` or below."""
+    """The places of the tensors in one `file`, which lies in `directory` or below."""
     return {
         name: TensorBytes(file, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
         for name, at in read_header(directory / file).items()
@@ -69,8 +71,8 @@ def stored_in(directory: Path, file: str) -> dict[str, TensorBytes]:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The sources of the values of a model's tensors: those in the safetensors of `directory`; `aliases` of a tied
-    tensor's name, or of one stored under another; `computed`: buffers that no file holds.
+    """The stored values of a model's tensors: those in the safetensors of `directory`, `aliases` (tied or stored under
+    another name), and `computed` buffers, which no file holds.
     """
 
     directory: Path
@@ -79,12 +81,12 @@ class Tensors:
     computed: Mapping[str, ir.TensorProtocol]
 
     def types(self) -> dict[str, ir.DataType]:
-        """Name -> element type in the file, under both names of a tensor that has two."""
+        """Tensor name -> its element type in the file, under both names of a tied tensor."""
         found = {name: tensor.dtype for name, tensor in self.stored.items()}
         return {name: found[other] for name, other in self.aliases.items() if other in found} | found
 
     def external(self, name: str, shape: ir.Shape | None) -> ir.ExternalTensor:
-        """The stored tensor `name`, declared to have `shape`."""
+        """The stored tensor `name` as external data, declared with `shape`."""
         at = self.stored.get(name) or self.stored[self.aliases[name]]
         shape = shape if shape is not None else ir.Shape(at.shape)
         return ir.ExternalTensor(
@@ -92,7 +94,7 @@ class Tensors:
         )
 
     def like(self, name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        """The tensor `name`, of a layer, as `tensor` is the same of another layer: stored, computed, or a constant."""
+        """The tensor `name` of a layer that corresponds to `tensor` of another: stored, computed, or a constant."""
         if isinstance(tensor, ir.ExternalTensor):
             return self.external(name, tensor.shape)
         return self.computed[name] if name in self.computed else ir.Tensor(tensor.numpy(), tensor.dtype, name=name)
@@ -102,9 +104,9 @@ def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
     """Make every initializer external data in the safetensors of the model's directory.
 
     1. `M.input.scale`, `A.fp8q_k.scale` and `A.fp8q_attention.q.scale` are stored as `M.input_scale`, `A.k_scale` and
-       `A.attention.q_scale`. 2. A tied tensor lies under its other name, and an adapter's under PEFT's. 3. A buffer
-       that no file holds (rotary frequencies) is kept in the graph. 4. A scale stored [N, 1] or [1] is declared [N] or
-       []: the bytes are the same.
+    `A.attention.q_scale`. 2. A tied tensor is stored under its other name, an adapter's under PEFT's. 3. A buffer that
+    no file holds (rotary frequencies) is kept in the graph. 4. A scale stored as [N, 1] or [1] is declared as [N] or
+    []: the bytes are the same.
     """
     for name, value in [*model.graph.initializers.items()]:
         plain = name.removeprefix("model.")
@@ -121,11 +123,10 @@ def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
 
 
 def widen_initializers(model: ir.Model) -> None:
-    """Put a Cast after every stored initializer whose type is not the one the graph computes in, before its first
-    reader.
+    """Put a Cast behind every stored initializer whose type is not the graph's compute type.
 
-    The FP32 and FP16 graphs read the BF16 tensors of the checkpoint: one copy of the weights serves all. The declared
-    type of the value becomes the stored one.
+    The FP32 and FP16 graphs read the BF16 tensors of the checkpoint, so that all graphs share one copy of the weights.
+    The declared type of the initializer becomes the stored type.
     """
     for node in [*model.graph]:
         for value in node.inputs:
@@ -137,7 +138,9 @@ def widen_initializers(model: ir.Model) -> None:
 
 
 def _widen(model: ir.Model, value: ir.Value, stored: ir.DataType, before: ir.Node) -> None:
-    """Let the readers of `value` read its Cast from the type `stored`, a node put `before` another."""
+    """Let the readers of `value` read a Cast of it from the type `stored`; the Cast is put in front of the node
+    `before`.
+    """
     assert value.dtype is not None, "the exporter gives its initializers types"
     cast = ir.node(
         "Cast", [value], {"to": value.dtype.value}, name=f"{value.name}.cast", metadata_props=before.metadata_props
@@ -152,7 +155,7 @@ def _widen(model: ir.Model, value: ir.Value, stored: ir.DataType, before: ir.Nod
 
 
 def order_initializers(model: ir.Model) -> None:
-    """Let the initializers stand in the order in which the nodes read them."""
+    """Sort the initializers in the order in which the nodes read them."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
     ordered = [value for value in read if value.is_initializer()]
@@ -162,14 +165,13 @@ def order_initializers(model: ir.Model) -> None:
 
 
 def simplify(model: ir.Model) -> None:
-    """Fold what is constant, merge what is computed twice, drop what nobody reads.
+    """Fold constants, merge equal computations, and remove unused nodes.
 
-    Only shapes and small constants are folded, and no stored tensor has a value here: a quantized weight stays a
-    constant in front of its DequantizeLinear, and scales, biases and norms that happen to be equal stay apart, since
-    those of another checkpoint of the same shape may differ. So the graph follows from config.json and the safetensors'
-    headers alone. The passes are those of `onnxscript.optimizer.optimize_ir` without the rules that no decoder needs:
-    one of them (two Slices into a Split) looks through the whole graph at every node, so that the time grew with the
-    square of the layers.
+    Only shapes and small constants are folded, and stored tensors have no value here. So a quantized weight stays a
+    constant in front of its DequantizeLinear, and equal scales, biases and norms are not merged: those of another
+    checkpoint of the same shape may differ. The graph therefore follows from config.json and the safetensors' headers
+    alone. The passes are those of `onnxscript.optimizer.optimize_ir` without rules that no decoder needs; one of them
+    (two Slices into a Split) searches the whole graph at every node, which took time quadratic in the number of layers.
     """
     from onnxscript.optimizer import fold_constants_ir
     from onnxscript.rewriter import RewritePass
@@ -197,8 +199,8 @@ def simplify(model: ir.Model) -> None:
 
 
 def merge_constants(model: ir.Model) -> None:
-    """Make one of the constants of the same type, shape and bytes. A stored tensor (its value is not known yet) is none
-    of them.
+    """Merge constants of the same type, shape and bytes. Stored tensors, whose values are not known yet, are left
+    alone.
     """
     found: dict[tuple[object, ...], ir.Value] = {}
     for name, value in [*model.graph.initializers.items()]:
@@ -212,7 +214,7 @@ def merge_constants(model: ir.Model) -> None:
 
 
 def _rules() -> list["RewriteRule"]:
-    """Return onnxscript's rules that simplify the graph of a decoder."""
+    """The rules of onnxscript that simplify the graph of a decoder."""
     from onnxscript.rewriter.rules import common
 
     return [
@@ -246,7 +248,7 @@ def _foldable(node: ir.Node) -> bool | None:
 
 
 def strip(model: ir.Model) -> None:
-    """Drop the exporter's notes: stack traces name files of the machine that exported."""
+    """Remove the exporter's metadata: its stack traces name files of the exporting machine."""
     for value in values_of(model):
         value.metadata_props.clear()
         value.doc_string = None

@@ -1,8 +1,8 @@
-"""Name the nodes, values and constants of the graph: after the Hugging Face module that made them.
+"""Name the nodes, values and constants of the graph after the Hugging Face modules that made them.
 
-Names come from the module and from the order within it, never from a count over the whole graph: a layer's names are
-those of any layer of its kind but for the index, so one can be made from another (`layer_copies`), and whoever reads a
-name knows where to look.
+A name consists of the module and a number within the module, never a count over the whole graph. So the names of two
+layers of one kind differ by the layer index alone, one layer can be copied from another (`layer_copies`), and a reader
+of a name knows the module.
 """
 
 import ast
@@ -17,10 +17,10 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
-    """Name inputs, outputs and dynamic dimensions as DESIGN section 7 does.
+    """Name inputs, outputs and dynamic dimensions.
 
     1. `past_key_values.N.key|value` and `new_key_values.N.key|value` of `layers`, in the order of tracing. 2. The
-       exporter's symbols become batch, seq and capacity wherever a shape mentions them, in sums too.
+    exporter's symbols become batch, seq and capacity in every shape, in sums too.
     """
     inputs, outputs = model.graph.inputs, model.graph.outputs
     parts = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
@@ -41,10 +41,9 @@ def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
 
 
 def read_sizes_first(model: ir.Model) -> None:
-    """Read a dimension of the inputs from the first input that has it.
+    """Read each dynamic dimension from the first input that has it.
 
-    All inputs that share a dimension would do; which of them torch's exporter takes depends on how many layers there
-    are.
+    Any input with this dimension would do, and the exporter's choice depends on the number of layers.
     """
     first: dict[str, tuple[ir.Value, int]] = {}
     for value in model.graph.inputs:
@@ -67,20 +66,18 @@ def _renamed(dimension: str, symbols: Mapping[str, str]) -> str:
 
 
 def values_of(model: ir.Model) -> list[ir.Value]:
-    """Inputs of the graph, its initializers, and what its nodes make."""
+    """The inputs of the graph, its initializers, and the outputs of its nodes."""
     initializers = model.graph.initializers.values()
     return [*model.graph.inputs, *initializers, *(output for node in model.graph for output in node.outputs)]
 
 
 def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
-    """Give every product, Q and DQ the name of its Hugging Face module, from the scopes the exporter noted.
+    """Name every product, QuantizeLinear and DequantizeLinear after its Hugging Face module, by the exporter's scopes.
 
     1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and
-       DQ of the activation.
-    3. In a layer's `fp8q_k` and `fp8q_v`: Q, DQ of the new and DQ of the past. 4. A linear layer in a wide type: its
-       MatMul and Add. 5. In a layer's
-    `fp8q_attention`: both products, Q and DQ. 6. The Attention of an attention module. 7. The two products of a module
-    of `attention` that has none.
+    DQ of the activation. 3. In `fp8q_k` and `fp8q_v` of a layer: Q, DQ of the new and DQ of the past. 4. A linear layer
+    in a wide type: its MatMul and Add. 5. In `fp8q_attention` of a layer: both products, Q and DQ. 6. The Attention of
+    an attention module. 7. The two products of a module of `attention` without an Attention.
     """
     scopes = {node: _scope(node) for node in model.graph}
     matrices = {
@@ -100,7 +97,7 @@ def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
 
 
 def _scope(node: ir.Node) -> str:
-    """The Hugging Face module whose forward pass made `node`; empty where that is not known."""
+    """The Hugging Face module whose forward pass made `node`; empty where it is not known."""
     scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
     scope = str(scopes[-2]).removeprefix("model.") if len(scopes) > 1 else ""
     return "" if scope.startswith("_") else scope
@@ -137,14 +134,14 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
 
 
 def _adds_to_product(node: ir.Node) -> bool:
-    """Tell whether what an addition adds to comes from a product: a router adds to its scores after an activation."""
+    """Tell whether one operand of an addition is a product: routers also add, but to scores behind an activation."""
     maker = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     return maker is not None and maker.op_type in ("MatMul", "Gemm", "Mul", "Add", "Cast")
 
 
 def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
-    """Name a node within the `fp8q_attention` of an attention module: in q, k, v, p, in a product, or in what these
-    hold for two terms.
+    """Name a node inside the `fp8q_attention` of a module: in q, k, v or p, in a product, or in the two terms of one of
+    these.
     """
     part, _, of_two = inside.partition(".")
     if part in names.ATTENTION_PRODUCTS:
@@ -155,18 +152,18 @@ def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
 
 
 def _among(node: ir.Node, called: names.Pair | names.TwoTermNodes) -> str | None:
-    """Choose the node's name among these by its operator."""
+    """Choose the node's name by its operator."""
     operators = ("QuantizeLinear", "DequantizeLinear") if isinstance(called, names.Pair) else ("Split", "Add")
     return dict(zip(operators, called, strict=True)).get(node.op_type)
 
 
 def name_the_rest(model: ir.Model, stored: Collection[str]) -> None:
-    """Name what has no name of its own yet, `M` being the module that made it (nothing, and no dot, where none did).
+    """Name all nodes and values without a name, after the module M that made them (without a prefix where none did).
 
-    1. A node that `name_nodes` left: `M.Reshape_2`, the second Reshape of M that it left. A node that a pass made
-       belongs where the node before it does. 2. What a node makes: `<node>.output`, with a number where it makes
-       several; graph outputs keep their names. 3. A constant: `<node>.constant_1` after its first reader and the input
-       that it is there. `stored` names the initializers that have a name; and a Cast of one is named after it.
+    1. A node that `name_nodes` left: `M.Reshape_2` is the second such Reshape of M. A node of a pass belongs to the
+    module of the node in front of it. 2. An output of a node: `<node>.output`, numbered where there are several;
+    outputs of the graph keep their names. 3. A constant: `<node>.constant_1`, after its first reader and its place
+    among that node's inputs. `stored` names the initializers that have a name already; a Cast of one is named after it.
     """
     counts: dict[str, int] = {}
     named = set(stored)

@@ -1,9 +1,9 @@
-"""Keep the graphs when only numbers change: scales chosen again leave names, shapes, types and offsets as they were.
+"""Keep the graphs of a run when only numbers change: other scales leave names, shapes, types and offsets as they are.
 
-A graph holds no scale and no code, it points at them in the safetensors beside it, each scale at its own
-(`passes.simplify` merges none). Tracing takes a minute, so the graphs go over from the old checkpoint to the new one as
-long as everything they were made from is the same: config.json with its quantization scheme, and the header of every
-shard (each tensor's name, type, shape and offset). They are linted against the new scales as every graph is.
+A graph holds no scale and no code: it points at them in the safetensors beside it, each scale at its own place
+(`passes.simplify` merges none). Tracing takes a minute, so the graphs move from the old checkpoint to the new one where
+all that they follow from is equal: config.json with its quantization scheme, and the header of every shard (each
+tensor's name, type, shape and offset). They are linted against the new scales like every graph.
 """
 
 import shutil
@@ -16,8 +16,9 @@ from ...quantize.reading.run_checkpoint import ADAPTERS
 
 
 def carry_graphs(run: Run, checkpoint: Path) -> None:
-    """Copy the graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it: not
-    where what they were made of no longer reads.
+    """Copy the graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it.
+
+    Nothing is copied where a file that they follow from no longer reads.
     """
     try:
         same = layout(run.model) == layout(checkpoint)
@@ -29,9 +30,7 @@ def carry_graphs(run: Run, checkpoint: Path) -> None:
 
 
 def layout(checkpoint: Path) -> dict[str, bytes]:
-    """Return the files that graphs follow from: config.json and the shards' headers, by file name, and the same of
-    adapters.
-    """
+    """The files that graphs follow from, by name: config.json, and the headers of the shards and of the adapters."""
     adapters = checkpoint / ADAPTERS
     configs = [checkpoint / "config.json", *sorted(adapters.glob("*/*.json"))]
     shards = [*sorted(checkpoint.glob("*.safetensors")), *sorted(adapters.glob("*/*.safetensors"))]

@@ -1,8 +1,8 @@
-"""From a checkpoint in a run to `model.onnx` and `model.fp32.onnx` beside it: the FP8 one, or one that FP8 is compared
-with.
+"""Trace the checkpoint of a run to `model.onnx` and `model.fp32.onnx` beside it, in FP8 or for an INT8 or BF16
+baseline.
 
-Both are traced from the checkpoint's config.json on the meta device, once for each type: no weight is read, so memory
-does not grow with the model, and the run is all that is needed.
+Both graphs are traced from config.json on the meta device. No weight is read, so memory does not grow with the model,
+and the run is all that is needed.
 """
 
 import logging
@@ -44,10 +44,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class UntraceableError(BackendError):
-    """torch's exporter cannot trace an architecture; its `reason` is the clause of a sentence."""
+    """torch's exporter cannot trace an architecture; `reason` says why, as a clause of a sentence."""
 
     def __init__(self, reason: str):
-        """Say it whole."""
+        """Make the whole sentence."""
         super().__init__(f"{reason}; `model/` is complete without the graph")
         self.reason = reason
 
@@ -75,14 +75,14 @@ def graph_plan(
 
 
 def export_baseline_graphs(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
-    """Write both graphs of the weights in `directory` that FP8 is compared with: INT8 products of `groups`, BF16 where
-    there are none.
+    """Write both graphs of the baseline weights in `directory`: INT8 products for `groups`, BF16 where there are no
+    groups.
     """
     return export_graphs(directory, GraphPlan(groups, "", torch.bfloat16, torch.int8), report)
 
 
 def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Path]:
-    """Write both graphs of the checkpoint in `directory`, as `plan` says and the same in FP32; returns their paths.
+    """Write both graphs of the checkpoint in `directory`, one as `plan` says and one in FP32; return their paths.
 
     Raises UntraceableError where torch's exporter cannot trace the architecture.
     """
@@ -100,7 +100,7 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
 
 
 def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]:
-    """`advance`, which never hears of more than `total` units in all."""
+    """Wrap `advance` so that it gets at most `total` units in all."""
     told = 0
 
     def tell(done: int) -> None:
@@ -113,16 +113,16 @@ def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]
 
 
 def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
-    """The groups of the promised products: members that stay in BF16 left out, keyed by the first that remains."""
+    """The groups of modules that share an input, reduced to the modules in FP8 and keyed by the first of these."""
     kept = [[member for member in members if member in scales.weights] for members in groups.values()]
     return {members[0]: members for members in kept if members}
 
 
 def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
-    """The ONNX model of the checkpoint in `directory`, its initializers external data there.
+    """Make the ONNX model of the checkpoint in `directory`, with its initializers as external data there.
 
-    Of each kind of layers a few are traced, and the others are made from them (`layer_kinds`, `layer_copies`); all are
-    traced where that cannot be. `ran` is called with the number of layers that the model has run.
+    A few layers of each kind are traced and the others are copied from them (`layer_kinds`, `layer_copies`); all are
+    traced where that is not possible. `ran` is called with the number of layers that the model has run.
     """
     try:
         return stamped(directory, plan, ran)
@@ -131,8 +131,8 @@ def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda 
 
 
 def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
-    """Trace one layer of each kind and copy the others from it. Raises NotAlikeError where there is nothing to save, or
-    the layers are not what they seemed.
+    """Trace three layers of each kind and copy the others. Raises NotAlikeError where nothing is saved or layers
+    differ.
     """
     graph, tensors = _opened(directory, plan)
     model = graph.model
@@ -158,7 +158,7 @@ def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda 
 
 
 def _branched(model: ir.Model, tensors: passes.Tensors) -> ir.Model:
-    """`model`, in which nothing stands for what was not traced any more."""
+    """Replace the marked experts of `model` by branches."""
     branch_experts(model, tensors.like)
     RemoveUnusedOpsetsPass()(model)
     passes.order_initializers(model)
@@ -172,7 +172,7 @@ def _count(graph: Graph, prefix: str, ran: Callable[[int], None]) -> None:
 
 
 def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
-    """The empty model of a checkpoint, ready to be traced, and where its tensors are."""
+    """The empty model of a checkpoint, prepared for tracing, and the places of its tensors."""
     config = AutoConfig.from_pretrained(directory)
     model, buffers = empty_model(config, plan.dtype)
     stored = passes.stored_tensors(directory)
@@ -218,7 +218,7 @@ def _exported(graph: Graph, plan: GraphPlan) -> ir.Model:
 
 
 def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Model:
-    """`model` after all passes, in place."""
+    """Apply all passes to `model`, in place."""
     renaming.name_interface(model, sorted(graph.attention))
     renaming.read_sizes_first(model)
     renaming.name_nodes(model, graph.attention.values())
@@ -233,7 +233,7 @@ def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Mode
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, ir.TensorProtocol]]:
-    """The model all on the meta device, and the values of the buffers that no checkpoint holds."""
+    """Make the model on the meta device; return it and the values of buffers that no checkpoint holds."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = skeleton(config, dtype)
@@ -246,7 +246,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTraine
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Name of a tied parameter -> the names its tensor also bears (the first is what a checkpoint keeps)."""
+    """Map a tied parameter to the other names of its tensor; the first is the name in the checkpoint."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -257,9 +257,9 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Inputs to trace with, on the meta device, and which of their dimensions are dynamic.
+    """Make the example inputs of the trace, on the meta device, and list their dynamic dimensions.
 
-    The sizes differ, so that none are taken for equal.
+    The sizes differ, so that the exporter takes no two of them for equal.
     """
     batch, seq, capacity = 2, 3, 5
     stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}
@@ -282,7 +282,7 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter's remarks on packages it does without."""
+    """Silence the exporter's messages about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -295,6 +295,6 @@ def quiet() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an exception's text, without the colours that torch writes it in."""
+    """The first line of an exception's text, without torch's colour codes."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return next((line.strip() for line in plain.splitlines() if line.strip()), type(error).__name__)

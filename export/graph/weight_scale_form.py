@@ -1,20 +1,21 @@
-"""The two forms of a graph, which are one pass over the ONNX file apart: where the scales of a weight's channels stand.
+"""Convert a graph between the two forms of its weights' scales, by one pass over the ONNX file.
 
-`dq`: in its DequantizeLinear, as compressed-tensors and ModelOpt have them. TensorRT-RTX moves them behind the product
-by itself. `mul`: behind the product, where they are applied in the end; DequantizeLinear multiplies by one number. For
-builders that take a product of codes only where both sides have a single scale.
+`dq`: the scale of each channel is in the weight's DequantizeLinear, as compressed-tensors and ModelOpt have it;
+TensorRT-RTX moves it behind the product by itself. `mul`: the scales are applied behind the product, and
+DequantizeLinear multiplies by one number. This is for builders that take a product of codes only where both sides have
+a single scale.
 
     dq    x -> Q -> DQ(s_x) ─────────────┐
           codes -> DQ(s_w[channel]) -> T -> MatMul ->                                        Add bias
     mul   x -> Q -> DQ(s_x), FP32 ───────┐
           codes -> DQ(1), FP32 -> T ─────-> MatMul, FP32 -> Mul(s_w[channel]) -> Cast ->     Add bias
 
-The product of `mul` is FP32, so the sum is scaled before it is rounded, once, and cannot overflow. Its one scale is 1,
-so that what stands behind the product is the checkpoint's `weight_scale` itself, where it lies: no number is made, none
-can be another, the graph still holds none, and the way back gives the same bytes. Another power of two would be as
-exact and wins nothing in FP32 (docs/decisions/0011).
+In `mul` the product is FP32: the sum is scaled before it is rounded once, and cannot overflow. Its one scale is 1, so
+that the factor behind the product is the checkpoint's `weight_scale` itself, read from its place: the graph still holds
+no scale, and the way back gives the same bytes. Another power of two would be as exact and wins nothing in FP32
+(docs/decisions/0011).
 
-Works on the file's own messages with the package `onnx`, which an engine host has; torch and onnx_ir it has not.
+Works on ONNX's protobuf messages with the package `onnx`, which an engine host has, without torch and onnx_ir.
 """
 
 import os
@@ -45,14 +46,14 @@ def other(form: WeightScale) -> WeightScale:
 
 
 def recorded_form(graph: Indexed) -> WeightScale:
-    """The form that a graph was written in."""
+    """Read the form in which a graph was written."""
     return "mul" if UNIT in graph.initializers else "dq"
 
 
 def write_form(source: Path, path: Path, form: WeightScale) -> None:
     """Write the graph `source` in a form to `path`, which may be `source`.
 
-    In another directory it reads the same external data there: see `link_data`.
+    In another directory it reads the same external data, by links (`link_data`).
     """
     model = load_graph(source).model
     in_form(model, source.parent, form)
@@ -61,10 +62,9 @@ def write_form(source: Path, path: Path, form: WeightScale) -> None:
 
 
 def link_data(graph: Path, directory: Path) -> list[Path]:
-    """Make links in `directory` to the external data of a graph, relative ones, so that both may move together; returns
-    those that were not there.
+    """Link the external data of a graph into `directory`, with relative links; return the links that are new.
 
-    TensorRT's parser follows them, and refuses a place with `..` in it.
+    TensorRT's parser follows links, and refuses a location with `..` in it.
     """
     held = {directory / where.location: place.path for *_, where, place in load_graph(graph).storage.external}
     made = [link for link in held if not os.path.lexists(link)]
@@ -74,11 +74,11 @@ def link_data(graph: Path, directory: Path) -> list[Path]:
 
 
 def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
-    """Put every product on FP8 codes of a model in a form, in place; the scales lie in `directory`.
+    """Put every product on FP8 codes of a model into a form, in place; the scales lie in `directory`.
 
     1. A product whose weight has one scale for each channel becomes `mul`. 2. One in the form `mul` of this pass
-    becomes `dq`. 3. Left as it is: one that is in the form, whose weight has one scale in all, that is a Gemm or Conv
-    (a bias of its own would be scaled too), or one side of which something else reads, which would get another type.
+    becomes `dq`. 3. Left alone: a product that is in the form already, whose weight has a single scale, that is a Gemm
+    or Conv (its own bias would be scaled too), or one side of which has another reader, which would get another type.
     """
     graph = Indexed(model, directory)
     fits, change = {"dq": (_is_mul, _to_dq), "mul": (_is_dq, _to_mul)}[form]
@@ -98,8 +98,8 @@ def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A product whose form is to be another: the DequantizeLinear of its weight, the tensor of its channels' scales,
-    the type that the graph computes in, and the nodes of `mul` behind it.
+    """A product to convert: the DequantizeLinear of its weight, the tensor of channel scales, the compute type of the
+    graph, and the nodes of `mul` behind it.
     """
 
     product: Product
@@ -139,7 +139,7 @@ def _is_mul(graph: Indexed, product: Product) -> bool:
 
 
 def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
-    """Those of `products` of whose two sides all other readers are such products too."""
+    """The `products` on whose two sides all other readers are such products too."""
     while True:
         reading = {product.node.output[0] for product in products}
         kept = [
@@ -153,7 +153,7 @@ def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
 
 
 def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
-    """Yield the nodes that read the result of a DequantizeLinear, Transposes passed by."""
+    """Yield the nodes that read the result of a DequantizeLinear, through Transposes."""
     assert side.dequantize is not None, "both sides are codes"
     waiting = [side.dequantize.output[0]]
     for value in waiting:
@@ -165,7 +165,9 @@ def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
 
 
 def _to_mul(scaled: _Scaled) -> list[NodeProto]:
-    """The nodes that stand for a product in `mul`; it and its weight's DequantizeLinear are changed in place."""
+    """Make the nodes that replace a product in `mul`; the product and its weight's DequantizeLinear are changed in
+    place.
+    """
     node, name, result = scaled.product.node, scaled.product.node.name, scaled.product.node.output[0]
     scaled.weight.input[1], node.output[0] = UNIT, f"{name}.sum"
     wide = scaled.compute == TensorProto.FLOAT
@@ -183,7 +185,7 @@ def _to_dq(scaled: _Scaled) -> list[NodeProto]:
 
 
 def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tuple[str, int]]:
-    """Let both sides of a product be of the type that they have in a form: what is of it then, and the type."""
+    """Set the output type of both sides of a product to that of the form; return the type behind the product."""
     kind = TensorProto.FLOAT if form == "mul" else scaled.compute
     for value, side in zip(scaled.product.node.input, scaled.product.operands, strict=True):
         assert side.dequantize is not None, "both sides are codes"
@@ -195,7 +197,7 @@ def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tupl
 
 
 def _keep_unit(graph: GraphProto) -> None:
-    """Have the one scale of the form `mul` in the file where it is read, and only there."""
+    """Keep the unit scale of the form `mul` in the file exactly where it is read."""
     read = any(UNIT in node.input for node in nodes_of(graph))
     held = [tensor for tensor in graph.initializer if tensor.name == UNIT]
     if read and not held:

@@ -1,1 +1,1 @@
-"""Modules that take the place of a model's own, so that tracing it gives a plain ONNX graph. Needs torch."""
+"""Modules that replace a model's own before it is traced to a plain ONNX graph. Needs torch."""

@@ -1,6 +1,6 @@
-"""Attention as the graph has it: it makes its own mask, from the positions of queries and of the cache's slots.
+"""Attention of the graph, which makes its mask from the positions of queries and of cache slots.
 
-It is ONNX's Attention operator where TensorRT-RTX has a kernel for it, and plain products and a softmax where not.
+It is ONNX's Attention operator where TensorRT-RTX has a kernel for it, and otherwise plain products and a softmax.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ _mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 def attending(
     queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Iterator[None]:
-    """Give `attention` the positions of queries [batch, seq] and keys [batch, capacity + seq], which keys are there,
-    and what is added to their scores, float32 [batch, heads, 1, capacity + seq].
+    """Set the inputs of `attention` in this block: positions of queries [batch, seq] and of keys [batch, capacity +
+    seq], the filled keys, and a bias of the scores, float32 [batch, heads, 1, capacity + seq].
     """
     _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0, bias))
     try:
@@ -36,12 +36,12 @@ def attention(
     attention_mask: object,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Grouped-query attention over [batch, heads, length, size], as ONNX's Attention operator; causal by position, not
+    """Grouped-query attention over [batch, heads, length, size] as ONNX's Attention operator; causal by position, not
     by slot.
 
-    Where TensorRT has no fused kernel or finds none (`graph_model.MIXED_LAYERS`), of capped logits, whose `softcap` it
-    does not parse, of scores with a bias, and of values of another size than the keys, as plain products and a softmax,
-    which is in FP32.
+    It is plain products and a softmax in FP32 where TensorRT has no fused kernel or finds none
+    (`graph_model.MIXED_LAYERS`), for capped logits, whose `softcap` it does not parse, for scores with a bias, and for
+    values of another size than the keys.
     """
     scaling, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
     queries, keys, filled, bias = _mask[-1]
@@ -68,8 +68,8 @@ def attention(
 
 
 def has_fused_kernel(heads: int, size: int) -> bool:
-    """Tell whether TensorRT-RTX 1.7 has an attention kernel for this many query heads of this size, for prompts and for
-    single tokens (found by building).
+    """Tell whether TensorRT-RTX 1.7 has an attention kernel for this number and size of query heads, for prompts and
+    for single tokens (found by building).
     """
     return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
 
@@ -94,8 +94,8 @@ def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def weights_of(scores: torch.Tensor, allowed: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """The softmax of `scores` float32 [..., seq, length], capped before they are masked: a capped mask would let
-    through what it hides.
+    """The softmax of `scores` float32 [..., seq, length]. They are capped before they are masked: a capped mask would
+    let hidden keys through.
     """
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap

@@ -1,5 +1,5 @@
-"""The cache as the graph has it: a past of fixed capacity comes in, this step's keys and values alone go out, as values
-or as codes.
+"""The KV cache of the graph: a past of fixed capacity is an input, and only the new keys and values are outputs, as
+values or codes.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from .layer_kinds import OwnIndex
 
 
 class QuantizedCache(nn.Module):
-    """Keys (or values) of one layer as codes: the past is dequantized, the new ones are quantized once and leave as
+    """Keys (or values) of one layer as codes: the past is dequantized; new values are quantized once and are outputs as
     codes.
     """
 
     def __init__(self, dtype: torch.dtype):
-        """Values are of type `dtype`."""
+        """Dequantize to `dtype`."""
         super().__init__()
         self.dtype = dtype
         self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
@@ -29,8 +29,8 @@ class QuantizedCache(nn.Module):
     scale: torch.Tensor
 
     def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`past` codes [batch, heads, capacity, size] and `new` values [batch, heads, seq, size]: all of them as
-        values, and the new codes.
+        """Return all values and the new codes, from `past` codes [batch, heads, capacity, size] and `new` values
+        [batch, heads, seq, size].
         """
         codes = operators.quantize(new, self.scale, CODE)
         values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
@@ -38,10 +38,11 @@ class QuantizedCache(nn.Module):
 
 
 def cache_shapes(text: PreTrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Heads and head size of the cache, of keys and of values, in every layer, by the configuration of the text model:
-    by its first layer's where layers have configurations of their own.
+    """Heads and head size of the cached keys, and of the values, in every layer; by the first layer's configuration
+    where layers have their own.
 
-    Latent attention writes what its queries meet, for every head, and not what it was made of (`latent`).
+    Latent attention caches the keys and values of every head, not the latent vector that they are computed from
+    (`latent`).
     """
     text = (getattr(text, "per_layer_config", None) or [text])[0]
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -60,12 +61,12 @@ class PlainCache(nn.Module):
     """Keys (or values) of one layer in the compute type."""
 
     def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of them, and the new ones."""
+        """Return all values, and the new ones."""
         return torch.cat([past, new], dim=-2), new
 
 
 class GraphLayer(DynamicLayer):
-    """One layer of the cache while the graph is traced: `new` holds what this step wrote."""
+    """One layer of the cache during tracing; `new` holds the keys and values of this step."""
 
     def __init__(self, attention: nn.Module, past: tuple[torch.Tensor, torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
@@ -76,7 +77,7 @@ class GraphLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take keys and values [batch, heads, seq, size]; return the past's and theirs."""
+        """Append keys and values [batch, heads, seq, size] to the past; return both together."""
         pairs = [
             part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)
         ]
@@ -85,7 +86,7 @@ class GraphLayer(DynamicLayer):
 
 
 class GraphCache(DynamicCache):
-    """The cache while the graph is traced, by the index of the layer."""
+    """The cache during tracing, by layer index."""
 
     def __init__(self, layers: Mapping[int, GraphLayer]):
         super().__init__()
@@ -95,6 +96,6 @@ class GraphCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int | OwnIndex, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take keys and values of a layer; return the past's and theirs."""
+        """Append keys and values of a layer to its past; return both together."""
         index = layer_idx.number if isinstance(layer_idx, OwnIndex) else layer_idx
         return self.of[index].update(key_states, value_states, *args, **kwargs)

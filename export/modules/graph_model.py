@@ -1,10 +1,10 @@
-"""A Hugging Face decoder as one plain ONNX graph (standard operators only), its weights left where they are.
+"""A Hugging Face decoder as one plain ONNX graph of standard operators, with its weights left in their files.
 
-The model is built on the meta device, so memory does not grow with the weights, and traced by
-`torch.onnx.export(dynamo=True)`. Three things are put in place of the originals: linear layers on FP8 codes, an
-attention that makes its own mask from positions, and a cache whose past is a buffer of fixed capacity (slot j holds
-position j) and whose new keys and values leave the graph alone. The padding of a batch goes to the
-right: a padded token continues the positions, is masked, and what it writes is overwritten.
+The model is made on the meta device, so memory does not grow with the weights, and traced by
+`torch.onnx.export(dynamo=True)`. Three parts of it are replaced: linear layers by layers on FP8 codes, attention by one
+that makes its mask from positions, and the cache by a buffer of fixed capacity (slot j holds position j) of which only
+the new keys and values are outputs. Batches are padded on the right: a padded token continues the positions and is
+masked, and its keys and values are overwritten.
 """
 
 import inspect
@@ -39,13 +39,12 @@ MIXED_LAYERS = 12
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The parts of a model that run in FP8: `groups` first module -> members (quantized modules only), `cache`: the
-    parts of the cache that are codes, of `kv`.
+    """The parts of a model that run in FP8.
 
-    `code`: the type of the products' codes, where they are not FP8 but what FP8 is compared with. `dtype`: what all
-    else computes in.
-    `two_terms`: the modules whose input is two codes a value; `attention`: how many codes a query or a probability is,
-    0 where attention takes none. `adapter`: the name of the one beside the products.
+    `groups`: first module -> quantized modules that share its input. `cache`: the cached parts on codes, of `kv`.
+    `dtype`: the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the
+    modules whose input is two codes a value. `attention`: codes for each query or probability, 0 for attention without
+    codes. `adapter`: the name of the adapter beside the products.
     """
 
     groups: Mapping[str, list[str]]
@@ -58,10 +57,10 @@ class GraphPlan:
 
 
 class QuantizedInput(nn.Module):
-    """The input of a group: every member receives the same tensor, which is quantized once.
+    """The input of a group of modules: all of them receive one tensor, which is quantized once.
 
-    In two `terms` it has twice the rows along `axis` (`FirstTerm`), and its product is in FP32, since the sum of its
-    halves is rounded once that way (docs/two-terms.md).
+    In two `terms` it has twice the rows along `axis` (`FirstTerm`), and its product is FP32, so that the sum of its
+    halves is rounded once (docs/two-terms.md).
     """
 
     def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0):
@@ -75,37 +74,43 @@ class QuantizedInput(nn.Module):
     scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` quantized and dequantized, in the type of the product."""
+        """Quantize and dequantize `x`, to the type of the product."""
         if self._last is None or self._last[0] is not x:
             terms = x if self.first is None else self.first(x, self.scale)
             self._last = (x, rounded(terms, self.scale, self.code, self.dtype))
         return self._last[1]
 
     def halves(self) -> "Halves | None":
-        """The operation that makes one product of that of two terms."""
+        """The module that adds the two halves of a product in two terms; None for one term."""
         return None if self.first is None else Halves(self.axis)
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """`x` quantized and dequantized."""
+    """Quantize and dequantize `x`."""
     values: torch.Tensor = operators.dequantize(operators.quantize(x, scale, code), scale, dtype)
     return values
 
 
 class FirstTerm(nn.Module):
-    """`x`, and behind it along `axis` sixteen times what its codes leave of it, whose codes are the second term."""
+    """Put sixteen times the error of the first term behind `x` along `axis`: the codes of this part are the second
+    term.
+    """
 
     def __init__(self, axis: int):
         super().__init__()
         self.axis = axis
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """`x` [batch, …, width] to [2 batch, …, width], or twice as much of another axis, exact in its own type."""
+        """Make [2 batch, …, width] of `x` [batch, …, width], or twice as much of another axis; exact in the type of
+        `x`.
+        """
         return torch.cat([x, (x - rounded(x, scale, CODE, x.dtype)) * TWO_TERMS.divisor], dim=self.axis)
 
 
 class Halves(nn.Module):
-    """The product of two terms: that of the first, and a sixteenth of that of the second, behind it along `axis`."""
+    """Add the halves of a product in two terms: the first, and a sixteenth of the second, behind each other along
+    `axis`.
+    """
 
     def __init__(self, axis: int):
         super().__init__()
@@ -119,12 +124,13 @@ class Halves(nn.Module):
 
 
 class GraphLinear(nn.Module):
-    """A linear layer as the graph has it: DequantizeLinear(weight) -> Transpose -> MatMul, and Add where there is a
-    bias. A Conv1D's weight needs no Transpose. Of two terms the halves are added behind the MatMul.
+    """A linear layer of the graph: DequantizeLinear(weight) -> Transpose -> MatMul -> Add of the bias, if any.
+
+    The weight of a Conv1D needs no Transpose. With two terms the halves are added behind the MatMul.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
-        """Stand in for `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
+        """Replace `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_channel_axis(linear)
         self.halves = quantized.halves()
@@ -141,7 +147,7 @@ class GraphLinear(nn.Module):
     weight_scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., out]."""
+        """Map `x` [..., in] to [..., out]."""
         (quantized,) = self.quantized
         weight = operators.dequantize(self.weight, self.weight_scale, quantized.dtype, self.axis)
         y = torch.matmul(quantized(x), weight if self.axis else weight.t())
@@ -152,7 +158,7 @@ class GraphLinear(nn.Module):
 
 
 class Graph(nn.Module):
-    """The traced module: inputs and outputs of the ONNX graph, in its order."""
+    """The module that is traced: its inputs and outputs are those of the ONNX graph, in order."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -170,7 +176,7 @@ class Graph(nn.Module):
         position_ids: torch.Tensor,
         past: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, ...]:
-        """Logits [batch, seq, vocabulary], then this step's keys and values of every layer."""
+        """Return logits [batch, seq, vocabulary], and the new keys and values of every layer."""
         capacity = past[0][0].shape[2]
         slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
         keys = torch.cat([slots, position_ids], dim=1)
@@ -190,25 +196,25 @@ class Graph(nn.Module):
 
 
 def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arguments of `model` for these tokens: embeddings, where it would look for images among them."""
+    """The arguments of `model` for these tokens: embeddings for a model that would look for images among token ids."""
     return (
         {"inputs_embeds": model.get_input_embeddings()(input_ids)} if nested(model.config) else {"input_ids": input_ids}
     )
 
 
 class MatMul(nn.Module):
-    """A product as a module, so that its node has a name."""
+    """A matrix product as a module, so that its node gets a name."""
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """`a` [..., n, k] by `b` [..., k, m]."""
+        """Multiply `a` [..., n, k] by `b` [..., k, m]."""
         return torch.matmul(a, b)
 
 
 class QuantizedAttention(nn.Module):
     """Attention as two products of codes and a softmax in FP32.
 
-    Query heads that share a key head are one matrix, so that nothing is repeated. Two terms of queries and
-    probabilities lie along its rows, so that neither are keys and values.
+    Query heads that share a key head are one matrix, so keys and values are not repeated. The two terms of queries and
+    probabilities lie along its rows, for the same reason.
     """
 
     def __init__(self, plan: GraphPlan):
@@ -229,8 +235,8 @@ class QuantizedAttention(nn.Module):
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """`query` [batch, heads, seq, size], `key` and `value` [batch, kv_heads, length, size], `allowed` [batch, 1,
-        seq, length].
+        """Attend `query` [batch, heads, seq, size] to `key` and `value` [batch, kv_heads, length, size]; `allowed`
+        [batch, 1, seq, length].
         """
         batch, heads, seq, size = query.shape
         kv_heads, length = key.shape[1:3]
@@ -247,14 +253,14 @@ class QuantizedAttention(nn.Module):
 
 
 def _beside(model: PreTrainedModel, attention: str) -> bool:
-    """Tell whether a layer's experts read what its attention reads, as Cohere's do: it has one norm."""
+    """Tell whether a layer's experts and its attention read one normed tensor, as in Cohere's models."""
     layer = model.get_submodule(attention.rpartition(".")[0])
     return sum("norm" in type(child).__name__.lower() for child in layer.children()) < 2
 
 
 def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
-    """Put the graph's layers, attention and cache into `model` (on the meta device, in the plan's type; changed in
-    place).
+    """Replace layers, attention and cache of `model` by the graph's; `model` is on the meta device and changed in
+    place.
     """
     AttentionInterface.register(ATTENTION, attention)
     fix_frequencies(model)

@@ -1,15 +1,15 @@
-"""Group decoder layers of one kind, and a model in which most of a kind only hand their input on.
+"""Group decoder layers into kinds, and let most layers of a kind pass their input through.
 
-A model has one to three kinds of layers, and torch's exporter takes more than a second for each layer that it traces.
-So of each kind the first is traced, which also computes what the others share (a mask), the second, which is the
-pattern of the others, and the last, which proves the pattern (`graph.layer_copies`). In the place of the others the
-graph has a node, `operators.SKIPPED`.
+A model has one to three kinds of layers, and torch's exporter takes more than a second for each traced layer. So only
+three of each kind are traced: the first, which also computes what the others share (a mask), the second, which is the
+pattern for the others, and the last, which proves the pattern (`graph.layer_copies`). In place of the others the graph
+has a node, `operators.SKIPPED`.
 
-Being of one kind is a strong claim, so it is told from all that a layer is: the classes of its modules, every
-attribute, the shapes and types of its tensors, here and in the file, and the values of those that no file holds. What
-cannot be compared is different. Three things show only while the model runs, and end the attempt with `NotAlikeError`:
-a layer that is handed anything but what its kind is handed, one that looks at its own index, and a model that reads a
-module or tensor of a layer that is not traced, which has none any more.
+Two layers are of one kind if everything about them is equal: the classes of their modules, every attribute, the shapes
+and types of their tensors, here and in the file, and the values of tensors that no file holds. What cannot be compared
+counts as different. Three differences show only while the model runs, and end the attempt with `NotAlikeError`: other
+arguments than those of the kind, a read of the layer's own index, and a read of a module or tensor of a layer that is
+not traced.
 """
 
 import re
@@ -34,29 +34,29 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 class NotAlikeError(Exception):
-    """Layers that looked alike are not: the model is to be traced in full."""
+    """Layers that looked alike are not; the model has to be traced in full."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Decoder layers that differ in nothing but their index, ascending."""
+    """Decoder layers that differ in their index alone, ascending."""
 
     members: tuple[int, ...]
 
     @property
     def traced(self) -> tuple[int, ...]:
-        """Those that are traced: all of a few; else the first, the second and the last."""
+        """The layers to trace: all where there are few, otherwise the first, the second and the last."""
         return self.members if len(self.members) <= TRACED else (*self.members[:2], self.members[-1])
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """Those that are not."""
+        """The layers that are not traced."""
         return self.members[2:-1]
 
 
 def layer_prefix(model: nn.Module) -> str | None:
-    """Return the prefix of the decoder layers' names, `model.layers.`; None where they do not differ in their index
-    alone.
+    """The common prefix of the decoder layers' names, such as `model.layers.`; None where they differ in more than an
+    index.
     """
     prefixes = set()
     for index, name in attention_modules(model).items():
@@ -68,7 +68,7 @@ def layer_prefix(model: nn.Module) -> str | None:
 def kinds_of(
     model: nn.Module, prefix: str, stored: Mapping[str, ir.DataType], computed: Mapping[str, ir.TensorProtocol]
 ) -> list[Kind]:
-    """The decoder layers of `model` (prepared for the graph) by kind.
+    """Group the decoder layers of `model`, which is prepared for the graph, by kind.
 
     `stored`: types of the tensors in the files, by the model's names; `computed`: the buffers that no file holds.
     """
@@ -86,7 +86,7 @@ def _told(
     stored: Mapping[str, ir.DataType],
     computed: Mapping[str, ir.TensorProtocol],
 ) -> object:
-    """All that tells `layer` from others but its index, as something to compare."""
+    """Everything that distinguishes `layer` from others, without its index, as a value to compare."""
     inside = {id(module): path for path, module in layer.named_modules()}
     told: list[object] = []
     for path, module in layer.named_modules():
@@ -105,8 +105,8 @@ def _told(
 
 
 def _value(value: object, inside: Mapping[int, str]) -> object:
-    """An attribute as something to compare: by value where that is plain or made of such, else by identity; a module by
-    its place in the layer.
+    """An attribute as a value to compare: plain data by value, a module by its place in the layer, other objects by
+    identity.
     """
     if isinstance(value, PLAIN):
         return (type(value), repr(value))
@@ -133,7 +133,7 @@ class Call:
 
 @dataclass(frozen=True)
 class OwnIndex:
-    """Stands for a layer's index while the model is traced: only the cache may ask for the number."""
+    """Replaces a layer's index during tracing: only the cache may use the number."""
 
     number: int
 
@@ -147,9 +147,10 @@ class OwnIndex:
 
 
 class SkippedLayer(nn.Module):
-    """A decoder layer without its modules, parameters and buffers, which raises NotAlikeError where one is read.
+    """A decoder layer without modules, parameters and buffers; reading one of these raises NotAlikeError.
 
-    It is made of the layer itself (`strip`), whose class stays a base, so that the model knows its layer again.
+    It is made of the layer itself (`strip`), and the layer's class stays a base, so that the model's `isinstance` tests
+    hold.
     """
 
     stripped: frozenset[str] = frozenset()
@@ -161,7 +162,7 @@ class SkippedLayer(nn.Module):
 
     @classmethod
     def strip(cls, layer: nn.Module) -> None:
-        """Take its modules, parameters and buffers from `layer`, and remember their names."""
+        """Remove the modules, parameters and buffers of `layer`, and remember their names."""
         registered = (layer._modules, layer._parameters, layer._buffers)
         vars(layer)["stripped"] = frozenset(name for names in registered for name in names)
         for names in registered:
@@ -170,9 +171,9 @@ class SkippedLayer(nn.Module):
 
 
 def skip(model: nn.Module, prefix: str, kinds: Sequence[Kind]) -> None:
-    """Let the layers of `model` that are not to be traced hand their input on, as a node `operators.SKIPPED`.
+    """Let the layers of `model` that are not traced pass their input through, as a node `operators.SKIPPED`.
 
-    Changed in place: these layers lose their modules, and those that are traced no longer know their index.
+    Changed in place: these layers lose their modules, and the traced ones no longer know their index.
     """
     for kind in kinds:
         call = Call()
@@ -200,7 +201,7 @@ def _watch(layer: nn.Module, call: Call) -> None:
 
 
 def _handing_on(index: int, call: Call) -> Callable[..., object]:
-    """The forward pass of layer `index`, of which `call` saw others of its kind."""
+    """Make the forward pass of the skipped layer `index`; `call` has the arguments of its kind."""
 
     def forward(*args: Any, **kwargs: Any) -> object:
         if call.given is None:
@@ -219,7 +220,7 @@ def _handing_on(index: int, call: Call) -> Callable[..., object]:
 
 
 def _same(one: object, other: object) -> bool:
-    """Tell whether two arguments are the same object, or equal and plain."""
+    """Tell whether two arguments are one object, or equal plain data."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -1,9 +1,9 @@
-"""Quantization as torch operators, so that an exported graph says QuantizeLinear and DequantizeLinear and nothing else;
-and those that stand for what is not traced: a layer, and a layer's experts.
+"""Quantization as torch operators that export to QuantizeLinear and DequantizeLinear, and placeholders for layers and
+experts that are not traced.
 
-Each has a kernel (the reference's arithmetic) and a shape function; `translations` gives their ONNX form for torch's
-exporter. Scales are FP32 and the output type is stated: with scales in a narrower type TensorRT multiplies by a rounded
-reciprocal (docs/decisions).
+Each operator has a kernel (the reference's arithmetic) and a shape function; `translations` gives torch's exporter
+their ONNX form. Scales are FP32 and output types are explicit: with scales in a narrower type TensorRT multiplies by a
+rounded reciprocal (docs/decisions).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ EXPERT_BEGINS, EXPERT_ENDS = ("fp8q", "ExpertBegins"), ("fp8q", "ExpertEnds")
 
 @torch.library.custom_op("fp8q::quantize", mutates_args=())
 def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
-    """Codes of x / scale, of x's shape in the type `code`: float8_e4m3fn, or int8; `scale` float32 []."""
+    """Encode x / scale in the type `code`, float8_e4m3fn or int8, with x's shape; `scale` float32 []."""
     return encode(x, scale) if code == CODE else encode_int8(x, scale)
 
 
@@ -36,7 +36,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
 
 @torch.library.custom_op("fp8q::dequantize", mutates_args=())
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
-    """code × scale in FP32, cast to `dtype`; `scale` float32 [] for the tensor, or [channels] along `axis`."""
+    """Multiply codes by their scale in FP32 and cast to `dtype`; `scale` float32 [], or [channels] along `axis`."""
     factor = scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(codes.dim())])
     return (codes.float() * factor).to(dtype)
 
@@ -48,7 +48,7 @@ def _(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 
 
 @torch.library.custom_op("fp8q::halves", mutates_args=())
 def halves(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and the second half of `x` along `axis`, whose size is even."""
+    """Split `x` along `axis`, whose size is even, into two halves."""
     first, second = x.chunk(2, axis)
     return first.clone(), second.clone()
 
@@ -61,7 +61,7 @@ def _(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.library.custom_op("fp8q::layer", mutates_args=())
 def layer(hidden: torch.Tensor, index: int) -> torch.Tensor:
-    """`hidden` as it is: the place of layer `index`, which is not traced."""
+    """Return `hidden` unchanged: the placeholder of layer `index`, which is not traced."""
     return hidden.clone()
 
 
@@ -74,8 +74,8 @@ def _(hidden: torch.Tensor, index: int) -> torch.Tensor:
 def expert_begins(
     total: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, members: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mark where an expert begins that stands for `members`: `total` [tokens, width] as it is, and the column [tokens]
-    of `shares` [tokens, experts] that is its own; `chosen` bool [experts].
+    """Mark the begin of an expert that was traced for all `members`. Returns `total` [tokens, width] unchanged, and the
+    expert's own column [tokens] of `shares` [tokens, experts]; `chosen` bool [experts].
     """
     return total.clone(), shares[:, members[0]].clone()
 
@@ -89,7 +89,7 @@ def _(
 
 @torch.library.custom_op("fp8q::expert_ends", mutates_args=())
 def expert_ends(total: torch.Tensor) -> torch.Tensor:
-    """Mark where it ends: `total`, to which it has added, as it is."""
+    """Mark the end of an expert; return `total` unchanged, with the expert's output added."""
     return total.clone()
 
 
@@ -101,9 +101,7 @@ def _(total: torch.Tensor) -> torch.Tensor:
 def mark(
     operator: tuple[str, str], inputs: Sequence[str], outputs: Sequence[str], **attributes: onnx.defs.OpSchema.AttrType
 ) -> "Op":
-    """An operator of ours as onnxscript wants it described, with the types of what it takes and returns: letters for
-    any float type.
-    """
+    """Describe a custom operator for onnxscript, with type variables for its inputs and outputs."""
     from onnxscript.values import Op, Opset
 
     domain, name = operator

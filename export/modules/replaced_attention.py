@@ -1,11 +1,11 @@
-"""Attention that does not go through transformers' interface, where the graph's would take its place: BLOOM's,
-Falcon's, GPT-J's and CodeGen's modules are given a forward pass that does.
+"""Give BLOOM's, Falcon's, GPT-J's and CodeGen's attention a forward pass through transformers' attention interface.
 
-What they compute is theirs, with their own modules, in another order of steps. The cache of Falcon's
-newer form holds each key head once, where transformers writes it once for every query head that shares it: equal
-numbers, so the scales that were measured there hold. ALiBi, which BLOOM and some of Falcon add to the scores, depends
-on the distance alone, and a softmax does not see what is added to a whole row: so it is the slope of the head times the
-key's position (`bias`), which the graph has.
+Their own forward passes do not use this interface, so the graph's attention could not take their place. The
+replacements compute the same with the same modules, in another order of steps. The cache of Falcon's newer form holds
+each key head once, where transformers repeats it for every query head that shares it: the numbers are equal, so the
+measured scales hold. ALiBi, which BLOOM and some of Falcon add to the scores, depends on the distance alone, and a
+softmax ignores a constant added to a whole row: so it becomes the head's slope times the key's position (`bias`), which
+the graph has.
 """
 
 import sys
@@ -22,15 +22,13 @@ from ...calibrate.model.products import attention_modules
 
 
 def replaceable(model: PreTrainedModel) -> bool:
-    """Tell whether each attention of `model` is one of these."""
+    """Tell whether each attention module of `model` can be replaced."""
     modules = [model.get_submodule(name) for name in attention_modules(model).values()]
     return bool(modules) and all(type(module).__name__ in REPLACED for module in modules)
 
 
 def replace(model: PreTrainedModel, name: str) -> None:
-    """Let the attention of `model` (changed in place) go through transformers' interface, to what is registered as
-    `name`.
-    """
+    """Let the attention modules of `model` (changed in place) call the attention that is registered as `name`."""
     if not replaceable(model):
         model.set_attn_implementation(name)
         return
@@ -43,7 +41,7 @@ def replace(model: PreTrainedModel, name: str) -> None:
 
 
 def restore(model: PreTrainedModel, name: str) -> None:
-    """Let `model` attend as it did before `replace`, by what it calls `name`."""
+    """Undo `replace` in `model`."""
     if not replaceable(model):
         model.set_attn_implementation(name)
         return
@@ -55,7 +53,7 @@ def restore(model: PreTrainedModel, name: str) -> None:
 
 
 def alibi_slopes(model: PreTrainedModel) -> list[float]:
-    """The slope of each head's ALiBi; none where `model` has no ALiBi. Not to be called while it is traced."""
+    """The ALiBi slope of each head; None where `model` has no ALiBi. Not to be called during tracing."""
     config: Any = model.config
     if not replaceable(model) or not (config.model_type == "bloom" or getattr(config, "alibi", False)):
         return []
@@ -66,8 +64,8 @@ def alibi_slopes(model: PreTrainedModel) -> list[float]:
 
 
 def bias(model: PreTrainedModel, slopes: Sequence[float], keys: torch.Tensor) -> torch.Tensor | None:
-    """Return the bias that `model` adds to the scores of keys at these positions [batch, length]: float32 [batch,
-    heads, 1, length]; None where there are no `slopes`.
+    """The bias of the scores for keys at these positions [batch, length], float32 [batch, heads, 1, length]; None
+    without `slopes`.
     """
     if not slopes:
         return None
@@ -86,18 +84,18 @@ def bias(model: PreTrainedModel, slopes: Sequence[float], keys: torch.Tensor) ->
 
 
 def _attended(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, length, size] to [batch, length, heads, size]."""
+    """Transpose [batch, heads, length, size] to [batch, length, heads, size]."""
     name: str = vars(module)["fp8q_attends"]
     output: torch.Tensor = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, None)[0]
     return output
 
 
 def _heads(qkv: torch.Tensor, kv_heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [batch, heads, length, size] of a fused product, in which the queries that share a key
-    head come before it, and its value after it.
+    """Queries, keys and values [batch, heads, length, size] of a fused product with the layout: queries of a key head,
+    key, value.
 
-    The heads are made first, and taken apart behind the transposition: else TensorRT-RTX cuts the weight, and
-    multiplies in BF16 (`heads`).
+    Heads are made first and separated behind the transposition; otherwise TensorRT-RTX cuts the weight and multiplies
+    in BF16 (`heads`).
     """
     groups = qkv.unflatten(-1, (-1, size)).transpose(1, 2).unflatten(1, (kv_heads, -1))
     return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]

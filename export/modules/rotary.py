@@ -1,17 +1,17 @@
-"""Rotary frequencies as the graph has them: constants, those of texts up to a length.
+"""Fix the rotary frequencies of the graph: they are constants, valid for texts up to a length.
 
-Of most kinds (`linear`, `llama3`, `yarn`, `proportional`) transformers computes them once. Two kinds it changes in the
-forward pass, by the largest position that it is handed: `dynamic` beyond `max_position_embeddings`, `longrope`, which
-has two sets of them, beyond `original_max_position_embeddings`. Up to there both are what they are at the start, to the
-last bit. A graph holds that set, and is served up to there: in what lies beyond, transformers itself gives a text other
-numbers than its halves, and a row of a batch other numbers than alone (docs/decisions/0024).
+For most kinds (`linear`, `llama3`, `yarn`, `proportional`) transformers computes frequencies once. Two kinds change in
+the forward pass with the largest position: `dynamic` beyond `max_position_embeddings`, and `longrope`, which has two
+sets, beyond `original_max_position_embeddings`. Up to there both equal the initial frequencies bit for bit. A graph
+holds these and is served up to there. Beyond, transformers itself gives a text other numbers than its halves, and a row
+of a batch other numbers than the row alone (docs/decisions/0024).
 """
 
 from torch import nn
 
 
 def fix_frequencies(model: nn.Module) -> None:
-    """Let no rotary embedding of `model` (changed in place) compute its frequencies again in a forward pass."""
+    """Keep all rotary embeddings of `model` (changed in place) from computing frequencies again in a forward pass."""
     for module in model.modules():
         kind = vars(module).get("rope_type")
         if isinstance(kind, str):

@@ -1,9 +1,9 @@
-"""Tell which architectures can be exported, before any work: the graph's attention and cache must be able to take the
-place of the model's own. What cannot be is quantized all the same, and has no graph.
+"""Tell which architectures can be exported, before any work. Others are quantized too, and get no graph.
 
-Most of it is seen in a forward pass of two tokens on the meta device, with an attention that computes nothing and looks
-at what it is handed. transformers makes no mask for an attention it does not know, and the graph's own is causal: so a
-mask that arrives all the same was computed by the model, and would be lost.
+The graph's attention and cache must be able to replace the model's. Most of this is seen in a forward pass of two
+tokens on the meta device, with an attention that computes nothing and records its arguments. transformers makes no mask
+for an attention that it does not know, and the graph's mask is causal: so a mask among the arguments was computed by
+the model, and would be lost.
 """
 
 import inspect
@@ -54,14 +54,14 @@ CRASHING = {"diffllama"}
 
 
 def unsupported(model: "PreTrainedModel") -> str | None:
-    """Name the part of `model` (the meta device will do) that no graph can be made of, with the architecture's name
-    before it; None where one can be.
+    """Name the feature of `model` (on the meta device or not) that prevents a graph, with the architecture's name; None
+    where there is none.
 
-    1. More experts than are worth a branch each. 2. Attention that does not go through transformers' interface, where
-       the graph's takes its place, and that has no other way to it (`replaced_attention`). 3. Positions that are
-       counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4.
-       A graph at which the builder crashes. 5. Layers whose cache is written by no module that says which layer it is.
-       6. An attention that does more than the graph's, a cache of other shapes (`seen_in_a_pass`).
+    1. More experts than are worth a branch each. 2. Attention outside transformers' interface that cannot be replaced
+    (`replaced_attention`). 3. Positions that are counted from the cache, whose length here is its capacity, or from the
+    padding token: the graph's begin at 0. 4. A graph at which the builder crashes. 5. A cache written by modules
+    without a layer index. 6. An attention that does more than the graph's, or a cache of other shapes
+    (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None
@@ -91,8 +91,8 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
 
 @dataclass
 class Looked:
-    """The evidence of a forward pass: `reasons` against it, and by layer the [heads, size] of the keys and values that
-    it wrote.
+    """The evidence of a forward pass: the `reasons` against a graph, and by layer the [heads, size] of its keys and
+    values.
     """
 
     reasons: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Looked:
         attention_mask: object,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stand in for an attention: nothing is computed, only the shape is right."""
+        """Replace attention: record the arguments and return a tensor of the right shape."""
         unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in KEYWORDS)
         if attention_mask is not None:
             self.reasons.append(f"computes an attention mask of its own ({type(module).__name__})")
@@ -120,7 +120,7 @@ class Looked:
         return query.new_empty(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
 
     def cache(self, layers: Mapping[int, str]) -> DynamicCache:
-        """A cache whose layers note the shapes they are given."""
+        """Make a cache whose layers record the shapes that they receive."""
 
         def note(layer: int) -> ObservedLayer:
             def see(keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -136,11 +136,10 @@ class Looked:
 def seen_in_a_pass(
     model: "PreTrainedModel", layers: Mapping[int, str], shapes: tuple[tuple[int, int], tuple[int, int]]
 ) -> str | None:
-    """Run two tokens and describe the feature of `model` (its rotary frequencies are fixed, in place) that the graph
-    cannot do: 1. a mask, 2. no causality, 3. a keyword unknown to it, 4. a cache of other `shapes` (heads, size; of
-    keys, of values).
+    """Run two tokens and describe what `model` does that the graph cannot; rotary frequencies are fixed, in place.
 
-    Before these: a forward pass that looks at values, which cannot be traced either.
+    Detected in this order: values read in the forward pass, which cannot be traced; 1. a mask, 2. attention that is not
+    causal, 3. an unknown keyword, 4. a cache of other `shapes` (heads, size; of keys, of values).
     """
     looked = Looked()
     fix_frequencies(model)
@@ -167,7 +166,7 @@ def seen_in_a_pass(
 
 @contextmanager
 def attending_with(model: "PreTrainedModel", looked: Looked) -> Iterator[None]:
-    """Put `looked.attention` in the place of the model's."""
+    """Replace the attention of `model` by `looked.attention` in this block."""
     AttentionInterface.register(LOOKING, looked.attention)
     before = model.config._attn_implementation
     replace(model, LOOKING)

@@ -1,9 +1,8 @@
-"""The experts of a layer as they are traced: one of each kind, dense, between two marks (`graph.expert_branches` makes
-the rest).
+"""Experts during tracing: one of each kind, dense, between two marks; `graph.expert_branches` makes the others.
 
-A graph has shapes and no loop over who was chosen, so each expert becomes a branch that runs when a token chose it. All
-branches are one expert's nodes with other weights: tracing 128 of them in each layer would take hours and say nothing
-new. So of the experts that differ in nothing but their number the first is traced, and marked with the others'.
+A graph has static nodes and no loop over the chosen experts, so each expert becomes a branch that runs when a token
+chose it. The branches have equal nodes with other weights: tracing 128 of them in each layer would take hours. So of
+the experts that differ in their number alone the first is traced, and its mark lists the others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +16,8 @@ from . import operators
 
 
 def groups_by_expert(places: Iterable[str], groups: Mapping[str, list[str]]) -> list[list[str]]:
-    """The members of `groups`, those of experts (which are in the modules `places`) apart: all experts of a layer read
-    one tensor, and each quantizes it in its own branch.
+    """Split the groups of experts (whose modules are `places`) into one group for each expert: all experts of a layer
+    read one tensor, and each quantizes it in its own branch.
     """
     prefixes = tuple(f"{place}." for place in places)
     found: dict[tuple[str, str], list[str]] = {}
@@ -30,10 +29,10 @@ def groups_by_expert(places: Iterable[str], groups: Mapping[str, list[str]]) -> 
 
 
 class GraphExpert(nn.Module):
-    """An expert that adds to what those before it came to, under the names of its linear layers."""
+    """An expert that adds its output to the total of the experts before it."""
 
     def __init__(self, expert: Expert):
-        """Of an expert whose linear layers are the graph's already."""
+        """Wrap an expert whose linear layers are replaced already."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = expert.gate_proj, expert.up_proj, expert.down_proj
         self.in_two_terms = any(has_two_terms(linear) for linear in (self.gate_proj, self.up_proj, self.down_proj))
@@ -47,10 +46,11 @@ class GraphExpert(nn.Module):
         chosen: torch.Tensor,
         members: list[int],
     ) -> torch.Tensor:
-        """`total` [tokens, width], and what this expert makes of `hidden` [tokens, width] for its tokens; it stands for
-        `members` of those whose `shares` [tokens, experts] are not 0 where they are `chosen` [experts].
+        """Add the expert's output for `hidden` [tokens, width] to `total` [tokens, width], weighted by its column of
+        `shares` [tokens, experts].
 
-        Rows that are not its own are 0, so that what they hold does no harm, and every branch has a tensor of its own.
+        `members`: the numbers of the experts that this one was traced for; `chosen` bool [experts]. Rows of other
+        experts' tokens are set to 0, so that their values do no harm, and every branch has a tensor of its own.
         """
         total, share = operators.expert_begins(total, shares, chosen, members)
         x = torch.where(share[:, None] != 0, hidden, 0)
@@ -63,10 +63,10 @@ class GraphExpert(nn.Module):
 
 
 class GraphExperts(nn.Module):
-    """Stands for `Experts` while the graph is traced, its experts under the same names."""
+    """Replaces `Experts` during tracing, with its experts under the same names."""
 
     def __init__(self, experts: Experts):
-        """Of experts whose linear layers are the graph's already."""
+        """Wrap experts whose linear layers are replaced already."""
         super().__init__()
         for number, expert in enumerate(experts.experts):
             self.add_module(str(number), GraphExpert(expert))
@@ -75,7 +75,7 @@ class GraphExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """`hidden_states` [tokens, width] to [tokens, width]; `top_k_index` int64 and `top_k_weights` [tokens,
+        """Map `hidden_states` [tokens, width] to [tokens, width]; `top_k_index` int64 and `top_k_weights` [tokens,
         chosen].
         """
         numbers = torch.arange(self.number, device=top_k_index.device)
@@ -88,7 +88,7 @@ class GraphExperts(nn.Module):
 
 
 def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
-    """The numbers of the experts by kind: which of their products are of codes, and of how many terms."""
+    """Group the numbers of the experts by kind: which of their products are on codes, and in how many terms."""
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):
         linears = [expert.get_submodule(name) for names in FUSED.values() for name in names]
@@ -98,5 +98,5 @@ def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
 
 
 def has_two_terms(linear: nn.Module) -> bool:
-    """Tell whether a layer of the graph multiplies two codes a value."""
+    """Tell whether a layer of the graph takes two codes a value."""
     return getattr(linear, "halves", None) is not None

@@ -1,1 +1,1 @@
-"""An ONNX file, read within bounds and indexed, whoever wrote it; and what fp8q calls the nodes of its own."""
+"""Read and index ONNX files within bounds, whoever wrote them; and the names of fp8q's own nodes."""

@@ -1,7 +1,7 @@
-"""The small constants of a graph, read when a rule asks for one: scales and zero points.
+"""Read the small constants of a graph on demand: scales and zero points.
 
-A file may say that a scale has any number of values, and may have any number of scales at the same place of another
-file. So there is a limit to what is read of one, and of all.
+A file may declare a scale with any number of values, and any number of scales at one place of another file. So the
+bytes that are read of one constant, and of all, are limited.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ LARGEST_CONSTANT, LARGEST_SUM = 1 << 22, 1 << 28
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of a constant: a tensor of the file, and the types it is cast to on the way."""
+    """The tensor behind a constant, and the types that it is cast to on the way."""
 
     tensor: TensorProto
     casts: tuple[int, ...]
 
 
 class Constants:
-    """The numbers of constants by name; those that were read are kept."""
+    """The values of constants by name, cached."""
 
     def __init__(self, tensors: Mapping[str, TensorProto], producers: Mapping[str, NodeProto], places: Places):
         """`tensors` of the file by name, the node that makes each value, and the files of external data."""
@@ -42,27 +42,27 @@ class Constants:
         self._sum = 0
 
     def get(self, value: str) -> Numbers | None:
-        """The numbers of a constant as FP32, through Cast and Identity; None where it is computed, its data cannot be
-        read, or it is not read (`unread`).
+        """The values of a constant as FP32, through Cast and Identity; None where it is computed, unreadable, or too
+        large (`unread`).
         """
         if value not in self._read:
             self._read[value] = self._numbers(value)
         return self._read[value]
 
     def fingerprint(self, value: str) -> bytes | None:
-        """Return a hash that is the same for equal numbers; None where there are none."""
+        """Hash the values of a constant; None where there are none. Equal values have equal hashes."""
         if value not in self._fingerprints:
             numbers = self.get(value)
             self._fingerprints[value] = None if numbers is None else blake2b(numbers.tobytes()).digest()
         return self._fingerprints[value]
 
     def unread(self, value: str) -> str | None:
-        """Why a constant that the file has is not read; None where it is, or there is none."""
+        """Say why a constant of the file was not read; None where it was, or where there is no such constant."""
         self.get(value)
         return self._unread.get(value)
 
     def is_stored(self, value: str) -> bool:
-        """Tell whether a value is a tensor of the file, or one cast."""
+        """Tell whether a value is a tensor of the file, or a Cast of one."""
         return self._source(value) is not None
 
     def _numbers(self, value: str) -> Numbers | None:
@@ -81,7 +81,7 @@ class Constants:
         return None if numbers is None else numbers.astype(np.float32, copy=False)
 
     def _source(self, value: str) -> _Source | None:
-        """Return the source of a constant; None for a value that is computed."""
+        """Find the tensor behind a value; None for a computed value."""
         casts: list[int] = []
         for _ in range(LONGEST_CAST + 1):
             if value in self._tensors:
@@ -95,7 +95,7 @@ class Constants:
 
 
 def _cast(numbers: Array | None, kinds: tuple[int, ...]) -> Array | None:
-    """Numbers cast from type to type; None for none, and for strings."""
+    """Cast values through a chain of types; None for strings, and for no values."""
     for kind in kinds:
         if numbers is None or kind == TensorProto.STRING:
             return None

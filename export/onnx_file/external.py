@@ -1,7 +1,7 @@
 """Find the data of an ONNX file's tensors in other files.
 
-A file may come from anywhere, and say of its external data what it likes. So a place is looked at before anything there
-is opened: it must be a regular file in the graph's directory or below, symbolic links followed.
+A file may come from anywhere and declare anything as its external data. So each location is checked before it is
+opened: it must be a regular file in the graph's directory or below, after symbolic links are followed.
 """
 
 import os
@@ -34,9 +34,9 @@ class ExternalPlace:
 
 
 def stored_at(tensor: TensorProto) -> ExternalPlace | None:
-    """Return the place of a tensor's external data; None for a tensor inside the ONNX file.
+    """The place of a tensor's external data; None for a tensor inside the ONNX file.
 
-    Raises ValueError for numbers that are none, and for a place that is named twice: readers differ in which they take.
+    Raises ValueError for malformed numbers, and for a key with two values, of which readers take different ones.
     """
     if not uses_external_data(tensor):
         return None
@@ -56,10 +56,10 @@ def stored_at(tensor: TensorProto) -> ExternalPlace | None:
 
 @dataclass(frozen=True)
 class Place:
-    """A file that external data are said to lie in.
+    """A file that is declared to hold external data.
 
-    `inside`: whether it is in the graph's directory or below; `size` in bytes, None where it is no file: `why`, as "is
-    missing".
+    `inside`: whether it is in the graph's directory or below. `size` in bytes; None where there is no such file, and
+    `why` says so, as "is missing".
     """
 
     path: Path
@@ -69,15 +69,15 @@ class Place:
 
 
 class Places:
-    """The files that external data are said to lie in, each looked at once and not opened."""
+    """The files that are declared to hold external data, each examined once and not opened."""
 
     def __init__(self, directory: Path):
-        """`directory`: the graph's."""
+        """`directory` is the graph's."""
         self._directory, self._root = directory, os.path.realpath(directory)
         self._known: dict[str, Place] = {}
 
     def at(self, location: str) -> Place:
-        """Look at a location; nothing is asked of one that lies outside the directory."""
+        """Examine a location; a location outside the directory is not touched."""
         if location not in self._known:
             self._known[location] = self._look(location)
         return self._known[location]
@@ -99,10 +99,10 @@ class Storage:
     """The tensors of a file whose data lie outside it."""
 
     def __init__(self, tensors: Iterable[tuple[str, TensorProto]], directory: Path):
-        """`tensors` and what to call each (`every_tensor`), and the graph's directory.
+        """Examine `tensors`, each with its name for messages (`every_tensor`), in the graph's directory.
 
-        `external`: what to call a tensor, the tensor, where its data lie and what is there; `placeless`: the tensors
-        of which that cannot be said, and why.
+        `external`: name, tensor, place, and the file at that place; `placeless`: tensors without a valid place, and
+        why.
         """
         self.places = Places(directory)
         self.external: list[tuple[str, TensorProto, ExternalPlace, Place]] = []
@@ -118,7 +118,7 @@ class Storage:
 
 
 def read_tensor(tensor: TensorProto, places: Places) -> Array | None:
-    """A tensor's numbers, those in a file included; None where the file does not hold them, or they are none."""
+    """Read a tensor's values, from a file where they are external; None where they cannot be read."""
     if tensor.data_type == TensorProto.STRING:
         return None
     try:

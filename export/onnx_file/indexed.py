@@ -1,11 +1,10 @@
-"""An ONNX graph as the rules ask for it: who makes a value, who reads it, which values are FP8 codes, what each matrix
-product multiplies.
+"""Index an ONNX graph for the rules: producers and readers of values, values on FP8 codes, and the operands of each
+matrix product.
 
-Graphs have 100,000 nodes, and chains of any length. So what holds of a value is worked out once for all values, from
-what holds of those it is made of, in the order in which they are made: no rule walks back from each product.
+Graphs have 100,000 nodes, and chains of any length. So properties of values are computed once for all values, in the
+order of the nodes, from the properties of a node's inputs: no rule walks back from each product.
 
-No weight is read. Constants are looked up one at a time, and only scales and zero points are: those may lie in files,
-at an offset.
+No weight is read. Constants are read one at a time, and only scales and zero points.
 """
 
 from collections import deque
@@ -53,10 +52,10 @@ READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Co
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product: the DequantizeLinear of FP8 codes it comes from (None: it does not), whether there is
-    `clean` nothing but Transpose between, and how many `transposes`.
+    """One side of a product: the DequantizeLinear of FP8 codes that it comes from (None: it comes from none), whether
+    only Transposes lie between (`clean`), and how many.
 
-    `other`: a DequantizeLinear of codes that are not FP8 (INT8, say), where it comes from one.
+    `other`: a DequantizeLinear of codes that are not FP8, such as INT8, that it comes from.
     """
 
     dequantize: NodeProto | None = None
@@ -65,7 +64,7 @@ class Operand:
     transposes: int = 0
 
     def through(self, node: NodeProto) -> "Operand":
-        """Return this operand with an operator between that only moves it, or computes with constants."""
+        """Return this operand behind one more operator that moves it, or computes with constants."""
         turn = node.op_type == "Transpose"
         return Operand(self.dequantize, self.other, self.clean and turn, self.transposes + turn)
 
@@ -80,24 +79,24 @@ class Product:
 
 @dataclass(frozen=True)
 class Indexed:
-    """A model and the directory its external data lie in."""
+    """A model, with the directory of its external data."""
 
     model: onnx.ModelProto
     directory: Path
 
     @cached_property
     def graphs(self) -> list[GraphProto]:
-        """The graph, and before it the branches that are looked at (`bodies`)."""
+        """The graph, and before it the branches that are indexed with it (`bodies`)."""
         return [*graph_and_branches(self.model.graph)] if one_value_a_name(self.model.graph) else [self.model.graph]
 
     @property
     def nodes(self) -> Iterator[NodeProto]:
-        """The nodes, in the order of the file, those of a branch before its If."""
+        """The nodes in the order of the file; those of a branch come before its If."""
         return nodes_of(self.model.graph) if len(self.graphs) > 1 else iter(self.model.graph.node)
 
     @cached_property
     def ordered(self) -> list[NodeProto]:
-        """The nodes, each behind those that make what it reads."""
+        """The nodes, sorted so that each comes behind the producers of its inputs."""
         return in_order([*self.nodes], self.producers)
 
     @cached_property
@@ -107,7 +106,7 @@ class Indexed:
 
     @cached_property
     def initializers(self) -> Mapping[str, TensorProto]:
-        """Tensors in the file, or pointed at by it, by name; `Constant` nodes included."""
+        """The tensors of the file by name, external ones and `Constant` nodes included."""
         found = {tensor.name: tensor for graph in self.graphs for tensor in graph.initializer}
         for node in self.nodes:
             if node.op_type == "Constant" and node.output:
@@ -116,7 +115,7 @@ class Indexed:
 
     @cached_property
     def tensors(self) -> list[tuple[str, TensorProto]]:
-        """Every tensor of the file and what to call it (`every_tensor`)."""
+        """Every tensor of the file, with its name for messages (`every_tensor`)."""
         return list(every_tensor(self.model))
 
     @cached_property
@@ -137,12 +136,12 @@ class Indexed:
 
     @cached_property
     def producers(self) -> Mapping[str, NodeProto]:
-        """The node that makes a value."""
+        """Value -> the node that makes it."""
         return {output: node for node in self.nodes for output in node.output if output}
 
     @cached_property
     def readers(self) -> Mapping[str, list[tuple[NodeProto, int]]]:
-        """The nodes that read a value, and as which of their inputs."""
+        """Value -> the nodes that read it, with the number of the input."""
         found: dict[str, list[tuple[NodeProto, int]]] = {}
         for node in self.nodes:
             for index, name in enumerate(node.input):
@@ -151,7 +150,7 @@ class Indexed:
 
     @cached_property
     def codes(self) -> Mapping[str, int]:
-        """Every value that holds FP8 codes, and their element type; operators that only move data pass them on."""
+        """Every value that holds FP8 codes -> their element type; operators that only move data pass codes on."""
         found = {name: tensor.data_type for name, tensor in self.initializers.items() if tensor.data_type in FP8_TYPES}
         found |= {
             name: value.type.tensor_type.elem_type
@@ -167,8 +166,8 @@ class Indexed:
         return found
 
     def code_type(self, value: str) -> int:
-        """The element type of what a DequantizeLinear reads: stored, an input's, or what a QuantizeLinear makes (UINT8
-        where it does not say).
+        """The element type of the input of a DequantizeLinear: stored, of a graph input, or made by a QuantizeLinear
+        (UINT8 by default).
         """
         if value in self.initializers:
             return self.initializers[value].data_type
@@ -177,7 +176,7 @@ class Indexed:
         return (self.quantized_type(self.producers[value]) if value in self.producers else 0) or TensorProto.UINT8
 
     def quantized_type(self, node: NodeProto) -> int:
-        """The element type a QuantizeLinear or Cast makes: what it states, else its zero point's, else none (0)."""
+        """The element type that a QuantizeLinear or Cast makes: its attribute, else its zero point's type, else 0."""
         if stated := attribute(node, "output_dtype", 0) or attribute(node, "to", 0):
             return stated
         zero_point = self.initializers.get(node.input[2]) if len(node.input) > 2 else None
@@ -203,7 +202,7 @@ class Indexed:
         ]
 
     def operand(self, value: str) -> Operand:
-        """The DequantizeLinear that one input of a product comes from, if it does."""
+        """The operand of a product behind one of its inputs."""
         return self._operands.get(value, Operand())
 
     @cached_property
@@ -224,12 +223,12 @@ class Indexed:
         return found
 
     def _computed(self, node: NodeProto) -> list[str]:
-        """The inputs of a node that are no tensors of the file."""
+        """The inputs of a node that are not tensors of the file."""
         return [name for name in node.input if name and name not in self.initializers]
 
     @cached_property
     def movers(self) -> Mapping[str, NodeProto]:
-        """The node that makes a value, Transpose left out: of a transposed value the one before."""
+        """The producer of each value, looking through Transposes."""
         found: dict[str, NodeProto] = {}
         for node in self.ordered:
             mover = found.get(node.input[0]) if node.op_type == "Transpose" and node.input else node
@@ -239,7 +238,7 @@ class Indexed:
 
     @cached_property
     def folded(self) -> set[str]:
-        """The tensors of the file, and every value made of them alone, by whatever operators."""
+        """The tensors of the file, and every value that is computed from them alone."""
         found = set(self.initializers)
         for node in self.ordered:
             if node.input and found.issuperset(filter(None, node.input)):
@@ -247,8 +246,8 @@ class Indexed:
         return found
 
     def behind(self, value: str) -> NodeProto | None:
-        """The DequantizeLinear of FP8 codes that alone, or with constants alone, a value is computed from, by any
-        operators but products; None where there is none.
+        """The only DequantizeLinear of FP8 codes that a value is computed from, by any operators but products; None
+        where there is none or several.
         """
         return self._behind.get(value)
 
@@ -268,7 +267,7 @@ class Indexed:
         return found
 
     def module_near(self, name: str) -> str | None:
-        """The module of the named node that is the fewest steps from the node `name`, up or down the graph; None where
+        """The module of the named node that is nearest to the node `name`, in steps up or down the graph; None where
         there is none.
         """
         waiting = deque(node for node in self.nodes if node.name == name)
@@ -293,5 +292,5 @@ class Indexed:
         return Constants(self.initializers, self.producers, self.storage.places)
 
     def constant(self, value: str) -> Numbers | None:
-        """The numbers of a small constant as FP32, through Cast and Identity; None where it is computed or not read."""
+        """The values of a small constant as FP32, through Cast and Identity; None where it is computed or not read."""
         return self.constants.get(value)

@@ -1,5 +1,5 @@
-"""Read an ONNX file that may come from anywhere: what is no file is refused before it is opened, and what is no ONNX
-before any rule sees it.
+"""Read an ONNX file that may come from anywhere: other files than regular ones are refused before they are opened, and
+malformed ONNX before a rule sees it.
 """
 
 import os
@@ -24,13 +24,13 @@ LARGEST_FILE = 2**31 - 1
 
 
 class TooLargeError(Exception):
-    """A file holds more than is looked at."""
+    """A file has more messages than are checked."""
 
 
 def load_graph(path: Path) -> Indexed:
-    """Read an ONNX file, leaving its external data where they are.
+    """Read an ONNX file without its external data.
 
-    Raises InputError when there is none, it is no regular file, is larger than an ONNX file can be, or does not read.
+    Raises InputError where there is no such regular file, it is larger than an ONNX file can be, or it does not parse.
     """
     if os.path.isdir(path):
         raise InputError(f"{path}: is a directory; name the ONNX file in it, such as {path / 'model.onnx'}")
@@ -59,10 +59,10 @@ def load_graph(path: Path) -> Indexed:
 
 
 def damaged_text(message: Message, counted: Iterator[int] | None = None) -> str | None:
-    """The first field of text, as `graph.node.name`, that holds no UTF-8: protobuf gives out its bytes, which no rule
+    """The first text field that is no UTF-8, such as `graph.node.name`: protobuf returns bytes for it, which no rule
     and no operator's schema takes.
 
-    Raises TooLargeError for more than `MOST_MESSAGES` messages in this one; `counted` numbers them.
+    Raises TooLargeError for more than `MOST_MESSAGES` messages; `counted` numbers them.
     """
     counted = count(1) if counted is None else counted
     for name, repeated, kind in _fields(message.DESCRIPTOR):
@@ -80,7 +80,7 @@ def damaged_text(message: Message, counted: Iterator[int] | None = None) -> str 
 
 @cache
 def _fields(descriptor: Descriptor) -> list[tuple[str, bool, int]]:
-    """Name, whether repeated, and type of the fields that are text or hold some; data are left alone, as they may be
+    """Name, repetition and type of the fields that are text or may contain some; raw data are left out, as they may be
     gigabytes.
     """
     kinds = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)

@@ -1,5 +1,5 @@
-"""Names of the graph's nodes and tensors: after their Hugging Face module, so that every tool can be read back to the
-model.
+"""Names of the graph's nodes and tensors, made from Hugging Face module names, so that any tool's output leads to the
+module.
 
 `M` is a linear module, `G` the first of a group that shares its input, `A` an attention module, part `k` or `v`.
 """
@@ -38,12 +38,12 @@ def matmul(module: str) -> str:
 
 
 def rescale(product: str) -> str:
-    """The Mul behind the node of a product that applies its weight's scales."""
+    """The Mul that applies the scales of a weight behind a product."""
     return f"{product}.rescale"
 
 
 def rescale_cast(product: str) -> str:
-    """The Cast of what that makes to the type that the graph computes in."""
+    """The Cast behind that Mul, to the compute type of the graph."""
     return f"{product}.rescale_cast"
 
 
@@ -53,22 +53,22 @@ def bias_add(module: str) -> str:
 
 
 def attention_node(module: str) -> str:
-    """The Attention of A."""
+    """The Attention node of A."""
     return f"{module}.attention"
 
 
 def weight_dequantize(module: str) -> str:
-    """DequantizeLinear of M's weight."""
+    """The DequantizeLinear of M's weight."""
     return f"{module}.weight.dequantize"
 
 
 def input_pair(module: str) -> Pair:
-    """Q and DQ of the input of group G; of both terms together, where it has two."""
+    """Q and DQ of the input of group G; with two terms, of both together."""
     return Pair(f"{module}.input.quantize", f"{module}.input.dequantize")
 
 
 def first_pair(module: str) -> Pair:
-    """Q and DQ of the first of two terms of the input of group G."""
+    """Q and DQ of the first term of the input of group G."""
     return Pair(f"{module}.input.first.quantize", f"{module}.input.first.dequantize")
 
 
@@ -78,7 +78,7 @@ def two_term_nodes(module: str) -> TwoTermNodes:
 
 
 def narrow(module: str) -> str:
-    """The Cast of the sum of its halves, and the bias with it, from FP32 to the compute type."""
+    """The Cast behind M's product in two terms, from FP32 to the compute type."""
     return f"{module}.narrow"
 
 
@@ -98,12 +98,12 @@ def attention_pair(module: str, part: str) -> Pair:
 
 
 def attention_product(module: str, product: str) -> str:
-    """The product of A's attention that makes its `scores`, or its `values`."""
+    """The product of A's attention for `scores` or `values`."""
     return f"{module}.attention_{product}"
 
 
 def attention_first_pair(module: str, part: str) -> Pair:
-    """Q and DQ of the first of two terms of A's queries or probabilities."""
+    """Q and DQ of the first term of A's queries or probabilities."""
     return Pair(f"{module}.{part}.attention_first_quantize", f"{module}.{part}.attention_first_dequantize")
 
 
@@ -113,20 +113,22 @@ def attention_halves(module: str, product: str) -> TwoTermNodes:
 
 
 def product_of(node: str) -> str:
-    """Name a product for lists: its module, or the node itself where a module has several (attention) or none."""
+    """The name of a product in tables: its module, or the node where a module has several products (attention) or there
+    is none.
+    """
     module = module_of(node) or ""
     return module if node == matmul(module) else node
 
 
 def module_of(node: str) -> str | None:
-    """The Hugging Face module that a node of the graph is named after; None for a node that belongs to none."""
+    """The Hugging Face module in the name of a node; None where it has none."""
     match = _MODULE.fullmatch(node)
     return match["module"] if match else None
 
 
 def scope_of(node: str) -> str | None:
-    """The module of a node that torch's older exporter named, /model/layers.0/mlp/up_proj/MatMul; ModelOpt's quantizers
-    belong to theirs. None for another name.
+    """The module of a node named by torch's older exporter, /model/layers.0/mlp/up_proj/MatMul; ModelOpt's quantizers
+    count as their module's. None for another name.
     """
     parts = [
         part

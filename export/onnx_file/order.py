@@ -1,6 +1,6 @@
-"""The nodes of a graph in the order in which they can be worked through.
+"""Sort the nodes of a graph topologically.
 
-ONNX asks for that order in the file (F313), and most files keep to it; one that does not is looked at all the same.
+ONNX asks for this order in the file (F313), and most files have it; a file that does not is checked all the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,9 @@ from onnx import NodeProto
 
 
 def in_order(nodes: Sequence[NodeProto], makers: Mapping[str, NodeProto]) -> list[NodeProto]:
-    """The nodes, each behind those that make what it reads, and else in the order of the file; those that run in a
-    circle, and what reads of them, last.
+    """Sort the nodes so that each comes behind the producers of its inputs, and otherwise keep the file's order.
 
-    `makers`: value -> the node that makes it.
+    Nodes in a cycle, and nodes that depend on one, come last. `makers`: value -> the node that makes it.
     """
     made: set[str] = set()
     readers: dict[str, list[int]] = {}

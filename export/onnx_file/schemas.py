@@ -1,4 +1,4 @@
-"""Look up the schemas of ONNX's operators: once for each operator, as onnx makes a schema anew at every look."""
+"""Look up the schemas of ONNX's operators, cached, as onnx makes a new schema at every look."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +12,7 @@ STANDARD = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output: whether it must be there (and is one), and the types it may have."""
+    """An input or output of an operator: whether it is required, and its allowed types."""
 
     single: bool
     types: frozenset[str]
@@ -20,8 +20,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Schema:
-    """An operator: inputs and outputs, the least and the most of each that a node may have, attributes with their type
-    (onnx.AttributeProto.AttributeType), and those that it must have.
+    """An operator's inputs and outputs with their least and largest numbers, its attributes with their types
+    (onnx.AttributeProto.AttributeType), and the required attributes.
     """
 
     inputs: tuple[Parameter, ...]

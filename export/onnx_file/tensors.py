@@ -1,4 +1,4 @@
-"""The tensors of an ONNX file: where they are kept in it, of what type and size they are."""
+"""The tensors of an ONNX file: their places in it, types and sizes."""
 
 import math
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ _PACKED: dict[int, int] = {
 
 
 def every_tensor(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
-    """Every tensor of a file and what to call it: initializers, sparse ones, and those in attributes, in bodies and in
-    functions too, since whoever loads the file opens the external data of all.
+    """Every tensor of a file with a name for messages: initializers, sparse ones, and tensors in attributes, bodies and
+    functions, since a loader opens the external data of all.
     """
     graphs = [
         model.graph,
@@ -39,7 +39,7 @@ def every_tensor(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
 
 
 def _in_attributes(node: NodeProto, graphs: list[GraphProto]) -> Iterator[tuple[str, TensorProto]]:
-    """The tensors in a node's attributes; the bodies there are added to `graphs`."""
+    """The tensors in a node's attributes; graphs in attributes are appended to `graphs`."""
     for entry in node.attribute:
         if entry.type in (AttributeProto.TENSOR, AttributeProto.TENSORS):
             for tensor in [*([entry.t] if entry.HasField("t") else []), *entry.tensors]:
@@ -52,7 +52,7 @@ def _in_attributes(node: NodeProto, graphs: list[GraphProto]) -> Iterator[tuple[
 
 
 def constant_of(node: NodeProto) -> TensorProto:
-    """The tensor of a `Constant`, whichever attribute holds it; an empty one for strings and sparse tensors."""
+    """The tensor of a `Constant`, from whichever attribute holds it; an empty one for strings and sparse tensors."""
     for entry in node.attribute:
         if entry.name == "value":
             held: TensorProto = entry.t
@@ -75,7 +75,7 @@ def constant_of(node: NodeProto) -> TensorProto:
 
 
 def attribute(node: NodeProto, name: str, default: int) -> int:
-    """An integer attribute of a node."""
+    """The value of an integer attribute of a node."""
     return next((int(entry.i) for entry in node.attribute if entry.name == name), default)
 
 

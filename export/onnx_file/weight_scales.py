@@ -1,9 +1,9 @@
-"""The scales of a weight's output channels, in either of the two forms that a graph may apply them in.
+"""Read the scales of a weight's output channels, in either form that a graph may have.
 
-`dq`: DequantizeLinear multiplies each channel by its scale. `mul`: it multiplies all of them by one number s0, and a
-Mul straight behind the product multiplies each column by the rest of its scale. Both are the same model, and are held
-to the checkpoint alike: the FP32 product of the two numbers of `mul` has to be the scale, to the last bit. It is where
-s0 is a power of two (fp8q writes 1, and the scale itself behind the product).
+`dq`: DequantizeLinear multiplies each channel by its scale. `mul`: it multiplies all channels by one number s0, and a
+Mul directly behind the product multiplies each column by the rest of its scale. Both are the same model and are
+compared with the checkpoint in the same way: in `mul` the FP32 product of the two numbers has to equal the scale bit
+for bit. It does where s0 is a power of two; fp8q writes 1, and the scale itself behind the product.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from .tensors import attribute
 
 
 def weight_of(graph: Indexed, product: Product) -> Operand | None:
-    """The operand that is a quantized constant."""
+    """The operand of a product that is a quantized constant."""
     return next(
         (
             side
@@ -28,8 +28,8 @@ def weight_of(graph: Indexed, product: Product) -> Operand | None:
 
 
 def output_axis(product: Product, side: Operand, rank: int) -> int:
-    """The axis of a weight of `rank` dimensions that becomes the product's columns (its rows, for one on the left; its
-    channels, for a convolution).
+    """The axis of a weight of `rank` dimensions that becomes the product's columns: its rows where it is on the left,
+    its channels for a convolution.
     """
     if product.node.op_type == "Conv":
         return 0
@@ -39,9 +39,7 @@ def output_axis(product: Product, side: Operand, rank: int) -> int:
 
 
 def weight_scales(graph: Indexed, product: Product) -> Numbers | None:
-    """The scales that a product's weight is multiplied by, float32 [channels] or [1]; None where it is not of FP8
-    codes, or they are not read.
-    """
+    """The scales of a product's weight, float32 [channels] or [1]; None without FP8 codes, or where not read."""
     side = weight_of(graph, product)
     own = graph.constant(side.dequantize.input[1]) if side is not None and side.dequantize is not None else None
     rescale = rescale_of(graph, product)
@@ -53,10 +51,9 @@ def weight_scales(graph: Indexed, product: Product) -> Numbers | None:
 
 
 def rescale_of(graph: Indexed, product: Product) -> NodeProto | None:
-    """The Mul straight behind a product that applies its weight's scales, or the rest of them; None where there is
-    none.
+    """The Mul directly behind a product that applies its weight's scales; None where there is none.
 
-    It bears its module's name, or has one number for each column where DequantizeLinear has one for all.
+    It has its module's name, or a number for each column where DequantizeLinear has one number.
     """
     side, readers = weight_of(graph, product), graph.readers.get(product.node.output[0], [])
     if side is None or side.dequantize is None:
@@ -69,7 +66,7 @@ def rescale_of(graph: Indexed, product: Product) -> NodeProto | None:
 
 
 def behind(graph: Indexed, product: Product) -> list[NodeProto]:
-    """The nodes of the form `mul` behind a product: Mul, and the Cast that fp8q puts behind it; none in `dq`."""
+    """The nodes of the form `mul` behind a product: the Mul, and the Cast of fp8q's graphs; none in `dq`."""
     rescale = rescale_of(graph, product)
     if rescale is None:
         return []
@@ -78,7 +75,7 @@ def behind(graph: Indexed, product: Product) -> list[NodeProto]:
 
 
 def factors_of(graph: Indexed, rescale: NodeProto) -> str:
-    """The constant that a Mul multiplies by; empty where there is none."""
+    """The constant operand of a Mul; empty where there is none."""
     return next((name for name in rescale.input if graph.constants.is_stored(name)), "")
 
 

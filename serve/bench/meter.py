@@ -1,8 +1,8 @@
-"""Memory and energy while a model runs: of a GPU by NVML, of this process where there is none.
+"""Measure memory and energy while a model runs: of a GPU by NVML, or of this process without one.
 
-NVML counts a GPU's energy since its driver was loaded, in millijoules (Volta and later), and its memory in use by
-whoever uses it: both are of the whole GPU, so what else runs there counts, too. Host memory is this process's resident
-part (`VmRSS`), files that it has mapped and touched included. It has no counter of energy that a user may read.
+NVML counts a GPU's energy since its driver was loaded, in millijoules (Volta and later), and its memory in use: both
+for the whole GPU, so other programs on it count too. Host memory is this process's resident part (`VmRSS`), mapped and
+touched files included. There is no energy counter for it that a user may read.
 """
 
 import os
@@ -99,14 +99,14 @@ class MemoryTaken:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Add what is taken in the block, or take off what is given back."""
+        """Add the memory that the block takes, or subtract what it gives back."""
         before = self.meter.memory_bytes()
         yield
         self.bytes += self.meter.memory_bytes() - before
 
 
 def _line(file: Path, name: str) -> str | None:
-    """Return the value of `name` in a file of Linux; None where it does not, or there is no such file."""
+    """The value of `name` in a file of /proc or /sys; None where the file or the name is missing."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:

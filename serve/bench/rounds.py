@@ -1,7 +1,7 @@
-"""Several models measured beside each other: in turns, so that whatever else the machine does hits all alike.
+"""Measure several models in turns, so that the machine's other load affects all alike.
 
-All of them lie in memory at once. Before the rounds of a size each gives one answer that is not timed; then each round
-times one answer of each, and another begins each round.
+All of them are in memory together. Before the rounds of a size each gives one untimed answer; then each round times one
+answer of each, and the order rotates.
 """
 
 import time

@@ -1,10 +1,10 @@
 """Time an answer on a runtime: a `Batch` driven step by step, without tokenizer, server, or other requests.
 
-All prompts of a batch come together and go in as the loop of `generate.py` takes them in: by chunks of the runtime's
-`Pace`, row by row or as many rows as a chunk holds. Then each row gains one token a step, the best one. An answer
-begins with an empty cache, as after a pause: what it takes to make room counts.
+All prompts of a batch arrive together and are read as in the loop of `generate.py`: in chunks of the runtime's `Pace`,
+row by row or as many rows as a chunk holds. Then each row gains one greedy token a step. An answer begins with an empty
+cache, as after a pause, so allocating it counts.
 
-Other traffic, drawn tokens and text cost more, which is the server's affair and is measured there.
+Other traffic, sampling and text cost more; these belong to the server and are measured there.
 """
 
 import time
@@ -38,7 +38,7 @@ class BatchTiming:
 
 @dataclass(frozen=True)
 class Timing:
-    """Several answers of as many rows and tokens: medians over answers, and quantiles over all of their steps.
+    """Several answers of equal rows and tokens: medians over answers, and quantiles over all of their steps.
 
     `latency_ms` is that of the whole answer, and `tokens_per_second` counts the tokens of all rows over it.
     """

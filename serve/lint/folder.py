@@ -1,7 +1,7 @@
-"""A Triton repository as the rules ask for it: its models, what their `config.pbtxt` says, which versions are served.
+"""A Triton repository for the rules: its models, the contents of each `config.pbtxt`, and the served versions.
 
-It may come from anywhere. Nothing in it is run; a file is opened only when it is a regular one, and a configuration
-only up to `LARGEST_CONFIG`.
+It may come from anywhere. Nothing in it is run; only regular files are opened, and a configuration only up to
+`LARGEST_CONFIG`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
-"""The chat template that lies beside a model, read without transformers: what `fp8q generate --chat` and servers
-render.
+"""Read the chat template beside a model without transformers, for `fp8q generate --chat` and servers.
 
-It is `chat_template.jinja`, or else `chat_template` in tokenizer_config.json, which may be a list of named ones; the
-special tokens that it is told are there too. It runs where it can do no harm (`calibrate.text.template`).
+It is `chat_template.jinja`, or else `chat_template` in tokenizer_config.json, which may be a list of named templates;
+its special tokens are there too. It runs in a sandbox (`calibrate.text.template`).
 """
 
 import json
@@ -27,9 +26,9 @@ class ChatTemplate:
     """A model's template of chats; any thread may render."""
 
     def __init__(self, directory: Path):
-        """Read it from the model in `directory`.
+        """Read the template of the model in `directory`.
 
-        Raises InputError where there is none, BackendError where what renders it is not installed.
+        Raises InputError where there is none, BackendError where the package that renders it is not installed.
         """
         config = _read(directory / "tokenizer_config.json")
         file = directory / "chat_template.jinja"
@@ -82,5 +81,5 @@ def _default(given: object) -> str | None:
 
 
 def _token(given: object) -> str:
-    """A special token, which may be written with what else is known of it."""
+    """A special token, which may be a string or an object with further fields."""
     return str(given.get("content", "")) if isinstance(given, dict) else str(given)

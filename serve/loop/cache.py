@@ -1,13 +1,12 @@
-"""Keys and values of the sequences in flight, in buffers written by position: slot j of a row holds position j.
+"""Keys and values of the active sequences, in buffers indexed by position: slot j of a row holds position j.
 
-The graph hands out only a step's new keys and values (DESIGN section 7), so a step writes one slot a row and copies
-nothing else. A buffer is [rows, kv_heads, capacity, head_size]; the rows in use are the first ones, so the past of any
-neighbouring rows is a slice of the first axis: contiguous, shared with the runtime, never copied. Capacity is the
-graph's work (attention reads every slot, filled or not), so buffers start small and grow by doubling, which copies each
-value less than once more in all. They start as zeros, not as whatever memory held: a masked slot weighs 0 in the
-softmax, and 0 × NaN is NaN.
+The graph returns only a step's new keys and values, so a step writes one slot a row and copies nothing else. A buffer
+is [rows, kv_heads, capacity, head_size]; the first rows are in use, so the past of neighbouring rows is a slice of the
+first axis: contiguous, shared with the runtime, never copied. Attention reads every slot, filled or not, so buffers
+start small and grow by doubling, which copies each value less than once more in all. They start as zeros, not as
+uninitialized memory: a masked slot weighs 0 in the softmax, and 0 × NaN is NaN.
 
-Copied as it is into Triton repositories: imports only NumPy.
+Copied unchanged into Triton repositories: imports only NumPy.
 """
 
 from collections.abc import Sequence
@@ -23,11 +22,10 @@ KeyValues = Sequence[NDArray[Any]]
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The keys and values that a graph keeps of each position.
+    """The keys and values that a graph keeps for each position.
 
     `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtypes` those of the
-    host's
-    buffers: uint8 holds FP8 codes, of which NumPy knows nothing. Values may be codes where keys are not.
+    host's buffers: uint8 for FP8 codes, which NumPy lacks. Values may be codes where keys are not.
     """
 
     names: tuple[str, ...]

@@ -89,7 +89,8 @@ class CudaDevice:
     """
 
     def __init__(self, captures: bool = True):
-        """Open the GPU; without `captures`, work is asked for anew each time: for a runtime that captures it itself.
+        """Open the GPU. Without `captures`, work is repeated call by call, for a runtime that captures CUDA graphs
+        itself.
 
         Raises CudaError where there is no driver or no GPU.
         """
@@ -138,7 +139,7 @@ class CudaDevice:
         return found.value
 
     def free(self, address: int) -> None:
-        """Give memory back when what was asked for before is done."""
+        """Free memory after all work that was queued before."""
         self._call("cuMemFreeAsync", Address(address), self._stream)
 
     def host(self, size: int) -> NDArray[np.uint8]:

@@ -1,17 +1,16 @@
-"""Memory of a device, and where the keys and values of the sequences in flight lie in it.
+"""Memory of a device, and the places of the active sequences' keys and values in it.
 
-A graph hands out only a step's new keys and values (DESIGN section 7); somebody must write them into the buffers of the
-past, by position, on the device. No kernel of our own does it: all tensors of one shape and type lie in one allocation,
+A graph returns only a step's new keys and values, which have to be written into the buffers of the past, by position,
+on the device. No kernel of our own does this: all tensors of one shape and type lie in one allocation,
 
     past   [tensors, rows, heads, capacity, size]        new   [tensors, rows, heads, seq, size]
 
-so that what a step adds to a row, in all layers, is one copy of lines with two strides, as `cuMemcpy3DAsync` does it:
-a line is what one head has of the new positions, lines repeat over heads, blocks of them over tensors. Rows that stand
-at the same position go together. A tensor begins at a multiple of `ALIGNMENT`, and so does every row of the past, for
-the rows of a prompt are given to the engine by the address of the first.
+so that the addition to a row, in all layers, is one copy of lines with two strides, as `cuMemcpy3DAsync` does it: a
+line is the new positions of one head, lines repeat over heads, blocks of them over tensors. Rows at the same position
+are copied together. Each tensor begins at a multiple of `ALIGNMENT`, and so does every row of the past, since the
+engine gets the rows of a prompt by the address of the first.
 
-Nothing here knows CUDA: addresses are numbers. Imports only the cache, as all that is copied into Triton
-repositories.
+Nothing here depends on CUDA: addresses are numbers. Imports only the cache, as it is copied into Triton repositories.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -167,8 +166,8 @@ class DeviceCache:
             )
 
     def copy_rows(self, other: "DeviceCache", rows: tuple[int, int], count: int, filled: int) -> None:
-        """Store the `filled` first positions of `count` rows of `other`, the first of which is the first of `rows`
-        there and the second of them here.
+        """Copy the `filled` first positions of `count` rows of `other`; `rows`: the first row there, and the first row
+        here.
         """
         if not count or not filled:
             return

@@ -1,13 +1,13 @@
-"""Sequences in flight on a device: the engine reads and writes them there, and the host sees tokens and logits alone.
+"""Active sequences on a device: the engine reads and writes there, and the host transfers only tokens and logits.
 
-A decode step is captured once for each number of rows (powers of two; the rows beyond those in use are padding that
-sees itself alone) and each capacity: tokens, positions and mask go up, the engine runs, logits come down, in one
-launch. What it gave of keys and values is then copied to its slots, a copy for all rows at one position; the host waits
-once, at the end. The capacity grows by doubling, as in host memory (`host_batch`), for attention reads every slot.
+A decode step is captured once for each number of rows (powers of two; surplus rows are padding that attends to itself
+alone) and each capacity: upload tokens, positions and mask, run the engine, download logits, in one launch. The new
+keys and values are then copied to their slots, with one copy for all rows at one position; the host waits once, at the
+end. The capacity grows by doubling, as in host memory (`host_batch`), since attention reads every slot.
 
-A chunk of prompts has ever new shapes, so it is not captured.
+Chunks of prompts vary in shape and are not captured.
 
-Imports only NumPy and its neighbours in this folder, as all that is copied into Triton repositories.
+Imports only NumPy and its neighbours in this folder, as it is copied into Triton repositories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ def staging(device: Device, rows: int, seq: int, capacity: int) -> Staging:
 
 @dataclass
 class _Step:
-    """A decode step of a bucket of rows: what it reads, how it is run, what it gives. `shown`: see `host_batch`."""
+    """A decode step for a bucket of rows: its inputs, the captured call, its outputs. `shown`: see `host_batch`."""
 
     staged: Staging
     shown: NDArray[np.int64]
@@ -124,7 +124,7 @@ class DeviceBatch:
     def prefill(
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """Take in a chunk of prompts; what padding gives is not kept."""
+        """Read a chunk of prompts; the outputs of padding are discarded."""
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
         call = self._call("prefill", first, count, seq, past)
@@ -144,7 +144,7 @@ class DeviceBatch:
         return found
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Take in a token of each row; the logits lie where the next call of as many rows writes its own."""
+        """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         count, bucket = len(tokens), bucket_of(len(tokens), self._rows)
         step = self._steps.get(bucket) or self._captured(bucket)
         step.staged.tokens[:] = step.staged.positions[:] = 0

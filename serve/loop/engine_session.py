@@ -1,15 +1,15 @@
 """An engine of TensorRT or TensorRT-RTX as a session: everything but tokens and logits stays on the GPU.
 
-An engine has a profile for prompts and one for a token a row (`export.engine.profiles`), told apart by the tokens they
-take; their bounds are the session's. Each captured step has an execution context of its own: a CUDA graph holds the
-context's memory, and changing the context's shapes would spoil it (TensorRT's documentation, "CUDA Graphs").
+An engine has a profile for prompts and one for one token a row (`export.engine.profiles`), recognized by their numbers
+of tokens; their bounds are the session's. Each captured step has an execution context of its own: a CUDA graph contains
+the context's memory, and changing the context's shapes would invalidate it (TensorRT's documentation, "CUDA Graphs").
 TensorRT-RTX captures by itself, since its kernels change while it runs (`IRuntimeConfig.cuda_graph_strategy`), so
 nothing is captured around it.
 
-Written from NVIDIA's documentation and the signatures of tensorrt-rtx 1.7: neither runtime has run here yet, for want
-of a GPU.
+Written from NVIDIA's documentation and the signatures of tensorrt-rtx 1.7: neither runtime has run here yet, without a
+GPU.
 
-Imports only NumPy, its neighbours in this folder, and the runtime, as all that is copied into Triton repositories.
+Imports only NumPy, its neighbours in this folder, and the runtime, as it is copied into Triton repositories.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,20 +1,20 @@
-"""The generation loop: many requests in one batch, each at its own position, entering and leaving as they come and end.
+"""The generation loop: continuous batching of requests, each at its own position.
 
-A step gives every request that is being answered its next token, and then takes in a chunk of the prompts that wait.
-So nobody's answer stands still while others' prompts are read, however many or long they are: between two tokens of an
-answer go no more than `Pace.share` positions of prompts on average; prompts take turns too, and new ones go first. A
-prompt is always cut in the same places, and rows do not touch each other, so that a request is answered the same text
-alone and among others (tests/serve/local/test_generation.py holds the demo to it).
+A step gives every active request its next token, and then reads a chunk of the waiting prompts. So no answer stands
+still while other prompts are read, however many or long they are: between two tokens of an answer at most `Pace.share`
+positions of prompts are read on average; prompts take turns too, and new ones go first. A prompt is always cut at the
+same places, and rows are independent, so that a request gets the same text alone and among others
+(tests/serve/local/test_generation.py checks this on the demo).
 
-A request that ends gives its row to the next at once (the last row moves into the gap). A row whose prompt is still
-taken in may lie among those that are being answered; it is decoded with them, and what that writes lies in the slot
-which the prompt's next chunk fills. Long prompts go in by chunks also because the graph answers with logits [batch,
-seq, vocabulary]: at 128k tokens of vocabulary, 512 positions are 268 MB of FP32.
+The row of a finished request is free at once (the last row moves into the gap). A row whose prompt is still being read
+may lie among the active ones; it is decoded with them, and the keys and values of that are overwritten by the prompt's
+next chunk. Chunks also bound the logits [batch, seq, vocabulary]: with 128k tokens of vocabulary, 512 positions take
+268 MB of FP32.
 
 `fp8q generate` and the Triton model run this same file: `fp8q triton` copies it with its neighbours (`LOOP` in
 repository.py) beside `model.py`. Triton imports that as the module `<version>.model`, so the version directory is a
-package there and imports relative to this folder mean the same in both places; they cannot be shadowed by anything on
-the server's path either. Needs NumPy, tokenizers and the runtime: no torch, no transformers, nothing else of fp8q.
+package there, and relative imports mean the same in both places and cannot be shadowed by the server's path. Needs
+NumPy, tokenizers and the runtime: no torch, no transformers, nothing else of fp8q.
 """
 
 from collections import deque
@@ -91,9 +91,9 @@ class Generator:
         return tokenize_request(request, self.vocabulary, self.positions, self.tokens)
 
     def submit(self, request: Request | TokenizedRequest) -> int:
-        """Queue a request; returns the ticket that its pieces will carry.
+        """Queue a request; return the ticket of its pieces.
 
-        Raises what `prepare` raises, and BusyError when as many are waiting as may.
+        Raises what `prepare` raises, and BusyError when the queue is full.
         """
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
             raise BusyError(f"{len(self._waiting)} requests are waiting already; try again later")
@@ -126,10 +126,9 @@ class Generator:
         self.drop()
 
     def step(self) -> list[Piece]:
-        """Give each request that is being answered its next token, and take in a chunk of prompts; return what each has
-        gained.
+        """Give each active request its next token, and read a chunk of prompts; return the new pieces.
 
-        What the session raises goes through: then `drop` those in flight.
+        Exceptions of the session pass through: `drop` the active requests then.
         """
         while self._waiting and len(self._rows) < self.max_batch:
             self._rows.append(self._waiting.popleft())
@@ -169,8 +168,8 @@ class Generator:
         return pieces
 
     def _prefill(self, others: int) -> list[Piece]:
-        """Take in a chunk of prompts, when its turn has come among the tokens of so many `others`; the first tokens of
-        those whose prompts are complete.
+        """Read a chunk of prompts, when their turn has come among the tokens of so many `others`; return the first
+        tokens of complete prompts.
         """
         first, lengths = self._chunk()
         if others:
@@ -208,7 +207,7 @@ class Generator:
         return first, left[first:end]
 
     def _leave(self) -> None:
-        """Free the rows of those who have ended: the last one moves into each gap, so that those in use stay the first
+        """Free the rows of finished requests: the last row moves into each gap, so that the rows in use stay the first
         ones.
         """
         for index in reversed([index for index, row in enumerate(self._rows) if row.ended]):

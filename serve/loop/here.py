@@ -1,10 +1,10 @@
-"""The session that a Triton repository's model runs on, where it is: the engine of this machine's GPU, where the
-repository holds one for it, else the graph on ONNX Runtime.
+"""Choose the session of a Triton repository's model on its host: the engine for this GPU, if there is one, else ONNX
+Runtime.
 
-Engines lie in the version's folder as `engines/<runtime>/<target>.plan`. One that is for this GPU and does not load is
-an error and not passed over: a model that quietly runs on the CPU of a GPU host serves nobody.
+Engines lie in the version's folder as `engines/<runtime>/<target>.plan`. An engine for this GPU that does not load is
+an error: a model that silently runs on the CPU of a GPU host helps nobody.
 
-Copied as it is into Triton repositories: imports only its neighbours in this folder.
+Copied unchanged into Triton repositories: imports only its neighbours in this folder.
 """
 
 import logging
@@ -25,10 +25,10 @@ def plan_path(version: Path, runtime: EngineRuntime, target: str) -> Path:
 
 
 def open_here(version: Path, weights: str, runtime: str = AUTO) -> Session:
-    """The model in the folder `version`, whose graph is in `weights`, on a `runtime`; `auto`: the engine for this
+    """Open the model in the folder `version`, whose graph is in `weights`, on a `runtime`; `auto`: the engine for this
     machine's GPU, or else ONNX Runtime.
 
-    Raises SessionError where what is asked for, or the engine for this GPU, does not open.
+    Raises SessionError where the requested runtime, or the engine for this GPU, does not open.
     """
     if runtime in RUNTIMES or runtime == AUTO:
         asked = [each for each in RUNTIMES if runtime in (each, AUTO)]

@@ -1,10 +1,10 @@
-"""Sequences in flight in host memory, for a runtime that reads and writes NumPy arrays where they lie.
+"""Active sequences in host memory, for a runtime that works on NumPy arrays in place.
 
-A decode step is a call with nothing left to do: its inputs and outputs are bound once for each number of rows, the mask
-is kept up by the one slot that a token fills, and only this step's keys and values are written, by position, into the
-buffers that the next one reads. Prompts come in ever new shapes, so their chunks are wrapped as they come.
+A decode step has its inputs and outputs bound once for each number of rows; the mask changes by the one slot that a
+token fills, and only this step's keys and values are written, by position, into the buffers of the next step. Chunks of
+prompts vary in shape, so they are bound at each call.
 
-Copied as it is into Triton repositories: imports only NumPy and the cache.
+Copied unchanged into Triton repositories: imports only NumPy and the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,8 +64,8 @@ class HostGraph(Forward, Protocol):
 
 @dataclass(frozen=True)
 class _Step:
-    """A decode step of a number of rows: what it reads, how it is run, what it writes. `mask` shows the `shown` [count]
-    first slots of each row.
+    """A decode step for a number of rows: its inputs, its call, its outputs. `mask` shows the `shown` [count] first
+    slots of each row.
     """
 
     tokens: NDArray[np.int64]
@@ -110,7 +110,7 @@ class HostBatch:
     def prefill(
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """Take in a chunk of prompts; what padding gives is not kept."""
+        """Read a chunk of prompts; the outputs of padding are discarded."""
         cache, count = self._held(), len(tokens)
         inside = np.arange(tokens.shape[1]) < lengths[:, None]
         positions = filled[:, None] + np.minimum(np.arange(tokens.shape[1]), lengths[:, None] - 1)
@@ -124,7 +124,7 @@ class HostBatch:
         return logits[np.arange(count), lengths - 1]
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Take in a token of each row; the logits lie where the next call of as many rows writes its own."""
+        """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         count = len(tokens)
         step = self._steps.get(count) or self.bound(count)
         step.tokens[:, 0], step.positions[:, 0] = tokens, filled

@@ -1,10 +1,9 @@
-"""Requests to the loop and its answers: requests, whose values and sizes are held to bounds before any work is done for
-them, and pieces of their answers.
+"""Requests and the pieces of their answers. Values and sizes are bounded before any work is done.
 
-Whoever sends a request is not trusted: tokenizing takes time by the character and every stop word is looked for in
-every piece of text, so both are bounded here, before a tokenizer sees the prompt.
+A client is not trusted: tokenizing takes time for each character, and every stop word is searched for in every piece of
+text, so both are bounded here, before a tokenizer sees the prompt.
 
-Copied as it is into Triton repositories: imports only NumPy and its neighbours in this folder.
+Copied unchanged into Triton repositories: imports only NumPy and its neighbours in this folder.
 """
 
 from collections import Counter
@@ -32,18 +31,17 @@ class RequestError(ValueError):
 
 
 class BusyError(RuntimeError):
-    """There are as many requests already as may wait; the same one may be served later."""
+    """The queue is full; the same request may be served later."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to generate text; the fields mean what they mean in OpenAI's completions API.
+    """A request to generate text; the fields have their meaning in OpenAI's completions API.
 
-    `prompt`: text, or token ids taken as they are. `max_tokens` bounds the tokens produced, the end-of-text token
-    included; prompt and answer together are bounded by the model's positions besides. `temperature` 0 takes the best
-    token. Without a `seed` every run draws other tokens. `logprobs`: how many of the best tokens to tell with each
-    token, beside its own (None: none of it). `ignore_end`: go on after the end-of-text token, as measuring wants it.
-    Raises RequestError for values out of range.
+    `prompt`: text, or token ids. `max_tokens` bounds the generated tokens, the end-of-text token included; the model's
+    positions bound prompt and answer together. `temperature` 0 takes the best token. Without a `seed` every run draws
+    other tokens. `logprobs`: the number of best tokens to return with each token, beside its own (None: none).
+    `ignore_end`: go on after the end-of-text token, for measurements. Raises RequestError for values out of range.
     """
 
     prompt: str | tuple[int, ...]
@@ -92,12 +90,12 @@ def _check(name: str, value: object, good: bool, rule: str) -> None:
 class Piece(NamedTuple):
     """The text and tokens that one step added to one request.
 
-    `ticket` is what `submit` returned; `token` the id that was chosen. `text` may be empty while characters or stop
-    words are incomplete. `finish_reason` is None until the last piece: `stop` after the end-of-text token or a stop
-    word, `length` at max_tokens or the model's last position, `error` when this request alone could not be gone on
-    with, for the reason `error`; such a piece has no token of its own, and repeats the one before. `output_tokens` were
-    produced so far, this one included. `logprob` is the token's own, and `best` the (id, logprob) of the best ones,
-    both where the request asks for them.
+    `ticket` is the result of `submit`; `token` the chosen id. `text` may be empty while characters or stop words are
+    incomplete. `finish_reason` is None until the last piece: `stop` after the end-of-text token or a stop word,
+    `length` at max_tokens or the model's last position, `error` when this request failed, for the reason `error`; such
+    a piece has no token of its own, and repeats the one before. `output_tokens` were generated so far, this one
+    included. `logprob` is the token's own, and `best` the (id, logprob) of the best tokens, both where the request asks
+    for them.
     """
 
     ticket: int

@@ -29,9 +29,7 @@ MAX_WAITING = 256
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there are no more pieces of a request: it was refused as it was given, nobody waits for it any more, or it
-    broke off.
-    """
+    """The reason why a request gets no more pieces: it was refused, its client has gone, or it failed."""
 
     reason: str
     kind: Literal["refused", "cancelled", "failed"]
@@ -50,7 +48,7 @@ class Ongoing:
         self.over = False
 
     def cancel(self) -> None:
-        """Let it go, from any thread: its row is free before the next step, and it is told of nothing after that."""
+        """Cancel the request, from any thread: its row is free before the next step, and its client gets no more."""
         self._service.run_between_steps(lambda: self._service.end(self))
 
 
@@ -58,8 +56,8 @@ class Service:
     """One `Generator`, shared by threads: `submit` and `stream` hand requests in."""
 
     def __init__(self, generator: Generator, max_waiting: int = MAX_WAITING):
-        """Step `generator`, which is nobody else's from now on, and whose own queue has no bound. At most `max_waiting`
-        requests are here beside as many as its batch holds.
+        """Step `generator`, which nothing else may use from now on, and whose own queue is unbounded. At most
+        `max_waiting` requests wait beside those that its batch holds.
         """
         self._generator = generator
         self._most = generator.max_batch + max_waiting
@@ -84,11 +82,11 @@ class Service:
         return flying, max(self._here - flying, 0)
 
     def submit(self, request: Request, receive: Receive, gone: Callable[[], bool] | None = None) -> Ongoing:
-        """Hand in a request.
+        """Submit a request.
 
-        `receive` is called with each piece, the last one having a finish_reason, or with one Failed in the place of the
-        last: in the stepping or a tokenizing thread, so it hands on and returns. `gone` is asked before each step
-        whether nobody waits any more. Raises BusyError when as many requests are here as may be, or the service closes.
+        `receive` is called with each piece, the last one with a finish_reason, or with one Failed instead of the last:
+        in the stepping or a tokenizing thread, so it must return quickly. `gone` is asked before each step whether the
+        client has gone. Raises BusyError when the queue is full, or the service closes.
         """
         with self._lock:
             if self._closing:
@@ -132,7 +130,7 @@ class Service:
         self._inbox.put(action)
 
     def end(self, ongoing: Ongoing, told: Failed | None = None) -> None:
-        """Let a request go, in the stepping thread; `told`: what its client hears last."""
+        """End a request, in the stepping thread; `told`: the last message to its client."""
         if ongoing.over:
             return
         ongoing.over = True
@@ -204,7 +202,7 @@ class Service:
 
 
 def _tell(ongoing: Ongoing, told: Piece | Failed) -> bool:
-    """Call the client back; whether it took what it was told."""
+    """Call the client back; return whether it accepted the message."""
     try:
         ongoing.receive(told)
     except Exception:  # the client's own callback may raise anything, and is nobody else's misfortune

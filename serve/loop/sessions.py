@@ -1,16 +1,16 @@
-"""Running the graph: a `Session` stands for a runtime, and its `Batch` for the sequences in flight there.
+"""Run the graph: a `Session` is a runtime with a model, and its `Batch` the active sequences there.
 
-The loop of `generate.py` talks to a `Batch` alone: prompts go in by chunks, then one token a sequence and step, and out
-come logits. The keys and values stay inside it, so that a runtime on a GPU keeps them on the device and may replay one
-captured step for each number of rows. `Graph.forward` is the graph itself, with a past that the caller holds: for
-whole windows, and for whoever looks at keys and values.
+The loop of `generate.py` uses a `Batch` alone: prompts are read in chunks, then one token a sequence and step, and the
+results are logits. Keys and values stay inside, so that a runtime on a GPU keeps them on the device and may replay one
+captured step for each number of rows. `Forward.forward` is the graph itself, with a past that the caller holds: for
+whole windows, and for callers that need keys and values.
 
-All that is known of the cache (layers, heads, head size, FP8 or not) is read from the graph, so that a session needs no
-config.json. `open_session` knows the runtimes by name. ONNX Runtime on the CPU takes `model.fp32.onnx`; its FP8 tensors
-are OrtValues laid over uint8 arrays, since NumPy has no FP8.
+The cache's layers, heads, head size and type are read from the graph, so that a session needs no config.json.
+`open_session` opens a runtime by name. ONNX Runtime on the CPU takes `model.fp32.onnx`; its FP8 tensors are OrtValues
+over uint8 arrays, since NumPy has no FP8.
 
-Copied as it is into Triton repositories: imports only NumPy, its neighbours in this folder, and the runtime where it is
-used.
+Copied unchanged into Triton repositories: imports only NumPy, its neighbours in this folder, and the runtime where it
+is used.
 """
 
 import os
@@ -43,13 +43,13 @@ class SessionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pace:
-    """The way in which prompts and answers take turns on a runtime.
+    """The schedule of prompts and answers on a runtime.
 
-    `chunk`: positions of prompts that one call takes in, padding included. A prompt is always cut at its multiples, so
-    that what it is answered does not depend on who else is there: another cut may round a sum differently. `share`: how
-    many of them go in between two tokens of one who is being answered, on average; one more for each further one, for
-    then a token takes longer. `saved`: how many go in ahead of that, once, where for a while there were none, so that
-    those who come together are soon answered together.
+    `chunk`: positions of prompts in one call, padding included. A prompt is always cut at its multiples, so that its
+    answer does not depend on other requests: another cut may round a sum differently. `share`: the positions of prompts
+    read between two tokens of one active request, on average; one more for each further request, since a token then
+    takes longer. `saved`: the positions read ahead of that share, once, after a while without prompts, so that requests
+    that arrive together are soon answered together.
     """
 
     chunk: int
@@ -65,10 +65,10 @@ class Batch(Protocol):
     """
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
-        """Have slots for `needed` positions in every row, and keep what the first `rows` rows hold.
+        """Have slots for `needed` positions in every row, and keep the contents of the first `rows` rows.
 
-        `most` is what the sequences in flight can ever fill: no use in growing beyond it, and much more than that may
-        be given up.
+        `most` is the largest number that the active sequences can fill: growing beyond it is of no use, and a much
+        larger buffer may be released.
         """
 
     def prefill(
@@ -81,18 +81,18 @@ class Batch(Protocol):
         """
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Take in one token `tokens` [count] of each of the first `count` rows, behind its `filled` [count] first
-        positions; returns their logits [count, vocabulary].
+        """Read one token `tokens` [count] of each of the first `count` rows, behind its `filled` [count] first
+        positions; return their logits [count, vocabulary].
 
-        Among them may be rows whose prompts are still taken in: what these write lies in the slot that their next chunk
-        fills, and their logits are not read.
+        Some rows may have prompts that are still being read: their next chunk overwrites the slot, and their logits are
+        not used.
         """
 
     def move(self, source: int, target: int, filled: int) -> None:
         """Let row `target` hold the `filled` first positions of row `source`."""
 
     def wipe(self, row: int) -> None:
-        """Let a row hold zeros: it may hold what is no number, which a mask does not hide."""
+        """Set a row to zeros: it may hold NaN, which a mask does not hide."""
 
     def clear(self) -> None:
         """Forget all rows; the memory may go."""
@@ -120,7 +120,7 @@ class GraphSession(Session, Forward, Protocol):
 
 class OnnxRuntimeSession:
     """ONNX Runtime on the CPU, where eight positions of a prompt cost as much as two or three tokens of an answer, and
-    more of them at once no less apiece.
+    larger chunks cost as much for each position.
     """
 
     pace = Pace(chunk=8, share=4, saved=64)
@@ -185,10 +185,10 @@ class OnnxRuntimeSession:
         return HostCache(self.layout, rows, capacity)
 
     def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
-        """A step that reads `inputs` and writes `outputs` where they lie: those of the graph, in its order
-        (`TOKEN_INPUTS` and the past; logits and the new keys and values), contiguous, of shapes that do not change.
+        """A step that reads `inputs` and writes `outputs` in place: those of the graph, in its order (`TOKEN_INPUTS`
+        and the past; logits and the new keys and values), contiguous, of constant shapes.
 
-        What is called once a token is not to be wrapped, named and allocated again each time.
+        It runs once a token, so nothing should be wrapped, named and allocated again each time.
         """
         binding = self._session.io_binding()
         for name, array, element in zip(self._inputs, inputs, self._input_elements, strict=True):
@@ -228,8 +228,9 @@ class OnnxRuntimeSession:
 
 
 def import_onnxruntime() -> Any:
-    """ONNX Runtime, told before it begins not to report to Microsoft and leave an identifier in the user's folder, as
-    its wheels do from 1.29 on; whoever wants that says so in the variable. Raises SessionError where it is missing.
+    """Import ONNX Runtime with its telemetry off; its wheels report to Microsoft and store an identifier in the user's
+    folder from 1.29 on. The variable ORT_DISABLE_TELEMETRY, if set, is respected. Raises SessionError where it is
+    missing.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:

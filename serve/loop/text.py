@@ -1,13 +1,13 @@
-"""Text to tokens and back: the tokenizer, what the model's JSON says of its tokens, and text that arrives token by
-token.
+"""Convert text to tokens and back: the tokenizer, the token ids in the model's JSON files, and incremental
+detokenization.
 
-A token is no piece of text: a character may take four of them, and a decoder drops or adds spaces by the neighbours. So
-the stream decodes a short window that begins with tokens whose text is out already, and gives what comes after it. A
-character whose bytes are not all there decodes to U+FFFD, so these are held back while they stand at the end. (All of
-them: a byte-fallback decoder turns a whole run of bytes into U+FFFD, good characters too, while the last is
-incomplete.) So is whatever may be the beginning of a stop word.
+A token is not a piece of text: a character may take four tokens, and a decoder drops or adds spaces depending on the
+neighbours. So the stream decodes a short window that begins with tokens whose text is out already, and returns the text
+behind it. A character with missing bytes decodes to U+FFFD, so these are held back at the end. (All of them: a
+byte-fallback decoder turns a whole run of bytes into U+FFFD, good characters too, while the last is incomplete.)
+Possible beginnings of stop words are held back too.
 
-Copied as it is into Triton repositories: imports only tokenizers.
+Copied unchanged into Triton repositories: imports only tokenizers.
 """
 
 import json
@@ -31,7 +31,7 @@ MOST_POSITIONS = 2**31 - 1
 
 
 class ModelFileError(ValueError):
-    """A file beside the model's weights is missing or does not say what generation needs."""
+    """A file beside the model's weights is missing or lacks what generation needs."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class TextStream:
         return self._until_stop(piece)
 
     def flush(self) -> str:
-        """Return what was held back: there is no next token."""
+        """Return the text that was held back, after the last token."""
         if self.stopped:
             return ""
         piece = self._until_stop(self._decode()[self._given :]) + self._pending
@@ -196,10 +196,10 @@ class TextStream:
 
 
 def neighbours(tokenizer: "Tokenizer", prompt: Sequence[int]) -> list[int]:
-    """The last tokens of `prompt`, as many as the text of what follows can depend on.
+    """The last tokens of `prompt` that the following text can depend on.
 
-    Not all of them, for they are decoded again with every token until there is text. A run of byte tokens is not cut:
-    it is text as a whole or not at all.
+    They are few, since they are decoded again with every token until there is text. A run of byte tokens is not cut: it
+    is text as a whole or not at all.
     """
     first = max(0, len(prompt) - NEIGHBOURS)
     while first and (tokenizer.id_to_token(prompt[first]) or "").startswith("<0x"):

@@ -1,14 +1,12 @@
-"""The Python model of a Triton repository, copied there as `model.py`: text in, text out, with the loop of
-`generate.py` between.
+"""The Python model of a Triton repository, copied there as `model.py`: text in, text out, by the loop of `generate.py`.
 
-Requests are batched here, not by Triton: `execute` only hands them to a `Service`, whose thread steps one `Generator`
+Requests are batched here, not by Triton: `execute` only passes them to a `Service`, whose thread steps one `Generator`
 for all of them, so that a request joins the batch at the next token and leaves it with its last one. Decoupled
-transactions make this possible: responses are sent when there is something to say, one for each piece of text with
-`stream`, else one in all. `max_batch_size` is 1 for the sake of Triton's OpenAI front end, which sends every tensor as
-[1, …].
+transactions make this possible: with `stream` there is a response for each piece of text, otherwise one in all.
+`max_batch_size` is 1 for Triton's OpenAI front end, which sends every tensor as [1, …].
 
 The fields are those that the front end sends and reads (`python/openai/openai_frontend/engine/utils/triton.py` in
-Triton's server repository, there the format "tensorrtllm", which it takes for every Python model): token counts are
+Triton's server repository, there the format "tensorrtllm", which it uses for every Python model): token counts are
 UINT32, and each response counts its own tokens, since the front end adds them up. `return_finish_reason` is vLLM's name
 for the same thing.
 
@@ -35,7 +33,7 @@ LOG = logging.getLogger("fp8q")
 
 @dataclass
 class _Reply:
-    """Whom a request's pieces go to, and what of them is not sent yet."""
+    """The receiver of a request's pieces, and the pieces that are not sent yet."""
 
     sender: Any
     stream: bool = False
@@ -44,7 +42,7 @@ class _Reply:
     counted: int = 0
 
     def take(self, piece: Piece | Failed) -> None:
-        """Send what there is to send: each text that is not empty with `stream`, else all of them at the end."""
+        """Send the available text: each nonempty piece with `stream`, otherwise all of it at the end."""
         if isinstance(piece, Failed):
             codes = {"refused": pb_utils.TritonError.INVALID_ARG, "cancelled": pb_utils.TritonError.CANCELLED}
             self.refuse(piece.reason, codes.get(piece.kind, pb_utils.TritonError.INTERNAL))

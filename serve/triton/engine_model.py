@@ -53,7 +53,7 @@ class Binding(Strict):
 
 
 class EngineModel(Strict):
-    """`engine.json`: what an engine reads and answers, in which profiles, and what built it (None: no plan yet)."""
+    """`engine.json`: an engine's inputs and outputs, its profiles, and its builder (None: no plan yet)."""
 
     inputs: dict[str, Binding]
     outputs: dict[str, Binding]
@@ -79,9 +79,9 @@ class EngineModel(Strict):
 
 
 def describe(onnx_file: Path, profiles: Sequence[Profile], built: EngineInfo | None) -> EngineModel:
-    """The engine of a graph in `profiles`; `built`: what is known of the plan (None: there is none yet).
+    """Describe the engine of a graph in `profiles`; `built`: the record of the plan (None: there is none yet).
 
-    Raises InputError for a graph whose tensors do not all begin with the batch.
+    Raises InputError for a graph with a tensor whose first dimension is not the batch.
     """
     graph = sound_graph(onnx_file)
     described = EngineModel(

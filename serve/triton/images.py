@@ -36,10 +36,10 @@ def release_of(tensorrt: str, releases: Mapping[str, str] = RELEASES) -> str | N
 
 
 def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool, packages: Mapping[str, str] = PINS) -> str:
-    """The Dockerfile of a repository whose plan TensorRT of the version `tensorrt` built (None: it holds no plan);
-    `awaits_plan`: one is to be put there; `packages`: what is added to the image.
+    """The Dockerfile of a repository whose plan was built by this version of `tensorrt` (None: there is no plan);
+    `awaits_plan`: a plan is to be added; `packages`: to install in the image.
 
-    The release has no default where it is not known: the build then stops and says so.
+    Where the release is unknown it has no default: the build then stops and says so.
     """
     release = newest() if tensorrt is None and not awaits_plan else release_of(tensorrt or "")
     known = ", ".join(f"{version} in {where}" for version, where in RELEASES.items())
@@ -77,7 +77,7 @@ def newest() -> str:
 
 
 def release_in(text: str) -> str | None:
-    """The release of Triton that a Dockerfile builds on unless told otherwise; None where it names none."""
+    """The default release of Triton that a Dockerfile builds on; None where it names none."""
     base = _FROM.search(text)
     if base is None:
         return None

@@ -1,7 +1,8 @@
-"""Whose a repository is: one that fp8q wrote is replaced, anything else is left alone.
+"""Tell whether a repository is fp8q's: one that fp8q wrote is replaced, anything else is left alone.
 
-`repository.json` at its top, which Triton does not look at, lists what was written. A file beyond these is somebody's:
-a plan that was put in its place, a model of their own. Only what Python leaves beside the code it ran is not.
+`repository.json` at its top, which Triton ignores, lists the files that were written. Any other file belongs to
+somebody: a plan that was put there, a model of their own. Only the caches that Python leaves beside executed code do
+not count.
 """
 
 from collections.abc import Collection

@@ -91,8 +91,8 @@ def write_repository(
     engine: Engine | None = None,
     own_engines: Sequence[OwnEngine] = (),
 ) -> list[Path]:
-    """Write the model repository of a run in the place of the one that is there, with the plain `engine` and those of
-    the Python model; returns its files.
+    """Write the model repository of a run over an existing one, with the plain `engine` and the engines of the Python
+    model; return its files.
 
     Raises InputError when the checkpoint or the FP32 graph is missing or changed, BackendError when Triton's protobuf
     schema is not installed.
@@ -217,10 +217,10 @@ def weight_files(run: Run) -> list[Path]:
 
 
 def external_data(graph: Path) -> list[str]:
-    """Names of the files that the tensors of the ONNX model at `graph` lie in; no weight is read.
+    """Names of the external data files of the ONNX model at `graph`; no weight is read.
 
-    Raises InputError for one that is not beside the graph (it would not be there in a repository), is no file, or is
-    cut short.
+    Raises InputError for a file that is not beside the graph (it would be missing in a repository), is no regular file,
+    or is cut short.
     """
     from ...export.lint.check import sound_graph
 

@@ -1,4 +1,4 @@
-"""Triton's own schema of `config.pbtxt`: what fp8q writes goes through it, and so does what `fp8q lint` reads."""
+"""Triton's own schema of `config.pbtxt`, by which fp8q writes and `fp8q lint` reads."""
 
 from typing import Any
 

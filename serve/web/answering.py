@@ -31,7 +31,7 @@ class GoneError(Exception):
 
 @dataclass(frozen=True)
 class Told:
-    """The form of the answer, and what to call what was asked in an error."""
+    """The form of the answer, and the name of the request's field in errors."""
 
     writer: Writer
     streamed: bool
@@ -82,7 +82,7 @@ class AnswerResponse(Response):
         self._handed.box.hang_up()
 
     async def _fetch(self) -> dict[int, AnswerPart]:
-        """Collect what has come, by answer; raises GoneError, and Refusal for what there is no answer to."""
+        """Collect the new pieces by answer; raises GoneError, and Refusal where no answer is possible."""
         arrived = await self._handed.box.fetch()
         if self._handed.box.gone:
             raise GoneError

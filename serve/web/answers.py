@@ -98,7 +98,7 @@ class StreamWriter:
 
 
 def usage(last: Sequence[Piece]) -> dict[str, int]:
-    """Tokens of all prompts and answers, of which these are the last pieces."""
+    """Count the tokens of all prompts and answers, from their last pieces."""
     prompt, answer = sum(piece.input_tokens for piece in last), sum(piece.output_tokens for piece in last)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 

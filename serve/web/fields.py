@@ -1,11 +1,11 @@
 """The fields of a request: OpenAI's fields with their types and bounds, from which the OpenAPI description is made.
 
-A field that would change the answer and does nothing here is declared with the values that change nothing (`n: 1`,
-`tools: []`), and refused with any other; one that changes nothing anyway (`user`) may be anything. A field that is not
-declared is refused, as OpenAI itself does it: left out in silence, it would be another answer than was asked for.
+A field that would change the answer and is not supported is declared with the values that change nothing (`n: 1`,
+`tools: []`), and refused with any other; a field without effect (`user`) may have any value. An undeclared field is
+refused, as by OpenAI: ignoring it would give another answer than the requested one.
 
-Strict types: a number in quotes is none. The prompt alone is read by hand (`prompts`): a union of lists would be tried
-for every item of each.
+Strict types: a number in quotes is none. The prompt alone is parsed by hand (`prompts`): a union of lists would be
+tried for every item of each.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,9 +1,9 @@
-"""Check every request before the application sees it: where it comes from, whether it may, how much it brings.
+"""Check every request before the application sees it: its origin, its authorization, its size.
 
-A server on the loopback address answers browsers only under a name of that address: a page elsewhere can have its own
-name point to 127.0.0.1, and would be let read the answers (DNS rebinding). With a key that is not needed, for such a
-page does not have it. JSON is asked for by its content type, which makes a browser ask first, before it sends anything
-of another site's.
+A server on the loopback address answers browsers only under a name of that address: a page elsewhere can point its own
+name to 127.0.0.1, and could then read the answers (DNS rebinding). With a key this check is not needed, since such a
+page does not have it. JSON requires its content type, so that a browser asks for permission before it sends another
+site's request.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Gate:
     """The application behind its checks (ASGI)."""
 
     def __init__(self, app: ASGIApp, serving: Serving):
-        """Let pass to `app` what `serving` takes."""
+        """Pass the requests to `app` that `serving` allows."""
         self._app, self._serving = app, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,8 +1,8 @@
-"""From the stepping thread to the event loop: one call a step, however many clients are told something in it.
+"""Pass pieces from the stepping thread to the event loop, with one call a step for all clients.
 
-Waking a loop from another thread costs a system call, and every socket written there lets the stepping thread wait for
-the interpreter. So a mailbox keeps what arrives, and a client that is slower than the model finds several pieces in it,
-which go out together; one that wants the whole answer is woken once, at its end.
+Waking a loop from another thread costs a system call, and every socket written there makes the stepping thread wait for
+the interpreter. So a mailbox collects the pieces, and a client that is slower than the model gets several at once; a
+client that wants the whole answer is woken once, at its end.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Mailbox:
         return receive
 
     def wake(self) -> None:
-        """Let whoever waits look."""
+        """Wake the waiting client."""
         self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

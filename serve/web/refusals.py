@@ -58,9 +58,9 @@ class Refusal(HTTPException):
 
 
 def of_fields(errors: Sequence[Any]) -> Refusal:
-    """The refusal of a body that is not what its fields say; `errors` are pydantic's.
+    """The refusal of a body with invalid fields; `errors` are pydantic's.
 
-    The first field at fault is named; where it may be of several kinds, what is wrong with it as each of them.
+    The first invalid field is named; where several types are allowed, the fault for each of them.
     """
     first = _param(errors[0]["loc"])
     found = [error for error in errors if _param(error["loc"]) == first]

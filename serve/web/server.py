@@ -1,7 +1,7 @@
-"""The process: one event loop, uvicorn's, on a socket that is bound before anything is promised.
+"""Run the server process: uvicorn's event loop, on a socket that is bound before anything is promised.
 
-uvicorn leaves signals alone here: whoever runs the server says when it is to end (docs/decisions/0010 and 0013). Then
-nothing new is taken in, what is in flight is answered, and what is not after so many seconds is broken off.
+uvicorn does not handle signals here: the command line decides when the server ends (docs/decisions/0010 and 0013). Then
+no new request is accepted, active ones are answered, and after the grace period the rest is broken off.
 """
 
 import asyncio

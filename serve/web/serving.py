@@ -39,8 +39,8 @@ class Model:
 class Serving:
     """The state of one server, for its event loop alone.
 
-    `template`: the model's, or why there is none. `closing`: nothing new is taken in any more. `cut`: how many requests
-    were broken off because the server could wait no longer.
+    `template`: the model's, or the reason of its absence. `closing`: no new request is accepted. `cut`: the number of
+    requests that were broken off at the end.
     """
 
     models: Sequence[Model]
@@ -111,7 +111,7 @@ class Serving:
             self._rendered -= 1
 
     def submit(self, model: Model, requests: Sequence[Request], eager: bool) -> "Handed":
-        """Hand requests in, all of them or none; raises Refusal where there is no room."""
+        """Submit requests, all of them or none; raises Refusal where the queue is full."""
         if self.closing or not model.service.alive:
             raise Refusal(503, "the server is closing; ask another", code="closing")
         box = Mailbox(self._courier, eager)

@@ -1,1 +1,1 @@
-"""Commands that join stages, or read what stages wrote; and what they refuse before the first one writes."""
+"""Commands that join stages or read what stages wrote, and the checks before the first stage writes."""

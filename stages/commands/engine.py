@@ -1,6 +1,6 @@
-"""`fp8q engine`: what the engines of a run will run, read from them anew, and held against what the run promises.
+"""`fp8q engine`: read the kernels of a run's engines, and compare them with the run's promise.
 
-Needs no GPU but for TensorRT's own.
+Needs no GPU, but for TensorRT's own engines.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class EngineView:
     """The kernels of one engine.
 
-    `unknown`: why that cannot be told, where it cannot; `codes_found`, `factors_found` and `inputs_found`: FP8 products
+    `unknown`: why they are unknown, where they are. `codes_found`, `factors_found` and `inputs_found`: FP8 products
     that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and whose input
-    was quantized with the run's scale (None: not looked for); `terms_found`: FP8 products less those that are promised
-    in two terms and are not of both (None: none is promised so); `differences`: what is otherwise, or cannot be told.
+    was quantized with the run's scale (None: not checked). `terms_found`: FP8 products without those that are promised
+    in two terms and multiply one (None: none is promised so). `differences`: values that differ or are unknown.
     """
 
     file: str

@@ -1,5 +1,5 @@
-"""`fp8q inspect`: every module of a run, and what stands out; beside it, on demand, what another choice or another text
-would have meant.
+"""`fp8q inspect`: every module of a run and its outliers; on demand delayed scaling, or the same scales on another
+text.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The results of `fp8q inspect`: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
-    out, whether the text was enough, what each expert of a mixture saw of it, and what was asked for beside it.
+    """The results of `fp8q inspect`: every module, the cache in BF16 as FP8 would have it, outliers, the assessment of
+    the calibration text, the experts' coverage, and the results of `delayed` and `against`.
     """
 
     modules: "list[ModuleRow]"

@@ -1,7 +1,6 @@
-"""`fp8q lint`: what is at a path held against the rules: an ONNX file, a Triton repository, a checkpoint, or all that a
-run holds.
+"""`fp8q lint`: check an ONNX file, a Triton repository, a checkpoint, or everything in a run against the rules.
 
-No torch, no GPU, no server, no weight read.
+Needs no torch, no GPU and no server, and reads no weight.
 """
 
 import os
@@ -30,9 +29,9 @@ DAMAGE = ("F402", "F403")
 
 @dataclass(frozen=True)
 class Linted:
-    """The findings of the lint in an ONNX file, a repository, or the engines of a run; `what` it is, in a line.
+    """The findings in an ONNX file, a repository, or the engines of a run; `what` describes it in a line.
 
-    `promised_by`: the scales.json that a graph was held against (None: a graph of which nothing is promised).
+    `promised_by`: the scales.json that a graph was compared with (None: nothing is promised of it).
     """
 
     path: Path
@@ -60,11 +59,11 @@ class LintedRun:
 
 
 def lint(path: Path, run: Run | None) -> Linted | LintedRun:
-    """Lint what is at `path`: an ONNX file, against the promises of `run`, or else of the run whose `model/` it lies
-    in; a Triton repository; an FP8 checkpoint; a run, with its graphs, engines and repository.
+    """Lint the file or directory `path`: an ONNX file, against the promise of `run`, or else of the run whose `model/`
+    it lies in; a Triton repository; an FP8 checkpoint; a run, with its graphs, engines and repository.
 
-    Raises InputError for what is none of these, for a checkpoint of a form that is not read, and for a run whose
-    promises do not read.
+    Raises InputError for anything else, for a checkpoint in an unsupported form, and for a run whose promise does not
+    read.
     """
     from ...serve.lint.folder import is_repository
 
@@ -143,16 +142,16 @@ def lint_onnx(path: Path, run: Run | None) -> Linted:
 
 
 def run_around(path: Path) -> Run | None:
-    """The run in whose `model/` a file lies, told by the scales.json above; None where there is none."""
+    """The run in whose `model/` a file lies, recognized by its scales.json; None where there is none."""
     around = Run(path.parent.parent) if path.parent.name else Run(path.absolute().parent.parent)
     return around if path.absolute().parent.name == around.model.name and around.scales.is_file() else None
 
 
 def promise(run: Run) -> "Promise":
-    """Return the promise of a run for its graphs, the weights' scales from its checkpoint where its files read; where
-    not, the rules of F4xx say why.
+    """The promise of a run for its graphs, with the weights' scales where the checkpoint reads; where it does not, the
+    rules of F4xx report it.
 
-    Raises InputError where it cannot be told what is promised.
+    Raises InputError where the promise does not read.
     """
     from ...export.lint.check import run_promise
     from ...quantize.reading.run_checkpoint import stored_scales

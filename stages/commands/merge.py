@@ -1,9 +1,9 @@
-"""Runs measured apart, added: the stages `corpus` and `measure` of a run that no model was run for.
+"""Merge runs that were measured separately: the stages `corpus` and `measure` of a run for which no model runs.
 
-Two kinds are added alike. Runs of different texts make a corpus of all texts; runs of parts of one text (`--batches`)
-make that text whole again, and then the statistics are those of measuring it at once, byte for byte. The result is the
-same in whatever order and groups runs are added: texts are ordered by fingerprint, so for the method `delayed` their
-batches are not in the order in which they were measured.
+Two kinds of runs are merged in the same way. Runs of different texts make a corpus of all texts. Runs of parts of one
+text (`--batches`) make the whole text, and then the statistics equal those of one measurement byte for byte. The result
+does not depend on the order or grouping of runs: texts are ordered by fingerprint, so for the method `delayed` their
+batches are not in the order of measurement.
 """
 
 from collections.abc import Sequence
@@ -146,9 +146,9 @@ def _distinct(runs: list[Run], out: Path) -> list[Run]:
 
 
 def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
-    """The source checkpoint that the runs were made of: `model`, or where one of them says it is.
+    """Open the source checkpoint of the merged runs: `model`, or the path that one of the runs recorded.
 
-    Raises InputError when it is not there, or is another.
+    Raises InputError when it is missing or another.
     """
     found = [run.record().model for run in merged.runs]
     there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
@@ -168,10 +168,10 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
 
 
 def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float | None:
-    """The share of what one run held out that another calibrated on, where it is too much and one of the runs was
-    allowed that; None where it is not.
+    """The share of one run's held-out text that another run calibrated on, where it is too large and a run allowed
+    that; None where it is small.
 
-    Raises InputError where it is too much and none was; notes it when it is a hundredth.
+    Raises InputError where it is too large and no run allowed it; notes it from a hundredth on.
     """
     from ...calibrate.model.tokenizer import load_tokenizer
     from ...calibrate.text.overlap import measure_overlap
@@ -204,7 +204,7 @@ def missing(merged: Merged) -> list[str]:
 
 
 def write_merged(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
-    """The stages `corpus` and `measure` of the merged `run`; `overlap`: what `check_held_out` found."""
+    """Write the stages `corpus` and `measure` of the merged `run`; `overlap`: the result of `check_held_out`."""
     corpus = merged.statistics.record.corpus
     collected = [(part.options(CORPUS), part.facts(CORPUS)) for part in merged.runs]
     options = CorpusOptions(

@@ -1,5 +1,6 @@
-"""Refuse what later stages would refuse, before the first one writes: a run that ends in a refusal after an hour has
-cost an hour, and left a directory that holds half of what was asked for.
+"""Refuse before the first stage writes what a later stage would refuse.
+
+A run that ends in a refusal after an hour has cost an hour, and leaves a directory that is half complete.
 """
 
 import os
@@ -39,7 +40,9 @@ def check_out(run: Run) -> None:
 
 
 def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportOptions) -> None:
-    """Raise InputError for a model that cannot be streamed, where it must be, and for what cannot be had streamed."""
+    """Raise InputError for a model that has to be streamed and cannot be, and for options that streaming does not
+    support.
+    """
     if export.precision != "fp8":
         raise InputError(
             f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
@@ -77,8 +80,8 @@ def check_later(run: Run, later: RunOptions) -> None:
 
 
 def check_graph(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
-    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that would
-    run it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
+    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that needs
+    one. For other models raise what building the engine would: a missing target or runtime.
     """
     if products.no_graph is None:
         if later:
@@ -92,8 +95,8 @@ def check_graph(run: Run, products: "Products", later: RunOptions | None, notes:
 
 
 def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> None:
-    """Raise what `later` stages would of their options beside the model and the text: lengths beyond the model's
-    positions, sizes that do not fit the length, text that fills no window.
+    """Raise what `later` stages would for options that do not fit model and text: lengths beyond the model's positions,
+    sizes that do not fit the length, text shorter than a window.
     """
     from ...calibrate.text.corpus import lower_default
     from ...calibrate.text.packing import Packing

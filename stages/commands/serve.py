@@ -1,4 +1,4 @@
-"""`fp8q serve`: a run's FP8 model behind OpenAI's API, and the BF16 model it was made of beside it where asked for."""
+"""`fp8q serve`: serve a run's FP8 model by OpenAI's API, and on request the BF16 source model beside it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
 
 
 def _template(run: Run) -> ChatTemplate | InputError:
-    """The template, or why there is none, which those are told who ask for a chat."""
+    """The chat template, or the reason of its absence, which requests for a chat are answered with."""
     try:
         return open_template(run)
     except InputError as error:

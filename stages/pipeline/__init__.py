@@ -1,1 +1,1 @@
-"""Every stage as a value, what a stage is, and what all of them do: note, lock, ask for an extra."""
+"""The stages as values, the definition of a stage, and their common parts: notes, locks, checks of extras."""

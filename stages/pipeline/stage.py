@@ -1,9 +1,9 @@
-"""A stage as a value: the files and facts that it reads, the options that change its outputs, and its record read back.
+"""Define a stage as a value: its inputs and facts, its options, its key, and its record in `run.json`.
 
-A stage's key is derived: its inputs, all fields of its options class but those that are marked `Unkeyed`, and its
-facts. So a new option is part of the key as soon as it is a field, and what was recorded is read back into the same
-classes, strictly. `run.json` holds options and facts as one flat object, as it always did; a field that an older
-version did not write has its default, or what `older` says the stage did then.
+A stage's key is derived: its inputs, all fields of its options class but those marked `Unkeyed`, and its facts. So a
+new field is part of the key at once, and a record is read back into the same classes, strictly. `run.json` holds
+options and facts as one flat object; a field that an older version did not write has its default, or the value that
+`older` gives for that version.
 """
 
 import json
@@ -41,9 +41,9 @@ NO_FACTS = NoFacts()
 
 @dataclass(frozen=True)
 class Key(Generic[Choices_co, Facts_co]):
-    """All that the outputs of a stage depend on, besides the version of fp8q.
+    """Everything that a stage's outputs depend on, besides the version of fp8q.
 
-    `inputs`: name -> SHA-256, or another identity, of what is read; `facts`: what else was found.
+    `inputs`: name -> SHA-256, or another identity, of each input; `facts`: other conditions of the stage.
     """
 
     inputs: Mapping[str, str]
@@ -94,10 +94,9 @@ class Stage(Generic[Choices, Facts]):
         return chosen | facts.model_dump(mode="json", exclude_none=True)
 
     def read(self, recorded: Mapping[str, JsonValue], file: Path) -> tuple[Choices, Facts]:
-        """Read back what `file` holds of this stage.
+        """Read the record of this stage from the contents of `file`.
 
-        Raises InputError, naming the command that makes it again, for a field that this version does not know, or a
-        value that is none of the field's.
+        Raises InputError, naming the command that makes it again, for an unknown field or an invalid value.
         """
         again = f"`{stage_command(self.name, file.parent)}` makes it again"
         if unknown := sorted(recorded.keys() - self.recorded_fields - self._unkeyed):
@@ -180,7 +179,7 @@ def _values(kind: type[Options], options: Options) -> dict[str, object]:
 
 
 def _nested(kind: type[Options], recorded: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """Return what was `recorded` of the fields of `kind`, those of nested option classes in objects of their own."""
+    """The recorded fields of `kind`, with those of nested option classes in objects of their own."""
     found: dict[str, Any] = {}
     for each in fields(kind):
         if isinstance(each.default, Options):

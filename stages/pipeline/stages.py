@@ -1,7 +1,7 @@
 """Every stage of a run as a value, in the order of work.
 
-One page that says what each stage reads, writes and depends on. Its options are fields of its class in `options`; its
-facts, the classes here, are what it found besides: they are recorded and part of its key, as options are.
+This page shows what each stage reads, writes and depends on. Its options are the fields of its class in `options`. Its
+facts, the classes here, are other conditions that it works under: they are recorded and part of its key, like options.
 """
 
 from typing import Annotated
@@ -219,7 +219,7 @@ REPORT = Stage(
 
 
 def build_engine_stage(precision: Precision, adapter: str | None = None) -> Stage[EngineOptions, NoFacts]:
-    """Return the stage that builds engines: those of a precision, or of the FP8 model with an adapter beside it."""
+    """The stage that builds the engines of a precision, or of the FP8 model with an adapter."""
     return Stage(
         engine_stage(precision, adapter),
         EngineOptions,

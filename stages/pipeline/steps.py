@@ -41,7 +41,7 @@ class Notes:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Say the notes made in the block when it ends well: where it fails, the error is all there is to say."""
+        """Hold the notes of this block back until it ends; where it fails, only the error is shown."""
         said, self.waiting = len(self.lines), True
         yield
         self.waiting = False

@@ -1,4 +1,4 @@
-"""The adapters beside a run's model: which there are, and which commands know nothing of them."""
+"""The adapters beside a run's model, and the commands that do not support them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,6 +47,6 @@ def check_attention(adapters: Sequence[str], asked: ExportOptions) -> None:
 
 
 def note_base_alone(run: Run, does: str, notes: Notes) -> None:
-    """Note that what a command `does` is of the base, where there are adapters beside it."""
+    """Note that a command `does` its work for the base alone, where there are adapters beside it."""
     if there := adapters_of(run):
         notes.note(f"{does} the base alone, without {', '.join(there)} beside it")

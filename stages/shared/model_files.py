@@ -1,4 +1,4 @@
-"""The files of a run that runtimes read: checkpoint and graphs, found to be what their stages wrote."""
+"""The files of a run that runtimes read, checkpoint and graphs, checked to be what their stages wrote."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ from .adapters import adapters_of
 
 
 def fp8_graphs(run: Run) -> list[Path]:
-    """The FP8 graphs of `run`: both of the model, and both of it with each adapter beside it."""
+    """The FP8 graphs of `run`: both of the model, and both for each adapter beside it."""
     return [run.model / name for adapter in (None, *adapters_of(run)) for name in graph_names(adapter)]
 
 
 def has_graphs(run: Run) -> bool:
-    """Tell whether the graphs in the run are what this version exported.
+    """Tell whether the run has graphs that this version exported.
 
-    A checkpoint that they no longer fit took them away (`export.graph.reuse`).
+    A checkpoint that they do not fit has removed them (`export.graph.reuse`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__ or exported.refused:
@@ -38,10 +38,9 @@ def export_options(run: Run) -> ExportOptions:
 
 
 def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
-    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there
-    now. Raises InputError.
+    """Name -> SHA-256 of the files that every FP8 runtime reads, checked against their stages. Raises InputError.
 
-    `graph` False: for runtimes that read the checkpoint alone, where no graph can be made of the model.
+    `graph` False: only the checkpoint, for models without a graph.
     """
     run.refuse_stale(*FP8_STAGES)
     hashes = hashes_of(run, "quantize", "export")
@@ -66,9 +65,9 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
 
 
 def hashes_of(run: Run, *stages: str) -> dict[str, str]:
-    """Name -> SHA-256 of what `stages` wrote, each file found to be still that.
+    """Name -> SHA-256 of the outputs of `stages`, checked against the files.
 
-    Raises InputError, naming the folder where all of it is gone.
+    Raises InputError for a changed or missing file, naming the folder where all of it is gone.
     """
     hashes: dict[str, str] = {}
     for by in stages:

@@ -1,4 +1,4 @@
-"""A run, opened to work on what was made of it: by a command, which asks for its extra, locks, and takes notes."""
+"""Open a run for a command that works on it: check extras, lock, collect notes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,8 +17,8 @@ Made = TypeVar("Made")
 
 
 def open_run(path: Path) -> Run:
-    """The run directory at `path`; raises InputError when there is none, or when only some of the batches were measured
-    into it (`--batches`): everything after measuring is made of all.
+    """The run directory at `path`; raises InputError when there is none, or when it measured some of the batches only
+    (`--batches`), since everything after measuring needs all.
     """
     found = Run(Path(path))
     if not found.root.exists():
@@ -40,9 +40,9 @@ def open_run(path: Path) -> Run:
 
 @dataclass(frozen=True)
 class Command(Generic[Given, Made]):
-    """A function of a run, its notes and what else the command is given.
+    """A function of a run, its notes and further arguments.
 
-    `writes`: it works alone on the run; `modules`: what it imports of the extra `calibrate`.
+    `writes`: it locks the run; `modules`: its imports from the extra `calibrate`.
     """
 
     function: Callable[Concatenate[Run, Notes, Given], Made]

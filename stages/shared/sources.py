@@ -1,4 +1,4 @@
-"""The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
+"""Open the source checkpoint of a run, before calibration and again later, and list its matrix products."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
-    """The matrix products of the source model, told without its weights, and why no graph can be made of it.
+    """The matrix products of the source model, found without its weights, and the reason why no graph can be made of
+    it, if any.
 
-    Raises InputError for a model that cannot be quantized, for an FP8 cache of layers that nobody can tell apart, and
-    for patterns of `options` that match nothing or leave nothing.
+    Raises InputError for a model that cannot be quantized, for an FP8 cache of layers without an index, and for
+    patterns of `options` that match nothing or leave nothing.
     """
     from ...calibrate.model.products import (
         attention_modules,
@@ -79,8 +80,7 @@ def check_stored(source: "Source", model: "PreTrainedModel") -> None:
 
 def check_forward(source: "Source") -> None:
     """Raise InputError when the model does not run as config.json has it: two tokens without weights, with the
-    attention and the cache of its own that it is measured with. Of a model that looks at values on the way (OPT's mask)
-    this cannot be told.
+    attention and cache of calibration. A model that reads values in its forward pass (OPT's mask) is not checked.
     """
     import torch
 
@@ -126,9 +126,9 @@ def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT
 
 
 def source_of(run: Run) -> "Source":
-    """The source checkpoint the run was made of, opened again.
+    """Open the source checkpoint of the run again.
 
-    Raises InputError when it is no longer where it was, or is no longer the same.
+    Raises InputError when it is missing or changed.
     """
     model = run.record().model
     if not Path(model["path"]).is_dir():

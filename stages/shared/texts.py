@@ -47,8 +47,8 @@ def read_tokens(
 def hold_out(
     parts: "list[WeightedText]", texts: list[Text], packing: "Packing", report: Reporter
 ) -> tuple[list[Tokens], Tokens]:
-    """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many
-    windows of it as make up the same mixture.
+    """The tokens of each text for calibration, and the last tenth of all for evaluation, taken from several texts in
+    the proportion of their windows.
     """
     from ...calibrate.text import corpus, mixture
     from ...calibrate.text.overlap import WORTH_A_NOTE, repeated
@@ -75,9 +75,9 @@ def hold_out(
 
 
 def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
-    """The largest share of one of several texts that is in another: what is held out of it is calibrated on there.
+    """The largest share of one text that is in another of several: its held-out part would be calibrated on.
 
-    Raises InputError when that is too much, unless it is `allowed`.
+    Raises InputError when it is too large, unless `allowed`.
     """
     from ...calibrate.text.overlap import Overlap, measure_overlap
 

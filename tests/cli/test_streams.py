@@ -50,7 +50,7 @@ def test_a_closed_standard_input_is_no_concern() -> None:
 def test_a_file_of_the_run_does_not_take_the_place_of_a_closed_stream(tmp_path: Path) -> None:
     """What a library prints to descriptor 1 must not go into the first file that fp8q opens."""
     code = (
-        "import os, sys; from fp8q.cli import streams; streams.settle();"
+        "import os, sys; from fp8q.cli import streams; streams.settle_streams();"
         f"file = open({str(tmp_path / 'file')!r}, 'w'); print(file.fileno() > 2, file=sys.stderr)"
     )
     done = subprocess.run(
@@ -63,7 +63,7 @@ def test_a_file_of_the_run_does_not_take_the_place_of_a_closed_stream(tmp_path: 
     "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
 def test_what_an_encoding_lacks_is_written_as_its_escape(variables: dict[str, str], tmp_path: Path) -> None:
-    code = r"from fp8q.cli import streams; streams.settle(); print('KL \xd7 10\u2076')"
+    code = r"from fp8q.cli import streams; streams.settle_streams(); print('KL \xd7 10\u2076')"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
     )

@@ -1,6 +1,6 @@
-"""Compare runtimes with each adapter beside the model on: FP8 with it against BF16 with it.
+"""Compare runtimes with each adapter: FP8 with the adapter against BF16 with the adapter.
 
-So an adapter's numbers say what FP8 of the base costs whoever is served with it, and nothing of what the adapter does.
+So the numbers of an adapter show the loss by FP8 for its users, and nothing of the adapter's own effect.
 """
 
 from collections.abc import Callable

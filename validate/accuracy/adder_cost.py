@@ -70,8 +70,8 @@ def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
 
 
 def products_a_token(run: Run) -> int:
-    """Products of codes that a token takes: as many as `run`'s checkpoint has codes, twice as many where its inputs are
-    of two terms.
+    """Count the products of codes for a token: one for each code of the checkpoint, two where the input is in two
+    terms.
     """
     twice = {f"{module}.weight" for module in load_scales(run).two_terms}
     headers = (read_header(shard) for shard in sorted(run.model.glob("*.safetensors")))

@@ -1,11 +1,11 @@
 """Run the same tokens through every runtime, one after the other, and compare each with BF16 and, where it runs, with
 FP32.
 
-A runtime is loaded, run over a chunk of windows, and given up again: the peak of memory is that of the largest, not of
-all. What others are compared with leaves its logits on disk (`stored_logits`), and a chunk is as many windows as a
-tenth of the free disk has room for: most texts are one chunk. Windows go through a runtime in batches that do not
-depend on the chunks, so that the numbers do not either. What is found of a chunk is saved at its end: whoever was
-killed goes on at the next runtime. One that fails is left out, and the others go on.
+Only one runtime is loaded at a time, so the peak of memory is that of the largest. The runtimes that others are
+compared with write their logits to disk (`stored_logits`), for a chunk of windows at a time; a tenth of the free disk
+bounds a chunk, and most texts are one chunk. The batches of windows do not depend on the chunks, so the numbers do not
+either. Results are saved after each chunk, and a killed call goes on at the next runtime. A runtime that fails is left
+out, and the others go on.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ class Outcome:
     kl: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def joined(self, other: "Outcome") -> "Outcome":
-        """This and what was found of other runtimes."""
+        """Join the results of other runtimes."""
         runtimes = self.accuracy.runtimes | other.accuracy.runtimes
         accuracy = self.accuracy.model_copy(update={"runtimes": runtimes})
         return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl)
@@ -106,7 +106,7 @@ def compare_in_turn(
 ) -> Outcome:
     """Run `evaluation` through the runtimes that `openers` load, one after the other.
 
-    `folder` keeps what is found: a call with the same evaluation and runtimes goes on from there.
+    `folder` keeps the results: a call with the same evaluation and runtimes goes on from there.
     """
     folder.mkdir(exist_ok=True)
     turns = Turns(evaluation, openers, vocabulary, folder)
@@ -124,7 +124,7 @@ def compare_in_turn(
 
 
 class Turns:
-    """The runtimes' turns at the chunks: what is saved, what is missing, what failed."""
+    """The schedule of runtimes and chunks: results that are saved, results that are missing, and failures."""
 
     def __init__(self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path):
         """Cut the chunks, as the call did that began this `folder`."""
@@ -137,7 +137,7 @@ class Turns:
         self.parts = [slice(start, min(start + self.chunk, windows)) for start in range(0, windows, self.chunk)]
 
     def _chunk(self, logits_bytes: int) -> int:
-        """Windows of a chunk, in whole batches; `logits_bytes`: what those of one window take at most."""
+        """The windows of a chunk, in whole batches; `logits_bytes`: the size of one window's logits."""
         noted = self.folder / "windows"
         if not noted.is_file():
             free: int = shutil.disk_usage(self.folder).free
@@ -152,7 +152,7 @@ class Turns:
         return len(self.evaluation.ids[self.parts[part]])
 
     def missing(self, part: int) -> list[str]:
-        """The runtimes of which not all that can be found of a chunk is saved."""
+        """The runtimes whose results for a chunk are not all saved."""
         return [
             name
             for name in self.names
@@ -161,7 +161,7 @@ class Turns:
         ]
 
     def take(self, part: int, advance: Callable[[int], None]) -> None:
-        """Let all that are missing have their turn at a chunk, and again those whose logits they need."""
+        """Run all missing runtimes over a chunk, and again those whose logits they are compared with."""
         missing = self.missing(part)
         for name in self.names:
             later = self.names[self.names.index(name) + 1 :] if name in YARDSTICKS else []
@@ -176,7 +176,7 @@ class Turns:
             self._kept(name, part).remove()
 
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
-        """Load a runtime, run it over a chunk, and save what is found of it, and its logits to `keep`."""
+        """Load a runtime, run it over a chunk, and save the results; `keep`: save its logits too."""
         forward, against = loading(name, self.openers[name]), self._against(name, part)
         baselines = Baselines(against, BACK if name == FLOAT32 and against else None)
         found, row = list[Found](), 0
@@ -270,7 +270,7 @@ def release_memory() -> None:
 
 
 def summarize_tokens(found: Found, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
-    """Means and quantiles of what was found; `base`: the baseline's loss of the same tokens, of another runtime."""
+    """Means and quantiles over tokens; `base`: the loss of the same tokens on the baseline."""
     nll = mean(found["nll"])
     means = {name: mean(found[field]) for field, name in MEANS.items() if field in found}
     if base is not None:

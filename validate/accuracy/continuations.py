@@ -1,7 +1,7 @@
-"""`continuations.json`: what BF16 and FP8 write after the same words, greedily, as they would be served.
+"""`continuations.json`: greedy continuations of the same prompts by BF16 and FP8.
 
-A picture beside the numbers: most texts part sooner or later, since one token that was nearly as likely is enough, and
-what follows is then another text, not a worse one.
+They illustrate the numbers: most pairs of texts differ sooner or later, since one token of nearly equal probability is
+enough, and the text behind it is another one, not a worse one.
 """
 
 from html import escape

@@ -1,12 +1,12 @@
-"""Measure each scored token: its loss, and how far the distribution is from that of another runtime.
+"""Measure each scored token: its loss, and the divergence of its distribution from that of another runtime.
 
-KL(p || q) = Σ p (log p - log q) over the vocabulary, in nats: it sees what perplexity, which looks at one token's
-probability, averages away. Agreement in the first token: both think the same one likeliest. In the first five: the
-share of the baseline's five likeliest that are among this one's five, in any order; whether its likeliest alone is
-among them is nearly always so (100.00 % on the demo), and would say nothing.
+KL(p || q) = Σ p (log p - log q) over the vocabulary, in nats, includes differences that perplexity, which depends on
+one token's probability, averages away. Top-1 agreement: both runtimes have the same likeliest token. Top-5 agreement:
+the share of the baseline's five likeliest tokens that are among this runtime's five, in any order. (The baseline's
+likeliest token alone is nearly always among these five, 100.00 % on the demo.)
 
-Worked out over a few positions at a time: five tables of a vocabulary are needed beside each other, and of a whole
-batch that was most of the memory.
+A few positions are computed at a time: five tables of a vocabulary are needed together, which for a whole batch took
+most of the memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,10 +54,10 @@ def measure_tokens(
     baselines: Baselines,
     write: Writer | None = None,
 ) -> Found:
-    """Measure `logits` [windows, context, vocabulary] at those of the tokens `ids` [windows, context] that are
-    `scored`, each by the logits at the position before it.
+    """Measure `logits` [windows, context, vocabulary] at the `scored` tokens of `ids` [windows, context], each by the
+    logits at the position before it.
 
-    `start`: the row of the first of them in the stored logits of the baselines. `write` receives the logits of the
+    `start`: the row of the first scored token in the stored logits of the baselines. `write` receives the logits of the
     scored tokens.
     """
     context, vocabulary = logits.shape[1:]

@@ -1,7 +1,8 @@
-"""`accuracy.json` and `tokens.npz`: what each runtime made of the same tokens, and by which protocol.
+"""`accuracy.json` and `tokens.npz`: the results of each runtime on the same tokens, and the protocol.
 
-Perplexity is exp of the mean negative log-likelihood in nats over all scored tokens. The protocol is written beside it
-because the number means nothing without: Llama-2-7B has "WikiText-2 perplexity" 8.71 by one and 5.47 by another.
+Perplexity is exp of the mean negative log-likelihood in nats over all scored tokens. The protocol is part of the file
+because the number means nothing without it: Llama-2-7B has "WikiText-2 perplexity" 8.71 by one protocol and 5.47 by
+another.
 """
 
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from ...options import Bos
 
 
 class Protocol(Strict):
-    """The protocol by which tokens were cut and scored: windows of `context` tokens, of which those of `prefix` come
-    first and the others, the text's own, every `stride`; each of these is scored once. Without a prefix the first has
-    no past, and is not scored. The defaults are those of files that are older than `--bos`.
+    """The protocol of cutting and scoring: windows of `context` tokens that begin with those of `prefix` and advance by
+    `stride` through the text; each token of the text is scored once.
+
+    Without a prefix the first token has no past, and is not scored. The defaults are those of files older than `--bos`.
     """
 
     dataset: str

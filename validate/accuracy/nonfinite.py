@@ -1,10 +1,9 @@
-"""Locate the first number that is not finite: the first window whose loss is none, the module it comes from, and the
-position.
+"""Locate the first number that is not finite: its window, module and position.
 
-The window is run once more with an eye on every module. In the order in which modules finish, the first whose output is
-not finite is to blame where its inputs still were; where they were not, what lies between the modules is, and so the
-module around it (attention's own arithmetic is not a module). The position is that of its output: of the losses it
-cannot be told, since attention gives zero times infinity to positions before it too.
+The first window with such a loss runs once more with a hook on every module. In the order in which modules finish, the
+first with an output that is not finite is blamed if its inputs are finite; otherwise the module around it is, whose own
+arithmetic (attention, say) made the number. The position is that of the module's output: the losses do not show it,
+since attention gives zero times infinity to earlier positions too.
 """
 
 from collections.abc import Callable
@@ -25,10 +24,11 @@ from .runtimes import FLOATS, float_model, load_float, open_reference
 
 
 def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[], Source], device: str) -> Accuracy:
-    """Add to what was `found` the position and the module of a runtime's first number that is not finite, and whether
-    BF16's do.
+    """Add position and module of a runtime's first number that is not finite to the results in `found`, and whether
+    BF16 has one.
 
-    Of a runtime that shows no modules it is the FP8 reference's, where that stops too. `source` may raise InputError.
+    For a runtime without visible modules these are the FP8 reference's, where it has such a number too. `source` may
+    raise InputError.
     """
 
     def window_of(window: int) -> npt.NDArray[np.int64]:

@@ -1,13 +1,13 @@
-"""Perplexity with its protocol: which windows are cut from the tokens, and which of their tokens are scored.
+"""Cut tokens into windows and choose the scored tokens: the protocol of perplexity.
 
-A window is `context` tokens, run alone: first the prefix, which is what the tokenizer puts in front of a text (mostly
-one BOS), then tokens of the text, those of the next window `stride` further on. Each token of the text is scored once,
-in the first window that holds it, the very first too: it has the prefix for its past. Not scored is the prefix, in
-front or where a document begins inside a window: nobody has to predict that. A tail shorter than a window is left out.
-Smaller strides give each token more context and cost more.
+A window has `context` tokens and runs alone: first the prefix that the tokenizer puts in front of a text (mostly one
+BOS), then tokens of the text; the next window's begin `stride` tokens further on. Each token of the text is scored
+once, in the first window that contains it, the very first token too, whose past is the prefix. The prefix itself is not
+scored, in front or at the begin of a document inside a window: nobody has to predict it. A rest that is shorter than a
+window is left out. Smaller strides give each token more context and cost more.
 
 Without a prefix this is the plain recipe (Hugging Face, "Perplexity of fixed-length models"): the first token of the
-text has no past and is not scored; with stride = context neither has the first of each window.
+text has no past and is not scored; with stride = context the first token of each window is not either.
 """
 
 import hashlib

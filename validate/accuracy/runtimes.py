@@ -57,8 +57,8 @@ def reference(run: Run, device: str, adapter: str | None = None) -> Forward:
 
 
 def session(run: Run, runtime: str, adapter: str | None = None) -> Forward:
-    """A graph in the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: that of another precision): each window is a
-    prompt of its own.
+    """A graph of the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: the graph of another precision); each window
+    is a separate prompt.
 
     Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
     refuses the graph.
@@ -90,11 +90,10 @@ def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
 def openers(
     names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None
 ) -> dict[str, Opener]:
-    """Return the functions that load the named runtimes, with the adapter of that name on; the files of none are
-    missing then.
+    """The functions that load the named runtimes, with `adapter` on; raises where a file of one is missing.
 
-    A source in another type than BF16 brings its own, `original`, beside `bf16`, which it is cast to, where none of
-    those named is of that type.
+    A source in another type than BF16 adds the runtime `original` beside `bf16`, its cast, where no named runtime has
+    that type.
     """
     made: dict[str, Opener] = {}
     for name in names:

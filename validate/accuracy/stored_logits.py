@@ -1,7 +1,7 @@
-"""Logits on disk: those that others are compared with, while these are loaded and run in their turn.
+"""Logits on disk, for the runtimes that others are compared with.
 
-A vocabulary of 128,000 takes a quarter of a megabyte a token in BF16, so a text does not fit into memory, and is read
-again a few rows at a time. Rows are written in the type they were computed in: what is read is what was computed.
+With a vocabulary of 128,000 a token's logits take a quarter of a megabyte in BF16, so those of a text do not fit into
+memory. They are written in the type that they were computed in, and read a few rows at a time.
 """
 
 from collections.abc import Callable, Iterator

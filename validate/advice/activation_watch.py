@@ -1,9 +1,8 @@
-"""Watch the float model on a few windows: the inputs of its norms, its attention logits, and the tokens that stand out
-in keys and values.
+"""Observe the float model on a few windows: the inputs of its norms, its attention logits, and outlier tokens in keys
+and values.
 
-Logits are computed from the queries and keys that transformers' attention function is called with, after the rotary
-embedding, in FP32: the function itself computes what it always did. What the mask hides is left out, and a soft cap is
-applied.
+Logits are computed in FP32 from the queries and keys in the call of transformers' attention function, after the rotary
+embedding; the function itself runs unchanged. Masked logits are left out, and a soft cap is applied.
 """
 
 import re
@@ -146,8 +145,10 @@ def head_logits(
     softcap: float | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The logits of one head's `query` and `key` [windows, seq, size] as the softmax sees them, float32 [windows, seq,
-    seq]: minus infinity where `mask` (true, or 0, where it lets through; None: causal) hides a key.
+    """The logits of one head's `query` and `key` [windows, seq, size] in front of the softmax, float32 [windows, seq,
+    seq].
+
+    They are minus infinity where `mask` (bool, or added to the logits; None: causal) hides a key.
     """
     logits = query.float() @ key.float().transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap:

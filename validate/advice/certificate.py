@@ -1,20 +1,19 @@
-"""Is the calibration text enough? What the amax of each batch says of the next one.
+"""Assess whether the calibration text is enough, from the amax of its batches.
 
-Where batches are exchangeable, each of n + 1 is as likely as another to have the largest amax: the next batch exceeds
-all n before it with probability 1 / (n + 1), whatever the distribution (Rényi 1962, on records). By how much is told by
-leaving one out: over all tensors, the share whose largest batch exceeds the others by more than x octaves, over the
-number of batches, is the probability that a batch exceeds n - 1 others by more than x, without bias; for n of them the
-share is taken as it is (it shrinks with n where tails are light, and stays where they are powers, so this errs on the
-side of more text). amax have 8 bits, so that ties are common: they exceed nothing, and count so.
+If batches are exchangeable, each of n + 1 is equally likely to have the largest amax: the next batch exceeds all n
+before it with probability 1 / (n + 1), whatever the distribution (Rényi 1962, on records). The excess is estimated by
+leaving one batch out: over all tensors, the share whose largest batch exceeds the others by more than x octaves,
+divided by the number of batches, is an unbiased estimate of the probability that a batch exceeds n - 1 others by more
+than x. For n others the share is used unchanged (it shrinks with n for light tails and stays for power laws, so the
+error is on the side of more text). amax have 8 significant bits, so ties are common; a tie exceeds nothing.
 
-What exceeds the clip saturates: it becomes the clip. By up to 1/16 that is no worse than E4M3's own rounding, which
-errs by up to 1/17 of a value: so two probabilities matter, that of exceeding by more than this, and that of exceeding
-by more than an octave, where half of the value is lost. A scale's own room above the amax (a margin, a power of two) is
-counted. None of this can be told where the clip is no function of the amax of batches: of `percentile`, `mse` and
-`entropy`.
+Values beyond the clip saturate: they become the clip. An excess of up to 1/16 costs no more than E4M3's own rounding,
+which errs by up to 1/17 of a value. So two probabilities matter: that of an excess beyond this, and that of an excess
+beyond an octave, which loses half of the value. Room above the amax (a margin, a power of two) is included. Nothing is
+known where the clip is not a function of the batches' amax: for `percentile`, `mse` and `entropy`.
 
-Exchangeable they are not where the text changes on the way: then there are more records late than 1/k a batch, and the
-verdict says so.
+Batches are not exchangeable where the text changes along the way: then there are more late records than 1/k a batch,
+and the verdict says so.
 """
 
 from collections import Counter
@@ -53,8 +52,8 @@ LISTED = 8
 
 @dataclass(frozen=True)
 class Record:
-    """One tensor: its amax, by how many octaves it exceeds that of every other batch (0: a tie; None: no other has
-    any), the octaves between it and its clip, and where it was set: text, batch, first and last window there.
+    """One tensor: its amax, the octaves by which it exceeds the amax of every other batch (0: a tie; None: there is one
+    batch), the octaves up to its clip, and its source: text, batch, first and last window of that batch.
     """
 
     tensor: str
@@ -68,8 +67,8 @@ class Record:
 
 @dataclass(frozen=True)
 class SetBy:
-    """A text, how many windows it gave, and of how many tensors it set the amax; of a batch of several texts it cannot
-    be told which of them did.
+    """A text, its number of windows, and the number of tensors whose amax it set; in a batch of several texts the
+    source is unknown.
     """
 
     text: str
@@ -79,13 +78,12 @@ class SetBy:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The evidence that the calibration text is enough. Probabilities are those of the next batch, for one tensor: to
-    exceed its amax, and to exceed its clip by more than rounding costs (`harmful`) and by more than an octave
-    (`large`).
+    """The evidence that the calibration text is enough. Probabilities are those of the next batch and one tensor: to
+    exceed its amax, to exceed its clip by more than rounding costs (`harmful`), and by more than an octave (`large`).
 
-    `exceeded` counts the tensors in which one batch exceeded the amax of all others, by `median_octaves` as a rule;
-    `more_windows`: how many would bring both under the limits of `good`; 0 where they are, None where that cannot be
-    told.
+    `exceeded` counts the tensors in which one batch exceeded the amax of all others, by `median_octaves` in the median;
+    `more_windows`: the windows that would bring both probabilities below the limits of `good`; 0 where they are, None
+    where this is unknown.
     """
 
     verdict: Literal["good", "watch", "bad", "unknown"]

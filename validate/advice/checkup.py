@@ -1,4 +1,4 @@
-"""The result of a check: a verdict, of which module, by which value, and the command that helps."""
+"""The result of a check: verdict, module, value, and a command as remedy."""
 
 from collections.abc import Callable, Sequence
 from math import isfinite, isnan
@@ -16,7 +16,7 @@ ORDER: tuple[Verdict, ...] = ("bad", "watch", "unknown", "good")
 
 
 class AtDepth(Strict):
-    """A value of one module, in the order of the model; null where it is no finite number."""
+    """The value of one module, in the order of the model; null where it is not finite."""
 
     module: str
     value: float | None

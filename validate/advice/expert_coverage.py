@@ -1,4 +1,4 @@
-"""Show which experts of a mixture saw the calibration text: a row a layer, and those named that saw least of it."""
+"""Show which experts of a mixture saw the calibration text: a row for each layer, with the experts that saw least."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -80,8 +80,8 @@ def chosen_scales(scales: Scales, groups: Mapping[str, list[str]]) -> dict[str, 
 
 
 def prospective_scales(statistics: Statistics, scales: Scales, clipping: Clipping) -> dict[str, TensorScale]:
-    """Cache tensor -> the scale that `clipping` would give it, where it is kept in BF16: what --kv-cache would do is
-    seen before it is chosen.
+    """Cache tensor in BF16 -> the scale that `clipping` would give it, which shows the effect of --kv-cache before it
+    is chosen.
     """
     return {
         name: tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
@@ -184,9 +184,7 @@ def unmeasured(tensor: str) -> InputError:
 
 
 def delayed_rows(statistics: Statistics, scales: Scales, clipping: Clipping) -> list[DelayedRow]:
-    """Simulate delayed scaling of every tensor, on the grid it has in `scales` (E4M3 where it has none): those that
-    saturate most often first.
-    """
+    """Simulate delayed scaling of every tensor, on its grid in `scales` (default E4M3); the most saturated first."""
     grids = {name: scale.grid for name, scale in chosen_scales(scales, statistics.record.groups).items()}
     rows = []
     for name, tensor in statistics.tensors.items():
@@ -216,8 +214,8 @@ def jumps(rows: list[DelayedRow]) -> list[str]:
 
 
 def against_rows(statistics: Statistics, scales: Scales, other: Statistics) -> list[AgainstRow]:
-    """Every tensor that has a scale, on the text of `other`; those that saturate most first, then those nearest to
-    their clip.
+    """Compare every tensor that has a scale with its values on the text of `other`: the most saturated first, then
+    those nearest to their clip.
     """
     rows = []
     for name, scale in chosen_scales(scales, statistics.record.groups).items():

@@ -1,10 +1,10 @@
-"""Find the layer where BF16 and FP8 part: the FP8 reference runs beside the float model on the same windows.
+"""Find the layer where BF16 and FP8 diverge: the FP8 reference runs beside the float model on the same windows.
 
-Of each decoder layer the hidden states are compared, token by token; the median token speaks for the layer, since a
-token of massive activations (the first, mostly) errs by almost nothing or by almost all. Of each product the error is
-its own: the float weight is given the very input that the FP8 product got, so that what came in from before does not
-count; and the bias, which is not quantized and may be larger than the product, is left out. The error of a tensor of
-the cache follows from its histogram.
+The hidden states of each decoder layer are compared token by token. The median token represents the layer, since a
+token of massive activations (mostly the first) has nearly no error or nearly total error. The error of each product is
+its own: the float weight gets the input of the FP8 product, so that errors of earlier layers do not count; and the
+bias, which is not quantized and may be larger than the product, is left out. The error of a cache tensor follows from
+its histogram.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class Parted:
 
 
 def median(parts: Sequence[torch.Tensor]) -> float:
-    """The median of all values; NaN if half of them or more are no numbers."""
+    """The median of all values; NaN if half of them or more are NaN."""
     values = torch.cat(list(parts))
     return float(values.nan_to_num(float("inf")).median().nan_to_num(posinf=float("nan")))
 

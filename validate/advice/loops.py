@@ -1,8 +1,8 @@
-"""Loops in greedy text: what a damaged model often does first, and what a small or poor one does anyway.
+"""Detect loops in greedy text: often the first sign of a damaged model, and common in small or poor ones.
 
-The same beginnings of calibration text go through BF16 and FP8. Greedy text of the two parts at the first near tie, and
-after that either may fall into a loop by chance, so that one loop of FP8 alone says little: the verdict is a sign test
-over the prompts in which just one of them loops.
+BF16 and FP8 continue the same beginnings of calibration text. Their texts differ from the first near tie on, and either
+may then fall into a loop by chance. One loop of FP8 alone therefore means little: the verdict is a sign test over the
+prompts after which exactly one of the two loops.
 """
 
 from collections.abc import Callable, Sequence

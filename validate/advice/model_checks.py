@@ -1,4 +1,4 @@
-"""The checks that run the model: what was seen (`activation_watch`, `hidden_states`, `loops`), as verdicts."""
+"""The checks that run the model: verdicts on the results of `activation_watch`, `hidden_states` and `loops`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -104,7 +104,8 @@ def product_errors(parted: "Parted", inputs: Mapping[str, TensorScale], remedies
 def hidden_states(
     parted: "Parted", layers: "Layers | None", tensors: Sequence[ScaledTensor], remedies: Remedies
 ) -> list[Check]:
-    """The first layer whose hidden states part, and in it what errs most by itself; where none does, the worst.
+    """Name the first layer whose hidden states diverge, and the product or cache tensor in it with the largest own
+    error; the worst layer where none diverges.
 
     `layers` None: the model is no chain of layers.
     """

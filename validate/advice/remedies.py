@@ -8,8 +8,10 @@ from ...quantize.scales.decisions import TensorScale
 
 @dataclass(frozen=True)
 class Remedies:
-    """The facts that the commands of a run are made from: `run` its directory, and what `fp8q scales` chose so far; an
-    option of several patterns replaces those that the run has, so these are said again.
+    """Make the commands of remedies: `run` is the run's directory, `two_terms` and `skip` the patterns that `fp8q
+    scales` was given.
+
+    An option with several patterns replaces the run's, so the run's patterns are repeated.
     """
 
     run: str
@@ -24,7 +26,7 @@ class Remedies:
         return self._command("scales", quote(self.run), *words)
 
     def two(self, pattern: str) -> str:
-        """Two codes a value for what matches, and for what has them already."""
+        """Take two terms for modules that match, and for those that have them already."""
         return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
 
     def wide(self, tensor: str) -> str:
@@ -45,7 +47,7 @@ class Remedies:
         return self.wide(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
 
     def again(self) -> str:
-        """Choose all scales as they were chosen, where the files are not what that gives."""
+        """Choose all scales again by the same options, where the files differ from their result."""
         return f"`rm {quote(f'{self.run}/scales.json')}`, then {self.scales()}"
 
     def more_text(self) -> str:
@@ -56,7 +58,7 @@ class Remedies:
         )
 
     def tune(self) -> str:
-        """Let fp8q find what to change."""
+        """Let `fp8q tune` find the change."""
         return self._command("tune", quote(self.run), "--max-ppl-increase", "0.5%")
 
     def wide_graph(self) -> str:

@@ -1,7 +1,7 @@
-"""Check the run's files without running a model: exact histograms at the scales that the checkpoint holds.
+"""Check the run's files without running a model: exact histograms at the scales in the checkpoint.
 
-The scales are read from `model/`, where every runtime takes them from, and not from `scales.json`: what that file says
-of a scale (its saturation, its SQNR) was written by whoever chose it.
+The scales are read from `model/`, like every runtime does, and not from `scales.json`, whose statements on a scale
+(saturation, SQNR) come from the program that wrote it.
 """
 
 import math
@@ -29,8 +29,8 @@ from .remedies import Remedies
 
 @dataclass(frozen=True, eq=False)
 class ScaledTensor:
-    """A tensor that has a scale: `name` that of its module (an input: the first of those that read it) or in the cache;
-    `scale` as the checkpoint has it, `chosen` as `scales.json` has it.
+    """A tensor that has a scale. `name`: its module (for an input the first that reads it) or its name in the cache;
+    `scale`: the checkpoint's; `chosen`: its entry in `scales.json`.
     """
 
     name: str

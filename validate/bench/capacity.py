@@ -1,7 +1,7 @@
-"""Compute the memory that a model takes where it is served, from the files of its run: arithmetic, told of as that.
+"""Compute the memory that serving a model takes from the files of its run; this is arithmetic, not a measurement.
 
-Weights are counted as they are stored, embeddings included; what a decode step reads is
-`quantize.scales.serving_cost`'s. Which cache a model keeps is told by the graph's inputs, so any architecture will do.
+Weights are counted as they are stored, embeddings included; the bytes that a decode step reads are computed by
+`quantize.scales.serving_cost`. The cache's shape is read from the graph's inputs, so any architecture will do.
 Activations, the runtime's own memory and fragmentation are left out: the largest batch is an upper bound.
 """
 

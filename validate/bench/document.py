@@ -1,7 +1,7 @@
-"""`bench.json`: what answers took, on what and by which protocol, and what arithmetic says of memory; and its tables.
+"""`bench.json`: the times of answers with their protocol, the computed memory, and the tables of both.
 
-Measured and computed stand apart. Times, memory and energy are of the runtime named. Capacity is arithmetic on the
-bytes of weights and cache, and holds for any runtime that keeps both as the run has them.
+Measured and computed values are separate. Times, memory and energy belong to the named runtime. Capacity is computed
+from the bytes of weights and cache, and holds for any runtime that stores both like the run.
 """
 
 from collections.abc import Sequence

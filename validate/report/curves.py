@@ -60,11 +60,11 @@ def coded(grid: CodeGrid) -> Format:
 
 
 def error_density(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[Floats, Floats]:
-    """Return the sources of the squared error: a bar for each (first) code but zero, as wide as what rounds to it;
+    """The sources of the squared error, as bars: one for each nonzero (first) code, as wide as its rounding interval;
     edges in octaves and shares an octave.
 
-    What rounds to zero is left out, but counts in the whole. The last bar reaches to amax, so that it holds what
-    saturation adds.
+    Values that round to zero are left out, but count in the total. The last bar reaches to amax, so that it includes
+    saturation.
     """
     codes, error = errors(histogram, scale, grid)
     midpoints = coded(grid).midpoints.astype(np.float64)
@@ -133,10 +133,10 @@ class Curve:
 
 
 def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
-    """Mean of `values` [windows, context] (NaN: not scored) in `spans` equal spans of positions, those without a scored
-    token left out.
+    """Mean of `values` [windows, context] (NaN: not scored) in `spans` equal spans of positions; spans without scored
+    tokens are left out.
 
-    Tokens of one window are not independent, so the standard error is that of the windows' own means.
+    Tokens of one window are not independent, so the standard error is computed from the means of windows.
     """
     scored = ~np.isnan(values)
     kept = [span for span in np.array_split(np.arange(values.shape[1]), spans) if scored[:, span].any()]
@@ -162,9 +162,9 @@ def increase_interval(
     """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows,
     context], nats, NaN: not scored.
 
-    The tokens of a window are not independent of each other, so whole windows are drawn again (bootstrap, percentile
-    method; Efron 1979). The pairing takes out what makes a text hard, which is a hundred times what FP8 adds. No
-    interval (None) below `LEAST_WINDOWS` windows that both have.
+    The tokens of a window are not independent of each other, so whole windows are resampled (bootstrap, percentile
+    method; Efron 1979). The pairing removes the difficulty of a text, which varies a hundred times more than FP8 adds.
+    None below `LEAST_WINDOWS` windows that both have.
     """
     windows = paired(base, other)
     if len(windows) < LEAST_WINDOWS:

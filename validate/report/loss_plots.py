@@ -1,5 +1,5 @@
-"""The pictures of where the loss is made: the KL that each layer causes, from `sensitivity.json`; the KL along the
-window, token by token; and what less of it would cost, from `tune.json`.
+"""Plots of the loss: the KL that each layer causes, from `sensitivity.json`; the KL along the window, token by token;
+and the price of less loss, from `tune.json`.
 
 Colours and sizes are those of `plots`.
 """

@@ -16,9 +16,9 @@ from ...core.undo import scratch, undoing
 def execute(notebook: Path, directory: Path, parameters: Mapping[str, str | list[str]]) -> str:
     """Execute `notebook` in `directory` with `parameters`, and return it with its outputs, as JSON text.
 
-    The kernel is the running interpreter's own, whatever kernels the user has installed under the name `python3`; it
-    reads none of the user's IPython start-up files, and talks over sockets in a temporary directory, not over TCP. What
-    papermill notes of paths and times is left out: the result says the same wherever the run lies. Raises BackendError
+    The kernel is the running interpreter, whatever kernels the user has installed under the name `python3`; it reads no
+    IPython start-up files of the user, and communicates over sockets in a temporary directory, not over TCP. Paths and
+    times that papermill records are removed, so that the result does not depend on the run's place. Raises BackendError
     when no kernel starts.
     """
     import nbformat

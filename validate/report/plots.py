@@ -1,10 +1,10 @@
-"""The three pictures of a report, as SVG: one tensor against the E4M3 grid, the error of every layer, the loss along
-the window.
+"""The three plots of a report, as SVG: one tensor against the E4M3 grid, the error of every layer, the loss along the
+window.
 
 Drawn without pyplot (no global state), with text left as text and a fixed hash salt, so that equal runs make equal
-bytes. Colours are Okabe and Ito's ("Color Universal Design", 2008), told apart by any eye; lines bear their names,
-there is no legend to look up. Each picture is drawn twice, for a page and for a phone, because a shrunk picture cannot
-be read; on a page its colours follow the page's.
+bytes. Colours are Okabe and Ito's ("Color Universal Design", 2008), which colour-blind readers can distinguish; lines
+are labelled directly, without a legend. Each plot is drawn twice, for a page and for a phone, because a shrunk plot
+cannot be read; its colours follow the page's.
 """
 
 import re

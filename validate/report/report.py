@@ -56,7 +56,7 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
-    """Write `report.html` and `report.ipynb` of `run`, beside `others`; returns both paths.
+    """Write `report.html` and `report.ipynb` of `run`, compared with `others`; return both paths.
 
     Raises BackendError when the extra `report` is not installed or no kernel starts, InputError when the run has no
     scales yet or a file of it was changed.

@@ -1,8 +1,7 @@
-"""The results of a run as rows: the one place that the report, `fp8q inspect` and the closing table take their numbers
-from.
+"""The results of a run as rows: the only source of the numbers in the report, `fp8q inspect` and the closing table.
 
-Pure functions of the run's files, read without torch. What a stage has not written yet gives no rows; a file that is
-not the one its stage wrote is refused. A quantity that does not apply is None, never zero.
+Pure functions of the run's files, read without torch. A stage that has not run gives no rows; a file that its stage did
+not write is refused. A quantity that does not apply is None, never zero.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,8 +40,8 @@ def layer_of(module: str) -> int | None:
 class ModuleRow:
     """A matrix product or one tensor of the FP8 cache.
 
-    Shares are fractions; what stays in BF16 has a `reason` and no scale. Of what has one, decibels are None where
-    nothing is lost.
+    Shares are fractions. A module in BF16 has a `reason` and no scale; with a scale, decibels are None where nothing is
+    lost.
     """
 
     module: str
@@ -79,10 +78,11 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine: promised and FP8 products are numbers of modules, `wide` names those that ran wider; `ran`: the
-    products of one that is no FP8.
+    """One engine: promised and FP8 products are numbers of modules, `wide` names the products that run wider; `ran`:
+    the types of the products in an engine of another precision.
 
-    Of one that was built from other files than the run has now (`evidence` is `outdated`) nothing is said.
+    `evidence` is `outdated`, and other fields are empty, for an engine that was built from other files than the run has
+    now.
     """
 
     runtime: str
@@ -226,7 +226,7 @@ def _fp8(
 
 
 def engine_rows(run: Run) -> list[EngineRow]:
-    """Every engine that was built, FP8 first, by target; what could not be read from one is None."""
+    """Every engine that was built, FP8 first, by target; a value that could not be read from it is None."""
     kinds: list[tuple[Precision, str | None]] = [(precision, None) for precision in get_args(Precision)]
     with_adapter = engine_stage("fp8", "{}").partition("{}")[0]
     kinds += [("fp8", name.removeprefix(with_adapter)) for name in run.record().stages if name.startswith(with_adapter)]
@@ -393,7 +393,7 @@ def fact_rows(run: Run) -> list[FactRow]:
 
 
 def _adapters(merged: str | None, beside: Mapping[str, str] | None) -> dict[str, str]:
-    """Name the adapters in the weights, or beside them; nothing where there are none."""
+    """Name the adapters in the weights, or beside them; empty without adapters."""
     if merged is not None:
         return {"adapter": f"{Path(merged).name}, merged into the weights"}
     return {"adapters": f"{', '.join(beside)}, beside the model"} if beside else {}

@@ -1,7 +1,7 @@
-"""Runs side by side: how each was quantized, what it loses, what it takes, and how it differs from the first.
+"""Compare runs: how each was quantized, its loss, its cost, and its difference from the first.
 
-Perplexities of two runs are compared only where both are of the same tokens in the same windows; then token by token,
-as each is with BF16.
+Perplexities of two runs are compared only where both scored the same tokens in the same windows; then token by token,
+like a run is with BF16.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ CACHES = {"": "BF16", "v": "values in FP8", "kv": "FP8"}
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run; accuracy is that of its worst FP8 runtime, None where it was not evaluated. `than_first`: the interval
-    of its perplexity's relative change over the first run's, where both are of the same tokens. `products`: in FP8, of
+    """One run with the accuracy of its worst FP8 runtime, None where it was not evaluated. `than_first`: the interval
+    of its perplexity's relative change over the first run's, where both scored the same tokens. `products`: in FP8, of
     `all_products`.
     """
 

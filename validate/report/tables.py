@@ -115,8 +115,8 @@ def against_table(rows: Sequence[AgainstRow]) -> Table[AgainstRow]:
 
 
 def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[AccuracyRow]:
-    """Every runtime's perplexity, and what it differs in from BF16; `wide`: with what a terminal of 80 columns has no
-    room for.
+    """Every runtime's perplexity, and its difference from BF16; `wide`: with columns for which a terminal of 80 columns
+    has no room.
     """
     columns = (
         Column[AccuracyRow]("runtime", lambda row: row.runtime, numeric=False),
@@ -144,7 +144,7 @@ def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[Accu
 
 
 def too_short(row: AccuracyRow) -> str:
-    """Why there is no interval beside an increase; empty where there is one, or nothing to give one of."""
+    """The reason for a missing interval beside an increase; empty where there is an interval or no increase."""
     if row.windows is None or row.increase_low is not None:
         return ""
     return f"too short for an interval: {row.windows:,} window{'' if row.windows == 1 else 's'}; give {LEAST_WINDOWS}"
@@ -172,7 +172,7 @@ def engine_name(row: EngineRow) -> str:
 
 
 def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
-    """Every engine, with what was promised and what was found in it."""
+    """Every engine, with the promised products and those that run in FP8."""
     columns = (
         Column[EngineRow]("target", engine_name, numeric=False),
         Column[EngineRow]("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),

@@ -1,7 +1,7 @@
-"""Loss by how often a token occurs in the calibration text: does FP8 cost rare tokens more than common ones?
+"""Compute the loss by a token's frequency in the calibration text: does FP8 cost rare tokens more than common ones?
 
-The calibration text and not the evaluation text counts, since it is what the scales know: the first bucket has the
-tokens that it never saw. The others go up by powers of four, so that a few of them reach from rare to common.
+The calibration text counts, not the evaluation text, since scales depend on it: the first bucket has the tokens that it
+does not contain. The others grow by powers of four, so that a few buckets reach from rare to common.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -102,8 +102,8 @@ def changes_by(fraction: float) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """The results that the run has, of the files that are in it now; `name` is what its commands are given, and `tuned`
-    what `fp8q tune` was given where what it chose meets the budget.
+    """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
+    options of `fp8q tune` whose choice meets the budget.
     """
 
     name: str
@@ -123,7 +123,7 @@ def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:
 
 
 def budget(found: Verdict) -> str:
-    """An increase to aim at: half of what there is, to a digit; half a percent where that is no number."""
+    """A target for the increase: half of the increase, to one digit; half a percent where that is no number."""
     return f"{50 * found.rise:.1g}%" if found.kind == "worse" else "0.5%"
 
 

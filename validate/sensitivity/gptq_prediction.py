@@ -1,17 +1,17 @@
-"""Predict the share of a weight's loss that GPTQ would leave, without rounding anything.
+"""Predict the share of a weight's loss that GPTQ would leave, without rounding.
 
-Rounding in turn lets the error of input j fall on the inputs after it, as far as these can stand for it: what is left
-is the part of x_j that they do not tell, 1 / U[j, j]² of the second moments H, with U the upper Cholesky factor of H^-1
-(`quantize.weights.gptq`). So of the squared errors D_j that nearest rounding makes of the weights of input j, which
-go together with no other's, the product keeps Σ D_j / U[j, j]² where it had Σ D_j H[j, j]; the KL is taken to fall by
-the same share. Rounding all weights takes many times the passes that all else here does.
+GPTQ lets the later inputs compensate the rounding error of input j as far as they correlate with it: the rest is the
+part of x_j that they do not predict, 1 / U[j, j]² of the second moments H, with U the upper Cholesky factor of H^-1
+(`quantize.weights.gptq`). So from the squared errors D_j of nearest rounding for input j the product keeps Σ D_j / U[j,
+j]² where it had Σ D_j H[j, j]; the KL is assumed to fall by the same share. Rounding all weights takes many times the
+passes of everything else here.
 
-H of n tokens tells of itself: p inputs explain p of n tokens by chance. Akaike's final prediction error (1969, "Fitting
-autoregressive models for prediction") is what is left on other text where N tokens are rounded by:
-(1 + p / N) / (1 - p / n) times as much, and never more than x_j itself.
+H of n tokens overfits: p inputs explain p of n tokens by chance. Akaike's final prediction error (1969, "Fitting
+autoregressive models for prediction") gives the error on other text, where N tokens are used for rounding: (1 + p / N)
+/ (1 - p / n) times as much, and never more than x_j itself.
 
 On the demo the codes of `gptq` lose, by the same gradients on windows that they were not rounded by, 0.85 to 1.42 times
-as much in 15 of 16 groups, and 1.8 times where a fifteenth is left; 1.17 times in the median.
+the predicted loss in 15 of 16 groups, and 1.8 times where a fifteenth is left; 1.17 times in the median.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,9 +34,9 @@ LEAST = 0.05
 
 
 class Gathered:
-    """Second moments of what products get, in a folder, batch by batch.
+    """Second moments of the inputs of products, in a folder, batch by batch.
 
-    Invariant: what `batches` says are in there, all of each, or it says -1.
+    Invariant: the folder holds all of the batches that `batches` counts, or `batches` is -1.
     """
 
     def __init__(self, folder: Path):
@@ -101,8 +101,10 @@ class Untold:
 
 
 def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int) -> float:
-    """Predict the share that GPTQ leaves of the loss that `error` float32 [out, in] causes, nearest rounding's of a
-    weight of whose input that was `found` by so many `tokens`, where `calibrated` tokens are rounded by.
+    """Predict the share that GPTQ leaves of the loss by `error` float32 [out, in], the error of rounding a weight to
+    nearest.
+
+    `found`: second moments of the weight's input, over `tokens`; `calibrated`: the tokens that GPTQ would use.
     """
     after = torch.arange(len(found.order) - 1, -1, -1)
     chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
@@ -112,8 +114,8 @@ def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int)
 
 
 def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathered, calibrated: int) -> dict[str, float]:
-    """Module -> what `gptq` would leave of the loss of its weight, of those that are rounded to nearest and get an
-    activation of `sites` that was `gathered`; `calibrated`: the tokens that it would be rounded by.
+    """Module -> the loss that `gptq` would leave of its weight's, for weights rounded to nearest whose input among
+    `sites` was `gathered`; `calibrated`: the tokens that it would use.
     """
     found, weights, there = dict[str, float](), quantizer.scales.weights, gathered.tokens
     for site in sites:

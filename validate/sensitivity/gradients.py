@@ -1,15 +1,15 @@
-"""The KL that each site causes alone, predicted for all of them by one pass of the float model forward and back.
+"""Predict the KL that each site causes alone, for all sites by one forward and backward pass of the float model.
 
 A small change e_t of a tensor at token t changes the model's distributions by
 
     KL ≈ ½ Σ_t E_y (g_t · e_t)²,    g_t = ∂ Σ_u -log p(y_u) / ∂ tensor_t,
 
 with labels y drawn from the model itself: the mean of g gᵀ is then the Fisher information, which is the Hessian of the
-KL (Martens 2014, arXiv 1412.1193, section 5). e_t is the error that quantizing makes, at that token, so that neither
-its size nor how its channels go together is modelled; that of a weight is e_t = ΔW x_t at the product's output. One
-draw of labels for each token is enough: sums over tokens average it. What is left out: tokens' errors that go together
-(the square of the sum over a whole window sees them, and has so few samples that it ranks worse), and what is no longer
-small.
+KL (Martens 2014, arXiv 1412.1193, section 5). e_t is the actual quantization error at that token, so neither its size
+nor the correlation of its channels is modelled; for a weight it is e_t = ΔW x_t at the product's output. One draw of
+labels for each token is enough, since sums over tokens average it. Left out are correlations between the errors of
+tokens (the square of the sum over a whole window includes them, and has so few samples that it ranks worse) and changes
+that are not small.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +32,8 @@ TWO_TERMS_OF = 2
 
 @dataclass
 class PassTensors:
-    """The tensors of one forward pass: inputs and outputs of products, what is written to the cache, and what all
-    experts of a layer read, of which each is given copies, by the products that read it.
+    """The tensors of one forward pass: inputs and outputs of products, values written to the cache, and the input of a
+    layer's experts, of which each expert gets a copy, by the products that read it.
     """
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class PassTensors:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a forward pass that has `seen` these tensors: its `value`, and the loss's gradient there, None where
-    it is the loss; `begun`: the hidden states that it began with, where it did not begin with tokens.
+    """The end of a forward pass with the tensors `seen`: its `value`, the loss's gradient there (None: the value is the
+    loss), and `begun`, the hidden states that the pass began with, where it did not begin with tokens.
     """
 
     seen: PassTensors
@@ -81,8 +81,8 @@ def predict_sites(
 def found_back(
     quantizer: Quantizer, sites: Sequence[Site], end: End, see: Callable[[dict[str, torch.Tensor]], None]
 ) -> tuple[Predicted, torch.Tensor | None]:
-    """Predict the losses of the `sites` that a pass came by, back from its `end`; and the gradient where it begins,
-    where it says so. `see` as there.
+    """Predict the losses of the `sites` of a pass backward from its `end`; return them and the gradient at `begun`, if
+    any. `see` is called with the pass's tensors.
     """
     seen = end.seen
     passed = {site: tensor for site in sites if (tensor := seen.of(site)) is not None and tensor.requires_grad}

@@ -1,14 +1,14 @@
-"""The prediction of a model that memory does not hold: decoder layer by decoder layer, forward and then back.
+"""Predict sensitivity for a model larger than memory: decoder layer by decoder layer, forward and then back.
 
-The model is a chain of layers (`calibrate.model.decoder`). On the way forward what enters each layer is kept on the
-disk, for all batches; behind the last layer the labels are drawn, and the gradient of the loss is taken there. On the
-way back a layer runs once more, on what entered it, and hands the gradient on to the layer before it: the two gradients
-that are needed at a time are on the disk too. These are the sums of `gradients.predict_sites` over the same tokens and
-labels. Memory holds the FP32 weights of one layer and its codes, or the embedding, or the output head, whatever the
-number of layers; each layer's weights are read twice.
+The model is a chain of layers (`calibrate.model.decoder`). On the way forward the hidden states that enter each layer
+are stored on disk, for all batches; behind the last layer labels are drawn and the gradient of the loss is taken. On
+the way back each layer runs once more on its stored input and passes the gradient to the layer before it; the two
+gradients that are needed at a time are on disk too. The sums equal those of `gradients.predict_sites` over the same
+tokens and labels. Memory holds the FP32 weights and codes of one layer, or the embedding, or the output head, whatever
+the number of layers; each layer's weights are read twice.
 
-A step (what comes before the layers, each layer, the head, each layer back, what comes before them back) ends with what
-it has found in a file; a killed call goes on after the last of these.
+Each step (modules before the layers, each layer, the head, each layer back, modules before them back) saves its results
+at its end; a killed call goes on after the last saved step.
 """
 
 import json
@@ -63,7 +63,7 @@ class Found:
         return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
 
     def end(self, step: int) -> None:
-        """Write all of it: so many steps are done."""
+        """Save all results: so many steps are done."""
         self.steps = step
         found = {"steps": self.steps, "predicted": self.predicted, "left": self.left}
         with replacing(self.path) as partial:
@@ -97,8 +97,8 @@ class Layerwise(Chain):
         folder: Path,
         device: str = "cpu",
     ):
-        """Predict what `task` asks of the run of `stored` (mode `exact`) and `scales`, in `folder`, which is there.
-        What a killed call left there is gone on from, so it must have been of the same arguments.
+        """Prepare `task` for the run of `stored` (mode `exact`) and `scales`, in the existing `folder`; a killed call's
+        results there are continued, so it must have had the same arguments.
 
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
@@ -158,7 +158,7 @@ class Layerwise(Chain):
         return self.folder / f"gradient-{layer % 2}"
 
     def _entering(self, layer: int) -> HiddenStates:
-        """Return the hidden states that enter a layer; of one more than there are, what leaves the last."""
+        """The hidden states that enter a layer; for the index behind the last, those that leave it."""
         return HiddenStates(self._entering_file(layer), self.batches, self.layer_output)
 
     def _gradient(self, layer: int) -> HiddenStates:
@@ -193,9 +193,7 @@ class Layerwise(Chain):
         after.flush()
 
     def _head(self) -> None:
-        """Run what follows the layers, and the loss: forward and back. The embedding is not read, since nothing of it
-        is left there.
-        """
+        """Run the modules behind the layers and the loss, forward and back. The embedding is not read."""
         count = self.layers.count
         leaving = self._entering(count)
         embedding = self.model.get_input_embeddings()
@@ -253,8 +251,8 @@ class Layerwise(Chain):
             self._back(None, forward, None)
 
     def _back(self, index: int | None, forward: Forward, gradient: HiddenStates | None) -> None:
-        """Each batch `forward` through the modules of one layer, or of none, and back: what is found of their sites is
-        kept, and the gradient where that begins goes to `gradient`.
+        """Run each batch `forward` through the modules of one layer, or of none, and back; save the results of their
+        sites, and write the gradient at the begin to `gradient`.
         """
         sites = self.sites[index]
         moments = self.folder / "moments"
@@ -277,7 +275,7 @@ class Layerwise(Chain):
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Say of a model that is no chain of layers what to do about it here."""
+    """Describe the remedy for a model that is no chain of layers."""
     try:
         yield
     except NoChainError as error:

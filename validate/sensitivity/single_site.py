@@ -1,7 +1,7 @@
-"""The KL of one site, measured: the model runs with it quantized and nothing else.
+"""Measure the KL of one site: the model runs with this site quantized and nothing else.
 
-What comes before the site's decoder layer is what it was, so it is not run again: the layers before it hand on the
-hidden states of the float model. A model that is no chain of layers runs as a whole.
+The layers before the site's decoder layer are unchanged, so they are not run again: the hidden states of the float
+model are reused. A model that is no chain of layers runs as a whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class Prefix:
 
     @classmethod
     def of(cls, quantizer: Quantizer, source: Source, device: str) -> "Prefix | None":
-        """Make the prefix of the model; None where it is no chain of layers."""
+        """Make the prefix of the model; None where the model is no chain of layers."""
         try:
             layers = find_layers(quantizer.model, source)
             return cls(
@@ -57,7 +57,7 @@ class Float:
     """The float model's output for a batch of windows: log-probabilities, and the hidden states that layers get."""
 
     def __init__(self, quantizer: Quantizer, ids: torch.Tensor, prefix: Prefix | None, sites: Sequence[Site]):
-        """Run `ids` int64 [windows, seq_len] and keep what measuring `sites` goes on from."""
+        """Run `ids` int64 [windows, seq_len] and store the hidden states that measuring `sites` continues from."""
         self.quantizer, self.ids, self.prefix = quantizer, ids, prefix
         self._entering: dict[int, torch.Tensor] = {}
         wanted = {prefix.layers.index(site.module) or 0 for site in sites} - {0} if prefix else set()
@@ -82,7 +82,7 @@ class Float:
 
     @contextmanager
     def _behind(self, site: Site) -> Iterator[None]:
-        """The model, whose layers before that of `site` hand on what that layer got."""
+        """The model, whose layers before that of `site` return the stored hidden states."""
         index = self.prefix.layers.index(site.module) if self.prefix else None
         if self.prefix is None or index not in self._entering:
             yield

@@ -1,4 +1,4 @@
-"""A tensor whose loss is asked for, and what it is asked for; of this alone, no torch is needed."""
+"""A tensor whose loss is to be located, and the change to it; needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,8 @@
-"""The scales and codes of all choices, and the model as a mix has it.
+"""The scales and codes of all choices, and the model under a mix of them.
 
-One model in FP32 stands for every mix: weights are exchanged for the numbers of their codes, and hooks round what
-products get, as long as a mix is looked at. Scales are those that `fp8q scales` would choose, so that what is measured
-is what it would write; codes by `gptq` depend on the form of the activation too, since they make up for what that loses
+One FP32 model serves every mix: its weights are replaced by the values of their codes, and hooks round the inputs of
+products, while a mix is measured. Scales are those that `fp8q scales` would choose, so that the measured model is the
+one that it would write. Codes by `gptq` also depend on the form of the activation, whose error they compensate
 (`quantize.weights.gptq`).
 """
 

@@ -61,7 +61,7 @@ class Windows(Strict):
 
 
 class Recipe(Strict):
-    """The options that `fp8q scales` would be given for the mix, beside those of the run: `--apply` does it."""
+    """The options of `fp8q scales` for the mix, besides the run's own: `--apply` uses them."""
 
     two_terms: list[str]
     skip: list[str]
@@ -91,8 +91,8 @@ class Recipe(Strict):
 
 
 class Chosen(Point):
-    """The mix for the budget. What is predicted comes from calibration windows; `held_out_kl_nats` from others of them,
-    what is measured from the evaluation text.
+    """The mix for the budget. Predictions come from calibration windows, `held_out_kl_nats` from other calibration
+    windows, measurements from the evaluation text.
     """
 
     recipe: Recipe

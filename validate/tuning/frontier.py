@@ -1,10 +1,10 @@
-"""One choice for each item so that losses add up to no more than a budget, and prices to as little as can be.
+"""Choose one option for each item so that losses sum to at most a budget, at the least price.
 
 `cheapest` is exact but for the grid of losses: a table over items and budgets, a multiple-choice knapsack (Kellerer,
 Pferschy, Pisinger 2004, "Knapsack Problems", chapter 11). Losses are rounded up to a part in `LEVELS` of the budget, so
-that what it finds meets the budget, and what it costs is at most that of the best for a budget smaller by one part an
-item. `steps` goes through the corners of the lower convex hulls by what each saves for its price: every point on the
-way is the cheapest of its own loss, and all of them are the frontier.
+the result meets the budget, and its price is at most that of the best for a budget smaller by one part an item. `steps`
+follows the corners of the lower convex hulls by loss saved for the price: every point on the way is the cheapest of its
+own loss, and together they are the frontier.
 """
 
 import itertools

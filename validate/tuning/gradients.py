@@ -1,10 +1,10 @@
-"""Predict the loss of each choice alone, for all of them by one pass of the float model forward and back.
+"""Predict the loss of each choice alone, for all of them by one forward and backward pass of the float model.
 
-As `sensitivity.gradients` has it, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is what a group's products make of all that is
-chosen for it: with x̂ for their input and ŵ for each weight, e = ŵ x̂ - w x at each output, and the sum over them goes
-into the square. So what the weights of `gptq` make up for of the activation's error is seen, and that q, k and v read
-the same codes; the sum of what weights and activation cost alone would see neither. Experts have tokens of their own,
-and the sum is over each one's.
+As in `sensitivity.gradients`, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is the error of a group's products under all its
+choices: with x̂ for their input and ŵ for each weight, e = ŵ x̂ - w x at each output, summed before it is squared. So
+the compensation of the activation's error by `gptq` weights counts, and so does the fact that q, k and v read the same
+codes; the sum of the separate losses of weights and activation would include neither. Experts have tokens of their own,
+and the sum is over each expert's.
 """
 
 import torch

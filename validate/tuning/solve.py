@@ -25,8 +25,8 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Losses:
-    """In nats a token, as predicted: `parts` group or cache tensor -> variant -> what it loses alone; the roundings and
-    forms of the cache there are to choose from.
+    """Predicted losses in nats a token: `parts` group or cache tensor -> variant -> its loss alone; and the available
+    roundings and cache forms.
     """
 
     parts: Mapping[str, Mapping[str, float]]
@@ -48,7 +48,7 @@ class Losses:
 
 
 class Correction:
-    """From what is predicted of a mix to what is measured of it, and back."""
+    """Convert the predicted loss of a mix to the measured one, and back."""
 
     def __init__(self, pairs: Iterable[tuple[float, float]]):
         """By `pairs` of predicted and measured losses, at least one."""
@@ -118,7 +118,7 @@ class Problem:
         return [mix for _, _, mix in kept]
 
     def _wholes(self) -> Iterable[tuple[RoundingName, KvCache, Items]]:
-        """The choices for the whole model, and what there is to choose group by group under each."""
+        """The choices for the whole model, with the options for each group under each of them."""
         for rounding in self.losses.roundings:
             items = {group.name: self._choices(group, rounding) for group in self.shape.groups}
             for kv_cache in self.losses.caches:
