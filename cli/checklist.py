@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, api
-from ..core.columns import Column, Table, magnitude, share
+from ..core.columns import Column, Table, magnitude, share, text_column
 from ..options import DoctorOptions
 from ..validate.report.rows import layer_of
 from . import doctor
@@ -74,10 +74,10 @@ def shown_entries(found: "Checkup") -> "list[Check]":
 def check_table(found: "Checkup") -> "Table[Check]":
     """Every check, the worst last."""
     columns = (
-        Column[Any]("verdict", lambda row: row.verdict, numeric=False),
-        Column[Any]("check", lambda row: row.check, numeric=False),
-        Column[Any]("module", lambda row: row.module, numeric=False),
-        Column[Any]("found", lambda row: row.said, numeric=False),
+        text_column("verdict"),
+        text_column("check"),
+        text_column("module"),
+        text_column("found", "said"),
     )
     left = len(found.checks) - len(shown_entries(found))
     ran = f"{found.windows} windows, {found.tokens:,} tokens" if found.windows else "the model was not run"

@@ -8,6 +8,7 @@ sizes in decimal units, and what does not apply is left empty rather than zero.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 Row = TypeVar("Row")
@@ -91,6 +92,16 @@ class Cell:
     text: str
     value: str | float | None
     numeric: bool
+
+
+def number_column(title: str, write: Callable[[Any], str], field: str | None = None) -> Column[Any]:
+    """Make a column of a row's `field`, a number, which is called like the `title` where none is named."""
+    return Column(title, attrgetter(field or title), write)
+
+
+def text_column(title: str, field: str | None = None) -> Column[Any]:
+    """Make a column of a row's `field`, a text, which is called like the `title` where none is named."""
+    return Column(title, attrgetter(field or title), numeric=False)
 
 
 @dataclass(frozen=True)

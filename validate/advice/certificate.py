@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ...calibrate.measure.statistics import Corpus, Statistics
 from ...calibrate.text.mixture import interleave
-from ...core.columns import Column, Table, count, magnitude, share
+from ...core.columns import Column, Table, count, magnitude, number_column, share, text_column
 from ...quantize.scales.decisions import GRIDS, Scales, TensorScale
 from ...quantize.scales.delayed import measured
 from ...quantize.scales.expert_scales import BORROWED
@@ -276,8 +276,8 @@ def _finite(value: float) -> float | None:
 def record_table(found: Certificate) -> Table[Record]:
     """The tensors whose amax leapt farthest beyond all other batches, and what set it."""
     columns = (
-        Column[Any]("tensor", lambda row: row.tensor, numeric=False),
-        Column[Any]("amax", lambda row: row.amax, magnitude),
+        text_column("tensor"),
+        number_column("amax", magnitude),
         Column[Any]("beyond all others", lambda row: row.octaves, "{:.2f} octaves".format),
         Column[Any]("room to the clip", lambda row: row.room_octaves, "{:.2f} octaves".format),
         Column[Any](
@@ -291,8 +291,8 @@ def record_table(found: Certificate) -> Table[Record]:
 def text_table(found: Certificate) -> Table[SetBy]:
     """The texts, and of how many tensors each set the amax."""
     columns = (
-        Column[Any]("text", lambda row: row.text, numeric=False),
+        text_column("text"),
         Column[Any]("windows", lambda row: row.windows or None, count),
-        Column[Any]("tensors whose amax it set", lambda row: row.tensors, count),
+        number_column("tensors whose amax it set", count, "tensors"),
     )
     return Table("Which text set the amax", found.texts if len(found.texts) > 1 else (), columns, found.sentence)

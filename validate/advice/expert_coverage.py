@@ -6,7 +6,7 @@ from statistics import median
 
 from ...calibrate.measure.coverage import coverage
 from ...calibrate.measure.statistics import Statistics
-from ...core.columns import Column, Table, count
+from ...core.columns import Column, Table, count, text_column
 from ...quantize.scales.decisions import Scales
 from ...quantize.scales.expert_scales import BORROWED
 
@@ -48,12 +48,12 @@ def expert_rows(statistics: Statistics, scales: Scales) -> list[ExpertRow]:
 def expert_table(rows: Sequence[ExpertRow], all_experts: bool) -> Table[ExpertRow]:
     """The tokens that experts saw; `all_experts`: whether they were shown others than those routed to them."""
     columns = (
-        Column[ExpertRow]("experts", lambda row: row.experts, numeric=False),
+        text_column("experts"),
         Column[ExpertRow]("how many", lambda row: len(row.tokens), count),
         Column[ExpertRow]("fewest tokens", lambda row: min(row.tokens), count),
         Column[ExpertRow]("median", lambda row: int(median(row.tokens)), count),
         Column[ExpertRow]("most", lambda row: max(row.tokens), count),
-        Column[ExpertRow]("seen least", lambda row: row.least, numeric=False),
+        text_column("seen least", "least"),
         Column[ExpertRow]("with another’s amax", lambda row: len(row.borrowed) or None, count),
     )
     note = SHOWN_ALL if all_experts else ""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...core.columns import Column, Table, count, size
+from ...core.columns import Column, Table, count, number_column, size, text_column
 from ...core.files import Strict
 
 #: How a quantity that was measured is written: four digits.
@@ -82,17 +82,17 @@ def times(factor: float) -> str:
 def bench_table(rows: Sequence[BenchRow]) -> Table[BenchRow]:
     """Tabulate the measurements."""
     columns = (
-        Column[BenchRow]("model", lambda row: row.variant, numeric=False),
-        Column[BenchRow]("batch", lambda row: row.batch, count),
-        Column[BenchRow]("prompt", lambda row: row.prompt, count),
+        text_column("model", "variant"),
+        number_column("batch", count),
+        number_column("prompt", count),
         Column[BenchRow]("first token, ms", lambda row: row.ttft_ms, DIGITS),
         Column[BenchRow]("between tokens p50, ms", lambda row: row.itl_p50_ms, DIGITS),
         Column[BenchRow]("p95", lambda row: row.itl_p95_ms, DIGITS),
         Column[BenchRow]("p99", lambda row: row.itl_p99_ms, DIGITS),
         Column[BenchRow]("latency, ms", lambda row: row.latency_ms, DIGITS),
         Column[BenchRow]("tokens/s", lambda row: row.tokens_per_second, DIGITS),
-        Column[BenchRow]("memory", lambda row: row.memory_bytes, size),
-        Column[BenchRow]("improvement", lambda row: row.improvement, times),
+        number_column("memory", size, "memory_bytes"),
+        number_column("improvement", times),
         Column[BenchRow]("J/token", lambda row: row.joules_per_token, DIGITS),
         Column[BenchRow]("per million tokens", lambda row: row.cost_per_million_tokens, DIGITS),
     )
@@ -106,10 +106,10 @@ def capacity_table(found: Bench) -> Table[Capacity]:
         return Column(f"largest batch, {form.upper()} cache", lambda row: row.largest_batch[form], count)
 
     columns: tuple[Column[Any], ...] = (
-        Column[Capacity]("model", lambda row: row.variant, numeric=False),
-        Column[Capacity]("weights", lambda row: row.weight_bytes, size),
-        Column[Capacity]("read by a decode step", lambda row: row.step_bytes, size),
-        Column[Capacity]("decoding at most", lambda row: row.improvement, times),
+        text_column("model", "variant"),
+        number_column("weights", size, "weight_bytes"),
+        number_column("read by a decode step", size, "step_bytes"),
+        number_column("decoding at most", times, "improvement"),
         largest("bf16"),
         largest("fp8"),
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.columns import Column, Table, count, increase, nats, share, size
+from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
 from ...core.run import Run
 from ...quantize.scales.decisions import Scales, load_scales
 from ..accuracy.document import load_accuracy, load_token_losses
@@ -111,17 +111,17 @@ def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
 def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
     """Runs side by side."""
     columns = (
-        Column[RunRow]("run", lambda row: row.name, numeric=False),
-        Column[RunRow]("activations", lambda row: row.activations, numeric=False),
-        Column[RunRow]("rounding", lambda row: row.weights, numeric=False),
-        Column[RunRow]("KV cache", lambda row: row.cache, numeric=False),
-        Column[RunRow]("products in FP8", lambda row: row.products, count),
-        Column[RunRow]("checkpoint", lambda row: row.checkpoint_bytes, size),
+        text_column("run", "name"),
+        text_column("activations"),
+        text_column("rounding", "weights"),
+        text_column("KV cache", "cache"),
+        number_column("products in FP8", count, "products"),
+        number_column("checkpoint", size, "checkpoint_bytes"),
         Column[RunRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
-        Column[RunRow]("increase", lambda row: row.perplexity_increase, increase),
-        Column[RunRow]("95 % interval", lambda row: row.increase_interval, interval),
-        Column[RunRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
-        Column[RunRow]("top-1 agreement", lambda row: row.top1_agreement, share),
-        Column[RunRow]("than the first", lambda row: row.than_first, interval),
+        number_column("increase", increase, "perplexity_increase"),
+        number_column("95 % interval", interval, "increase_interval"),
+        number_column("KL mean, nats", nats, "kl_mean_nats"),
+        number_column("top-1 agreement", share, "top1_agreement"),
+        number_column("than the first", interval, "than_first"),
     )
     return Table("Beside other runs", rows, columns, "No other run was named: `fp8q report RUN --compare OTHER`.")

@@ -4,7 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...core.columns import Column, Table, count, decibels, duration, increase, magnitude, nats, share, size
+from ...core.columns import (
+    Column,
+    Table,
+    count,
+    decibels,
+    duration,
+    increase,
+    magnitude,
+    nats,
+    number_column,
+    share,
+    size,
+    text_column,
+)
 from ...export.engine.info import first_few
 from ..advice.findings import AgainstRow, DelayedRow, Outlier
 from .curves import LEAST_WINDOWS
@@ -25,12 +38,12 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         Column[ModuleRow](
             "module", lambda row: row.module + (" (cache)" if row.kind == "cache" else ""), numeric=False
         ),
-        Column[ModuleRow]("amax", lambda row: row.amax, magnitude),
-        Column[ModuleRow]("clip", lambda row: row.clip, magnitude),
-        Column[ModuleRow]("scale", lambda row: row.scale, magnitude),
-        Column[ModuleRow]("saturation", lambda row: row.saturation, share),
-        Column[ModuleRow]("underflow", lambda row: row.underflow, share),
-        Column[ModuleRow]("terms", lambda row: row.terms, count),
+        number_column("amax", magnitude),
+        number_column("clip", magnitude),
+        number_column("scale", magnitude),
+        number_column("saturation", share),
+        number_column("underflow", share),
+        number_column("terms", count),
         Column[ModuleRow]("input dB", lambda row: lossless(row.sqnr_db), decibels),
         Column[ModuleRow]("best dB", lambda row: lossless(row.sqnr_best_db), decibels),
         Column[ModuleRow](
@@ -52,10 +65,10 @@ def wide_cache_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
 def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
     """The products that stay in BF16, and why."""
     columns = (
-        Column[ModuleRow]("module", lambda row: row.module, numeric=False),
-        Column[ModuleRow]("stays in BF16 because", lambda row: row.reason, numeric=False),
-        Column[ModuleRow]("value", lambda row: row.value, magnitude),
-        Column[ModuleRow]("samples", lambda row: row.samples, count),
+        text_column("module"),
+        text_column("stays in BF16 because", "reason"),
+        number_column("value", magnitude),
+        number_column("samples", count),
     )
     return Table(
         "Modules that stay in BF16",
@@ -68,10 +81,10 @@ def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
 def outlier_table(rows: Sequence[Outlier]) -> Table[Outlier]:
     """Tabulate the findings, the worst first."""
     columns = (
-        Column[Outlier]("tensor", lambda row: row.tensor, numeric=False),
-        Column[Outlier]("what", lambda row: row.what, numeric=False),
-        Column[Outlier]("value", lambda row: row.value, magnitude),
-        Column[Outlier]("what to do", lambda row: row.remedy, numeric=False),
+        text_column("tensor"),
+        text_column("what"),
+        number_column("value", magnitude),
+        text_column("what to do", "remedy"),
     )
     return Table("What stands out", rows, columns, "Nothing: every number is within its limit.")
 
@@ -79,12 +92,12 @@ def outlier_table(rows: Sequence[Outlier]) -> Table[Outlier]:
 def loss_table(rows: "Sequence[Loss]") -> "Table[Loss]":
     """Tabulate the loss of each tensor alone, the worst last, where a terminal leaves the eye."""
     columns = (
-        Column[Any]("tensor", lambda row: row.module, numeric=False),
-        Column[Any]("kind", lambda row: row.kind, numeric=False),
-        Column[Any]("KL alone", lambda row: row.kl_nats, nats),
+        text_column("tensor", "module"),
+        text_column("kind"),
+        number_column("KL alone", nats, "kl_nats"),
         Column[Any]("in two terms", lambda row: row.kl_after.two_terms, nats),
         Column[Any]("by gptq", lambda row: row.kl_after.gptq, nats),
-        Column[Any]("SQNR", lambda row: row.sqnr_db, decibels),
+        number_column("SQNR", decibels, "sqnr_db"),
         Column[Any]("measured", lambda row: "yes" if row.measured else None, numeric=False),
     )
     return Table("What each tensor costs alone", rows, columns, "Nothing is quantized.")
@@ -93,10 +106,10 @@ def loss_table(rows: "Sequence[Loss]") -> "Table[Loss]":
 def delayed_table(rows: Sequence[DelayedRow]) -> Table[DelayedRow]:
     """Tabulate the result of delayed scaling for each tensor."""
     columns = (
-        Column[DelayedRow]("tensor", lambda row: row.tensor, numeric=False),
-        Column[DelayedRow]("batches with a history", lambda row: row.batches, count),
-        Column[DelayedRow]("saturated", lambda row: row.saturated, share),
-        Column[DelayedRow]("largest jump", lambda row: row.largest_jump, magnitude),
+        text_column("tensor"),
+        number_column("batches with a history", count, "batches"),
+        number_column("saturated", share),
+        number_column("largest jump", magnitude, "largest_jump"),
     )
     return Table("Under delayed scaling", rows, columns, "Nothing was measured.")
 
@@ -104,12 +117,12 @@ def delayed_table(rows: Sequence[DelayedRow]) -> Table[DelayedRow]:
 def against_table(rows: Sequence[AgainstRow]) -> Table[AgainstRow]:
     """Other text at the scales chosen before."""
     columns = (
-        Column[AgainstRow]("tensor", lambda row: row.tensor, numeric=False),
-        Column[AgainstRow]("clip", lambda row: row.clip, magnitude),
-        Column[AgainstRow]("amax there", lambda row: row.amax, magnitude),
-        Column[AgainstRow]("of the clip", lambda row: row.amax_over_clip, share),
-        Column[AgainstRow]("saturation", lambda row: row.saturation, share),
-        Column[AgainstRow]("when calibrating", lambda row: row.calibrated_saturation, share),
+        text_column("tensor"),
+        number_column("clip", magnitude),
+        number_column("amax there", magnitude, "amax"),
+        number_column("of the clip", share, "amax_over_clip"),
+        number_column("saturation", share),
+        number_column("when calibrating", share, "calibrated_saturation"),
     )
     return Table("Against other text", rows, columns, "No tensor has a scale.")
 
@@ -119,21 +132,21 @@ def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[Accu
     has no room.
     """
     columns = (
-        Column[AccuracyRow]("runtime", lambda row: row.runtime, numeric=False),
+        text_column("runtime"),
         Column[AccuracyRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
-        Column[AccuracyRow]("increase", lambda row: row.perplexity_increase, increase),
+        number_column("increase", increase, "perplexity_increase"),
         Column[AccuracyRow](
             "95 % interval",
             lambda row: None if row.increase_low is None else (row.increase_low, row.increase_high),
             interval,
         ),
-        Column[AccuracyRow]("KL mean, nats", lambda row: row.kl_mean_nats, nats),
-        Column[AccuracyRow]("KL p99, nats", lambda row: row.kl_p99_nats, nats),
-        Column[AccuracyRow]("top-1 agreement", lambda row: row.top1_agreement, share),
+        number_column("KL mean, nats", nats, "kl_mean_nats"),
+        number_column("KL p99, nats", nats, "kl_p99_nats"),
+        number_column("top-1 agreement", share, "top1_agreement"),
         Column[AccuracyRow]("top-5 agreement", lambda row: row.top5_agreement if wide else None, share),
-        Column[AccuracyRow]("KL from FP32", lambda row: row.kl_fp32_nats, nats),
-        Column[AccuracyRow]("KL of the sums", lambda row: row.kl_sums_nats, nats),
-        Column[AccuracyRow]("sampled tokens", lambda row: row.tokens, count),
+        number_column("KL from FP32", nats, "kl_fp32_nats"),
+        number_column("KL of the sums", nats, "kl_sums_nats"),
+        number_column("sampled tokens", count, "tokens"),
     )
     short = dict[str, list[str]]()
     for row in rows:
@@ -158,9 +171,9 @@ def interval(bounds: tuple[float, float]) -> str:
 def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
     """Tabulate the sizes of the weights on disk."""
     columns = (
-        Column[SizeRow]("what", lambda row: row.what, numeric=False),
-        Column[SizeRow]("file", lambda row: row.path, numeric=False),
-        Column[SizeRow]("size", lambda row: row.bytes, size),
+        text_column("what"),
+        text_column("file", "path"),
+        number_column("size", size, "bytes"),
         Column[SizeRow]("of BF16", lambda row: row.share_of_bf16, lambda value: f"{100 * value:.0f} %"),
     )
     return Table("Sizes", rows, columns, "No checkpoint yet: run `fp8q calibrate MODEL --data TEXT --out RUN`.")
@@ -176,13 +189,13 @@ def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
     columns = (
         Column[EngineRow]("target", engine_name, numeric=False),
         Column[EngineRow]("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),
-        Column[EngineRow]("promised products", lambda row: row.promised_products, count),
-        Column[EngineRow]("in FP8", lambda row: row.fp8_products, count),
+        number_column("promised products", count, "promised_products"),
+        number_column("in FP8", count, "fp8_products"),
         Column[EngineRow]("ran wider", lambda row: first_few(row.wide) or None, numeric=False),
-        Column[EngineRow]("ran", lambda row: row.ran, numeric=False),
-        Column[EngineRow]("evidence", lambda row: row.evidence, numeric=False),
-        Column[EngineRow]("size", lambda row: row.bytes, size),
-        Column[EngineRow]("built in", lambda row: row.build_seconds, duration),
+        text_column("ran"),
+        text_column("evidence"),
+        number_column("size", size, "bytes"),
+        number_column("built in", duration, "build_seconds"),
     )
     return Table("Engines", rows, columns, "No engine yet: run `fp8q build-engine RUN`.")
 
@@ -190,9 +203,9 @@ def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
 def stage_table(rows: Sequence[StageRow]) -> Table[StageRow]:
     """Tabulate the time and memory of each stage."""
     columns = (
-        Column[StageRow]("stage", lambda row: row.stage, numeric=False),
-        Column[StageRow]("wall time", lambda row: row.seconds, duration),
-        Column[StageRow]("peak memory", lambda row: row.peak_memory_bytes, size),
+        text_column("stage"),
+        number_column("wall time", duration, "seconds"),
+        number_column("peak memory", size, "peak_memory_bytes"),
     )
     return Table("Stages", rows, columns, "No stage has finished yet.")
 
@@ -214,7 +227,7 @@ def note_table(rows: Sequence[StageRow]) -> Table[tuple[str, str]]:
 def fact_table(rows: Sequence[FactRow]) -> Table[FactRow]:
     """Tabulate the origin of the numbers."""
     columns = (
-        Column[FactRow]("what", lambda row: row.what, numeric=False),
-        Column[FactRow]("value", lambda row: row.value, numeric=False),
+        text_column("what"),
+        text_column("value"),
     )
     return Table("What was measured", rows, columns, "Nothing was measured yet.")

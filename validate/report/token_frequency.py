@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...core.columns import Column, Table, count
+from ...core.columns import Column, Table, count, number_column
 from ...core.run import Run
 from ..accuracy.document import FrequencyBucket, load_accuracy
 from ..accuracy.perplexity import Evaluation
@@ -91,7 +91,7 @@ def frequency_table(rows: Sequence[FrequencyRow]) -> Table[FrequencyRow]:
     """Tabulate the loss of each runtime on rare and on common tokens."""
     columns = (
         Column[FrequencyRow]("in the calibration text", occurrences, numeric=False),
-        Column[FrequencyRow]("tokens", lambda row: row.tokens, count),
+        number_column("tokens", count),
         Column[FrequencyRow]("NLL of BF16, nats", lambda row: row.nll_nats, "{:.4f}".format),
         *(_increase_of(name) for name in dict.fromkeys(name for row in rows for name in row.increases)),
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...core.columns import Column, Table, count, increase, nats, size
+from ...core.columns import Column, Table, count, increase, nats, number_column, size, text_column
 from .document import Change, Point, Tuning
 
 #: Points of the frontier that are shown; `--json` and `tune.json` have all.
@@ -39,7 +39,7 @@ def point_rows(found: Tuning) -> list[PointRow]:
 def point_table(found: Tuning) -> Table[PointRow]:
     """KL against cost."""
     columns = (
-        Column[PointRow]("mix", lambda row: row.what, numeric=False),
+        text_column("mix", "what"),
         Column[PointRow]("KL", lambda row: row.point.kl_nats, nats),
         Column[PointRow]("weights", lambda row: row.point.weight_bytes, size),
         Column[PointRow]("cache", lambda row: row.point.cache_bytes, count),
@@ -71,10 +71,10 @@ def outcome_table(found: Tuning) -> Table[LossRow]:
             LossRow("measured, on the evaluation text", its.measured_kl_nats, **its.measured_increase.model_dump()),
         ]
     columns = (
-        Column[LossRow]("what it loses", lambda row: row.where, numeric=False),
-        Column[LossRow]("KL", lambda row: row.kl_nats, nats),
-        Column[LossRow]("perplexity", lambda row: row.increase, increase),
-        Column[LossRow]("from", lambda row: row.low, increase),
-        Column[LossRow]("to", lambda row: row.high, increase),
+        text_column("what it loses", "where"),
+        number_column("KL", nats, "kl_nats"),
+        number_column("perplexity", increase, "increase"),
+        number_column("from", increase, "low"),
+        number_column("to", increase, "high"),
     )
     return Table("Predicted and measured", rows, columns, "No budget: nothing was chosen.")
