@@ -100,6 +100,11 @@ class Format(GridFormat):
     power_of_two: ClassVar[bool] = False
     by_value: ClassVar[bool] = False
 
+    @property
+    def codes(self) -> "Format":
+        """The format of one code."""
+        return self
+
     @cached_property
     def values(self) -> Float32s:
         """The value of each code, float32 [256]."""
@@ -199,6 +204,11 @@ class TwoTerms(GridFormat):
         return f"{self.format.name} in two terms"
 
     @property
+    def codes(self) -> Format:
+        """The format of one code."""
+        return self.format
+
+    @property
     def divisor(self) -> int:
         """The divisor of the second term: 2 to the number of a code's binary digits."""
         return int(2 << self.format.mantissa_bits)
@@ -245,3 +255,5 @@ CODE_DTYPE = "F8_E4M3"
 FORMATS = {kind.name: kind for kind in (E4M3, E5M2, E4M3FNUZ)}
 INT8 = Integers("int8", bits=8)
 TWO_TERMS = TwoTerms(E4M3)
+#: The grids of values that are made of codes: one code, or two.
+CodeGrid = Format | TwoTerms

@@ -18,7 +18,7 @@ from ...core.errors import InputError
 from ...core.files import Strict, read_document
 from ...core.run import Run
 from ...options import Clipping, KvCache
-from ..codes.formats import E4M3, TWO_TERMS, Grid
+from ..codes.formats import E4M3, TWO_TERMS, CodeGrid, Grid
 from .clip import CLIPPERS, LARGEST_POWER, clip_mse, powers_alone, saturation, scale_of, sqnr_db, underflow
 from .delayed import clip_delayed
 from .expert_scales import Starved
@@ -32,7 +32,7 @@ LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 #: The method of scales and codes that are taken from an FP8 source checkpoint.
 INHERITED: Literal["inherited"] = "inherited"
 #: The formats of activations, by the number of their terms.
-GRIDS: dict[int, Grid] = {1: E4M3, 2: TWO_TERMS}
+GRIDS: dict[int, CodeGrid] = {1: E4M3, 2: TWO_TERMS}
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
 SMALLEST_FP16_SCALE = 2.0**-15
 #: The scale of a probability, by the number of its terms.
@@ -87,7 +87,7 @@ class TensorScale(Lossy):
     sqnr_best_db: float | None = Field(default=None, description="at the scale of least squared error")
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> CodeGrid:
         """The grid of the values under a scale of 1."""
         return GRIDS[self.terms]
 

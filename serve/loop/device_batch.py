@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .cache import CacheLayout
 from .device import ALIGNMENT, Device, DeviceCache, bucket_of, by_number, groups_of, new_block, runs, slot_step
-from .host_batch import CAPACITY_STEP, WASTE, attention_mask
+from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
 
 Shapes = Mapping[str, tuple[int, ...]]
 Phase = Literal["prefill", "decode"]
@@ -107,10 +107,9 @@ class DeviceBatch:
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
-        held = self.capacity
-        if needed <= held <= WASTE * self._whole(most):
+        if (capacity := next_capacity(self.capacity, needed, most, self._whole)) is None:
             return
-        before, capacity = self._cache, self._whole(min(max(needed, 2 * held), most))
+        before, held = self._cache, self.capacity
         self._forget_steps()
         self._cache = DeviceCache(self._device, self._program.layout, self._rows, capacity)
         if before:
@@ -128,10 +127,9 @@ class DeviceBatch:
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
         call = self._call("prefill", first, count, seq, past)
-        inside = np.arange(seq) < lengths[:, None]
         call.staged.tokens[:] = tokens
-        call.staged.positions[:] = filled[:, None] + np.minimum(np.arange(seq), lengths[:, None] - 1)
-        call.staged.mask[:] = attention_mask(filled, past, inside)
+        call.staged.positions[:], real = chunk_layout(seq, filled, lengths)
+        call.staged.mask[:] = attention_mask(filled, past, real)
         self._device.upload(call.staged.whole, call.staged.address)
         call.run()
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):

@@ -29,6 +29,27 @@ def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bo
     return np.concatenate([np.arange(capacity) < filled[:, None], real], axis=1).astype(np.int64)
 
 
+def chunk_layout(
+    seq: int, filled: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Positions [batch, seq] of a chunk of prompts, and a mask of its real tokens; padding repeats the last position.
+
+    `filled` [batch]: the positions before the chunk; `lengths` [batch]: the real tokens of each row.
+    """
+    positions = filled[:, None] + np.minimum(np.arange(seq), lengths[:, None] - 1)
+    return positions, np.arange(seq) < lengths[:, None]
+
+
+def next_capacity(held: int, needed: int, most: int, whole: Callable[[int], int]) -> int | None:
+    """The slots of a new cache where the `held` ones are too few, or far too many; None where they will do.
+
+    `needed` slots double what there was, up to `most`, the largest number that can be filled; `whole` rounds up.
+    """
+    if needed <= held <= WASTE * whole(most):
+        return None
+    return whole(min(max(needed, 2 * held), most))
+
+
 class Forward(Protocol):
     """A graph with the interface of DESIGN section 7, run as it is."""
 
@@ -93,10 +114,8 @@ class HostBatch:
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
-        held = self.capacity
-        if needed <= held <= WASTE * self._whole(most):
+        if (capacity := next_capacity(self.capacity, needed, most, self._whole)) is None:
             return
-        capacity = self._whole(min(max(needed, 2 * held), most))
         if self._cache is None:
             self._cache = self._session.new_cache(self._rows, capacity)
         else:
@@ -112,11 +131,10 @@ class HostBatch:
     ) -> NDArray[np.float32]:
         """Read a chunk of prompts; the outputs of padding are discarded."""
         cache, count = self._held(), len(tokens)
-        inside = np.arange(tokens.shape[1]) < lengths[:, None]
-        positions = filled[:, None] + np.minimum(np.arange(tokens.shape[1]), lengths[:, None] - 1)
+        positions, real = chunk_layout(tokens.shape[1], filled, lengths)
         # nothing is filled before the first chunk: spare attention the buffer
         past = cache.past(first, count) if filled.any() else None
-        mask = attention_mask(filled, cache.capacity if past else 0, inside)
+        mask = attention_mask(filled, cache.capacity if past else 0, real)
         logits, new = self._session.forward(tokens, mask, positions, past)
         for row, length in enumerate(lengths.tolist()):
             values = [value[row : row + 1, :, :length] for value in new]

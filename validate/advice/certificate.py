@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ...calibrate.measure.statistics import Corpus, Statistics
 from ...calibrate.text.mixture import interleave
 from ...core.columns import Column, Table, count, magnitude, number_column, share, text_column
-from ...quantize.scales.decisions import GRIDS, Scales, TensorScale
+from ...quantize.scales.decisions import Scales, TensorScale
 from ...quantize.scales.delayed import measured
 from ...quantize.scales.expert_scales import BORROWED
 from .findings import chosen_scales
@@ -207,7 +207,7 @@ def _records(statistics: Statistics, scales: Mapping[str, TensorScale]) -> list[
         amax_batches = statistics.tensors[name].amax_batches
         amax = float(np.nanmax(amax_batches))
         text, batch, windows = places[int(np.nanargmax(amax_batches))]
-        room = log2(scale.scale * GRIDS[scale.terms].max / amax)
+        room = log2(scale.scale * scale.grid.max / amax)
         found.append(Record(name, amax, _finite(octaves_beyond(amax_batches)), room, text, batch, windows))
     return found
 

@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...calibrate.measure.histogram import Histogram, magnitudes
-from ...quantize.codes.formats import E4M3, Format, TwoTerms
+from ...quantize.codes.formats import E4M3, CodeGrid, Format
 
 Floats = npt.NDArray[np.float64]
-#: What values are rounded to: a code, or two.
-CodeGrid = Format | TwoTerms
 #: BF16 patterns in one bar of a histogram: an eighth of an octave, as wide as E4M3's steps.
 PATTERNS_A_BAR = 16
 #: The octaves of the code that a sparkline spans: E4M3 from below its smallest value to above its largest.
@@ -49,14 +47,9 @@ def errors(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[n
     """
     values, counts = histogram.finite
     quotients = values / np.float32(scale)
-    codes = coded(grid).encode(quotients)
+    codes = grid.codes.encode(quotients)
     rounded = grid.round(quotients).astype(np.float64)
     return codes, (values.astype(np.float64) - rounded * scale) ** 2 * counts
-
-
-def coded(grid: CodeGrid) -> Format:
-    """The format of the codes: of two terms, that of each."""
-    return grid.format if isinstance(grid, TwoTerms) else grid
 
 
 def error_density(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> tuple[Floats, Floats]:
@@ -67,7 +60,7 @@ def error_density(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> 
     saturation.
     """
     codes, error = errors(histogram, scale, grid)
-    midpoints = coded(grid).midpoints.astype(np.float64)
+    midpoints = grid.codes.midpoints.astype(np.float64)
     edges = np.log2(np.append(scale * midpoints, max(histogram.amax, scale * grid.max)))
     totals = np.bincount(codes, error, len(midpoints) + 1)[1:]
     return edges, totals / (error.sum() or 1.0) / np.diff(edges)

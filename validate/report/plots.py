@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...calibrate.measure.histogram import Histogram
 from ...core.columns import magnitude, noise, share
-from ...quantize.codes.formats import E4M3, TWO_TERMS
+from ...quantize.codes.formats import E4M3
 from .curves import Curve, ErrorShares, Floats, along_window, density, error_density, error_shares, rounding_alone_db
 from .rows import ModuleRow
 from .tables import lossless
@@ -128,7 +128,7 @@ def histogram_plot(row: ModuleRow, histogram: Histogram) -> Plot:
     """
     assert row.scale is not None, "a tensor in FP8 has a scale"
     assert row.clip is not None, "a tensor in FP8 has a clip"
-    scale, clip, grid = row.scale, row.clip, TWO_TERMS if row.terms == 2 else E4M3
+    scale, clip, grid = row.scale, row.clip, row.grid
     edges, values = density(histogram)
     error_edges, error = error_density(histogram, scale, grid)
     floor, ceiling = float(np.log2(scale * grid.midpoints[0])), float(np.log2(clip))

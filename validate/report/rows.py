@@ -15,8 +15,8 @@ from ...core.record import FP8_STAGES
 from ...core.run import Run
 from ...export.engine.info import engine_stage, load_engines
 from ...options import Precision
-from ...quantize.codes.formats import CODE_DTYPE
-from ...quantize.scales.decisions import INHERITED, TensorScale, WeightScales, group_of, load_scales
+from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
+from ...quantize.scales.decisions import GRIDS, INHERITED, TensorScale, WeightScales, group_of, load_scales
 from ..accuracy.document import load_accuracy, load_token_losses
 from ..advice.findings import converged_after, outlier_channels
 from .curves import increase_interval, paired
@@ -64,6 +64,11 @@ class ModuleRow:
     reason: str | None = None
     value: float | None = None
     samples: int | None = None
+
+    @property
+    def grid(self) -> CodeGrid:
+        """The grid of the values under a scale of 1."""
+        return GRIDS[self.terms or 1]
 
     @property
     def layer(self) -> int | None:
