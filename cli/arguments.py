@@ -33,7 +33,7 @@ LintPath = Annotated[
         help="An ONNX file (its external data stay where they are, unread), a repository, an FP8 checkpoint, or a run.",
     ),
 ]
-Out = Annotated[Path, option(OPTIONS, "The run directory to write, or to go on with.", "RUN")]
+Out = Annotated[Path, option(OPTIONS, "The run directory: written, or continued where it exists.", "RUN")]
 OfRun = Annotated[
     Path | None,
     option(
@@ -69,7 +69,7 @@ PlanFile = Annotated[
 ]
 Delayed = Annotated[
     bool,
-    option(OPTIONS, "Also how often the next batch would have saturated under a history of amax."),
+    option(OPTIONS, "Show also how often the next batch would saturate under a history of amax."),
 ]
 Against = Annotated[
     str | None,
@@ -80,9 +80,9 @@ OtherRuns = Annotated[
     tuple[Path, ...],
     option(MEASUREMENT, "Measure the FP8 model of this run too, of the same source. Repeatable.", "RUN"),
 ]
-PlotFile = Annotated[Path | None, option(OPTIONS, "Draw it, as SVG.", "FILE")]
+PlotFile = Annotated[Path | None, option(OPTIONS, "Draw the results as SVG.", "FILE")]
 Prompt = Annotated[
-    str | None, option(GENERATION, "What to go on from, or what is said first.", "TEXT", "standard input")
+    str | None, option(GENERATION, "Text to continue, or the first message of a chat.", "TEXT", "standard input")
 ]
 Chat = Annotated[
     bool, option(GENERATION, "Hold a conversation, by the tokenizer's own template: a line, an answer, and so on.")
@@ -90,7 +90,7 @@ Chat = Annotated[
 Compare = Annotated[
     bool, option(GENERATION, "Let the BF16 source answer too, and show both, with the token where they part.")
 ]
-Apply = Annotated[bool, option(OPTIONS, "Make checkpoint and graphs of the run anew by it, where it meets the budget.")]
+Apply = Annotated[bool, option(OPTIONS, "Make checkpoint and graphs of the run by the mix, where it meets the budget.")]
 Json = Annotated[
     bool,
     option(
@@ -118,7 +118,9 @@ class Common(Options):
     as_json: Json = False
     config: Annotated[
         Path | None,
-        option(OPTIONS, "Take what is not given here from this TOML file; its paths are relative to it.", "FILE"),
+        option(
+            OPTIONS, "Read options that are not given here from this TOML file; paths in it are relative to it.", "FILE"
+        ),
     ] = None
     print_config: Annotated[
         bool, option(OPTIONS, "Print the TOML file that repeats this command, and do nothing else.")

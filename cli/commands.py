@@ -137,7 +137,7 @@ def run(
     options: RunOptions = RunOptions(),
     common: Common = Common(),
 ) -> None:
-    """Do all of it: calibrate, build engines, validate, write the Triton repository and the report.
+    """Run all stages: calibrate, build engines, validate, write the Triton repository and the report.
 
     Goes on where it stopped.
     """
@@ -174,7 +174,7 @@ def scales(
     options: Annotated[RescaleOptions, without("weight_rounding")] = RescaleOptions(),
     common: Common = Common(),
 ) -> None:
-    """Choose all scales again from what was measured, and write checkpoint and graphs anew; no model is run.
+    """Choose all scales again from the measured statistics, and write checkpoint and graphs; the model is not run.
 
     An empty pattern, --skip '' or --only '', takes back what the run has.
     """
@@ -196,8 +196,8 @@ def merge(
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     common: Common = Common(),
 ) -> None:
-    """Add what several runs of one model measured, choose scales, and write checkpoint and graphs, without running the
-    model.
+    """Add the statistics of several runs of one model, choose scales, and write checkpoint and graphs, without running
+    the model.
     """
     from .. import api
 
@@ -208,8 +208,8 @@ def merge(
 
 @app.command
 def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common: Common = Common()) -> None:
-    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in a precision to
-    compare FP8 with.
+    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in another precision for
+    comparison.
     """
     from .. import api
 
@@ -220,8 +220,8 @@ def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common:
 
 @app.command
 def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
-    """Check an FP8 ONNX graph, a Triton repository, an FP8 checkpoint, or all that a run holds against what is known to
-    go wrong on the way to an engine and to a server. docs/lint.md explains the rules.
+    """Check an FP8 ONNX graph, a Triton repository, an FP8 checkpoint, or a whole run for known causes of failure in
+    engines and servers. docs/lint.md explains the rules.
     """
     from .. import api
     from ..stages.commands.lint import check_findings
@@ -252,8 +252,8 @@ def engine(
     options: Annotated[EngineOptions, only("min_fp8_share")] = EngineOptions(),
     common: Common = Common(),
 ) -> None:
-    """Show what the engines run: every matrix product, its types and the kernels around it, attention, and what stayed
-    wide and why.
+    """Show what the engines run: every matrix product with its types and the kernels around it, attention, and which
+    products stayed wide and why.
     """
     from .. import api
     from ..stages.commands.engine import check_views
@@ -273,7 +273,7 @@ def validate(
     options: ValidateOptions = ValidateOptions(),
     common: Common = Common(),
 ) -> None:
-    """Say whether it is still the same model: perplexity, KL and agreement against BF16."""
+    """Tell whether it is still the same model: perplexity, KL and agreement against BF16."""
     from .. import api
 
     speak = terminal()
@@ -292,7 +292,7 @@ def generate(
     options: GenerateOptions = GenerateOptions(),
     common: Common = Common(),
 ) -> None:
-    """Generate text with the FP8 model, as it comes: an answer to one prompt, a conversation, or FP8 beside BF16."""
+    """Generate text with the FP8 model, streamed: an answer to one prompt, a conversation, or FP8 beside BF16."""
     from . import answers
 
     answers.show_answers(terminal(), run, prompt, options, (chat, compare), common.as_json)
@@ -319,8 +319,8 @@ def bench(
     options: BenchOptions = BenchOptions(),
     common: Common = Common(),
 ) -> None:
-    """Measure what answers take (first token, token to token, throughput, memory, energy), of all precisions that a run
-    holds; docs/bench.md says how.
+    """Measure answers (time to first token, time between tokens, throughput, memory, energy) in all precisions of a
+    run; docs/bench.md has the protocol.
     """
     from .. import api
     from . import views
@@ -343,7 +343,7 @@ def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common:
 
 @app.command
 def report(run: RunPath, /, *, options: ReportOptions = ReportOptions(), common: Common = Common()) -> None:
-    """Write report.html and report.ipynb: the verdict, what to do next, and the numbers, to show to somebody."""
+    """Write report.html and report.ipynb: the verdict, the next steps, and the numbers."""
     from .. import api
 
     speak = terminal()
@@ -361,8 +361,8 @@ def inspect(
     against: Against = None,
     common: Common = Common(),
 ) -> None:
-    """Show every module (its scale and what that does, or why it stays in BF16), the cache (in BF16: as FP8 would have
-    it), and what stands out, ranked.
+    """Show every module (its scale and error, or why it stays in BF16), the cache (in BF16: as FP8 would have it), and
+    outliers, ranked.
     """
     from .. import api
     from . import views
@@ -377,8 +377,8 @@ def inspect(
 def sensitivity(
     run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
 ) -> None:
-    """Say which tensor the loss comes from: the KL that each weight, activation and cache tensor causes when it alone
-    is quantized, worst first, and what two terms or BF16 would leave of it.
+    """Tell which tensor causes the loss: the KL of quantizing each weight, activation and cache tensor alone, worst
+    first, and the KL that two terms or BF16 would leave.
     """
     from .. import api
     from . import views
@@ -391,8 +391,8 @@ def sensitivity(
 def tune(
     run: RunPath, /, *, options: TuneOptions = TuneOptions(), apply: Apply = False, common: Common = Common()
 ) -> None:
-    """Find the cheapest mix of one term, two terms and BF16, of rounding and of the cache's form that meets a budget of
-    loss; without one, what every loss costs. docs/tune.md says how.
+    """Find the cheapest mix of one term, two terms and BF16, of weight rounding and cache format that meets a budget of
+    loss; without a budget, the cost of every loss. docs/tune.md explains it.
     """
     from .. import api
     from ..stages.tune import check_met
@@ -406,8 +406,8 @@ def tune(
 
 @app.command
 def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions(), common: Common = Common()) -> None:
-    """Say which runtimes, GPUs and versions are here, and what each is good for; or look through a RUN for what is
-    known to go wrong, with a verdict, a module and a remedy each, and exit code 3 where one is bad.
+    """List the runtimes, GPUs and versions of this machine and their use; or check a RUN for known problems, with
+    verdict, module and remedy, and exit code 3 where one is bad.
     """
     from . import checklist
 

@@ -73,7 +73,7 @@ class Clipping(Options):
     margin: Annotated[
         int, option(SCALES, "Multiply these scales by 2^N: more headroom, more underflow.", "N"), octaves
     ] = 0
-    scale_grid: Annotated[ScaleGrid, option(SCALES, "Which numbers these scales may be; rounded up to.")] = "bf16"
+    scale_grid: Annotated[ScaleGrid, option(SCALES, "The numbers that these scales are rounded up to.")] = "bf16"
     amax_history_len: Annotated[
         int,
         option(SCALES, "Delayed scaling: batches in the history; more than there are means all.", "N"),
@@ -121,7 +121,8 @@ class ScaleOptions(Options):
         WeightMethod, option(SCALES, "How the scales of the weights' output channels are chosen.")
     ] = "mse"
     kv_cache: Annotated[
-        KvCache, option(SCALES, "What of the cache is kept in FP8: nothing, the values, or keys and values.")
+        KvCache,
+        option(SCALES, "The part of the KV cache in FP8: none (off), the values (v), or keys and values (fp8)."),
     ] = "off"
     skip: Annotated[
         tuple[str, ...],
@@ -137,22 +138,21 @@ class ScaleOptions(Options):
         WeightRounding,
         option(
             SCALES,
-            "gptq: let weights make up for each other's rounding errors, by the inputs' second moments. sequential: "
-            "for those of earlier layers too; runs the model again, layer by layer.",
+            "gptq: compensate the rounding error of each weight in the others, by the inputs' second "
+            "moments. sequential: compensate the errors of earlier layers too; runs the model again, "
+            "layer by layer.",
         ),
     ] = "nearest"
     activation_terms: Annotated[
         Terms,
-        option(
-            SCALES, "FP8 codes that stand for one activation: two lose nothing of BF16, and multiply twice the rows."
-        ),
+        option(SCALES, "FP8 codes for each activation. Two lose nothing of BF16, and multiply twice the rows."),
     ] = 1
     two_terms: Annotated[
         tuple[str, ...],
         option(
             SCALES,
-            "Take two codes for the input of modules whose name matches (* and ?), and of all that share it. "
-            "Repeatable.",
+            "Take two codes for the input of modules whose name matches (* and ?), and of all modules "
+            "that share it. Repeatable.",
             "PATTERN",
         ),
         not_empty,
@@ -162,7 +162,7 @@ class ScaleOptions(Options):
         bool,
         option(
             SCALES,
-            "Take the static scales of activations, and of an FP8 cache, that an FP8 checkpoint has.",
+            "Keep the static scales of activations, and of an FP8 cache, of an FP8 source checkpoint.",
             negative="--no-inherit",
         ),
     ] = False
@@ -171,8 +171,8 @@ class ScaleOptions(Options):
         int,
         option(
             SCALES,
-            "An expert of a mixture that saw fewer tokens takes the largest amax of its layer's other experts for what "
-            "goes into its last product.",
+            "An expert of a mixture that saw fewer tokens takes the largest amax of its layer's other "
+            "experts for the input of its last product.",
             "N",
         ),
         between(0, None),
@@ -313,8 +313,7 @@ class MeasureOptions(Options):
         bool,
         option(
             MODEL,
-            "Show every expert of a mixture every token while measuring; what the model computes stays that of the "
-            "experts that tokens are routed to.",
+            "Measure every expert of a mixture on every token; the model's outputs stay those of the routed experts.",
         ),
     ] = False
     batches: Annotated[

@@ -14,7 +14,7 @@ WeightScale = Literal["dq", "mul"]
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
 PrecisionOption = Annotated[
-    Precision, option(ENGINE, "The FP8 model, or what it is compared with: BF16, or INT8 of the same modules.")
+    Precision, option(ENGINE, "The FP8 model, or a baseline: BF16, or INT8 of the same modules.")
 ]
 
 
@@ -26,7 +26,7 @@ class ExportOptions(Options):
     """
 
     dtype: Annotated[
-        Literal["bf16", "fp16"], option(ENGINE, "What the graph computes in outside its FP8 products.")
+        Literal["bf16", "fp16"], option(ENGINE, "The type of everything outside the graph's FP8 products.")
     ] = "bf16"
     precision: PrecisionOption = "fp8"
     attention: Annotated[
@@ -35,7 +35,11 @@ class ExportOptions(Options):
     ] = "wide"
     weight_scale: Annotated[
         WeightScale,
-        option(ENGINE, "Scale a weight's channels in its DequantizeLinear, or by a Mul behind the product."),
+        option(
+            ENGINE,
+            "Apply the scales of a weight's channels in its DequantizeLinear (dq), or by a Mul behind "
+            "the product (mul).",
+        ),
     ] = "dq"
 
     def __post_init__(self) -> None:
@@ -65,7 +69,9 @@ class EngineOptions(Options):
     may be given as text, `"96%"`.
     """
 
-    runtime: Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], option(ENGINE, "What builds the engine.")] = "auto"
+    runtime: Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], option(ENGINE, "The builder of the engine.")] = (
+        "auto"
+    )
     targets: Annotated[
         tuple[str, ...],
         option(
@@ -116,7 +122,8 @@ class EngineOptions(Options):
     ] = None
     precision: PrecisionOption = ExportOptions.precision
     adapter: Annotated[
-        str | None, option(ENGINE, "Of the graph with this adapter beside the model.", "NAME", "the model alone")
+        str | None,
+        option(ENGINE, "Build from the graph with this adapter beside the model.", "NAME", "the model alone"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from .declare import (
 LONGEST_MODEL_NAME = 200
 RuntimeOption = Annotated[
     Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
-    option(GENERATION, "What runs the model; bf16: the source model."),
+    option(GENERATION, "The runtime of the model; bf16: the source model."),
 ]
 
 
@@ -46,7 +46,7 @@ def nucleus_of(option: str, value: float) -> float:
 class GenerateOptions(Options):
     """Options of `fp8q generate`: sampling, and the runtime of the model (`auto`: the fastest on this machine)."""
 
-    max_tokens: Annotated[int, option(GENERATION, "Most tokens of an answer.", "N"), between(1)] = 256
+    max_tokens: Annotated[int, option(GENERATION, "Largest number of tokens in an answer.", "N"), between(1)] = 256
     temperature: Annotated[
         float,
         option(GENERATION, "0 takes the best token; higher draws more freely.", "T", default="0"),
@@ -60,7 +60,9 @@ class GenerateOptions(Options):
         option(GENERATION, "Draw the same tokens again.", "N", "other ones each time"),
         between(0, 2**64 - 1),
     ] = None
-    stop: Annotated[tuple[str, ...], option(GENERATION, "End before this text. Repeatable.", "TEXT"), not_empty] = ()
+    stop: Annotated[
+        tuple[str, ...], option(GENERATION, "End the answer before this text. Repeatable.", "TEXT"), not_empty
+    ] = ()
     runtime: RuntimeOption = "auto"
     adapter: Annotated[
         str | None, option(GENERATION, "The adapter beside the model to answer with.", "NAME", "the model alone")
@@ -94,7 +96,7 @@ class ServeOptions(Options):
     ] = "127.0.0.1"
     port: Annotated[int, option(SERVING, "Port to listen at; 0: a free one.", "N"), port_of] = 8000
     name: Annotated[
-        str | None, option(SERVING, "What clients call the model.", "NAME", "the source model's name"), plain_of
+        str | None, option(SERVING, "The model's name for clients.", "NAME", "the source model's name"), plain_of
     ] = None
     runtime: RuntimeOption = "auto"
     bf16: Annotated[
@@ -106,11 +108,16 @@ class ServeOptions(Options):
     ] = ()
     max_batch: Annotated[int, option(SERVING, "Most requests that are answered together.", "N"), between(1)] = 8
     grace: Annotated[
-        int, option(SERVING, "What requests in flight have when the server is stopped.", "SECONDS"), between(0)
+        int, option(SERVING, "Time that active requests get when the server is stopped.", "SECONDS"), between(0)
     ] = 30
     api_key: Annotated[
         str | None,
-        option(SERVING, "Ask it of clients; others see it in the list of processes.", "KEY", "FP8Q_API_KEY, if set"),
+        option(
+            SERVING,
+            "Key that clients must send; other users see it in the list of processes.",
+            "KEY",
+            "FP8Q_API_KEY, if set",
+        ),
         plain_of,
     ] = None
 
@@ -173,7 +180,7 @@ class BenchOptions(Options):
     ] = None
     gpu_hour_price: Annotated[
         float | None,
-        option(MEASUREMENT, "What an hour of the GPU costs; adds the cost of a million tokens.", "PRICE", "not told"),
+        option(MEASUREMENT, "Price of an hour of the GPU; adds the cost of a million tokens.", "PRICE", "not told"),
         above_zero,
     ] = None
 
@@ -213,6 +220,6 @@ class TritonOptions(Options):
         bool,
         option(
             OPTIONS,
-            "Also the plain TensorRT model where the run has no plan yet, which is put in its place on the GPU host.",
+            "Write the plain TensorRT model even where the run has no plan yet; the plan is added on the GPU host.",
         ),
     ] = False

@@ -107,7 +107,7 @@ class SensitivityOptions(Options):
         int | None,
         option(
             EVALUATION,
-            "Measure so many of the worst by running the model, instead of predicting them.",
+            "Measure the N worst by running the model, instead of predicting them.",
             "N",
             "as many as a pass over the first 1,024 tokens pays for, and there; none with --stream",
         ),
@@ -185,8 +185,8 @@ class TuneOptions(Options):
         Prefer,
         option(
             EVALUATION,
-            "What is dear: the bytes of weights and cache that a decode step reads, or the operations of a prompt; the "
-            "other decides between equals.",
+            "What to minimize: the bytes of weights and cache that a decode step reads, or the operations of a prompt; "
+            "the other breaks ties.",
         ),
     ] = "memory"
     windows: Annotated[
