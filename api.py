@@ -286,7 +286,7 @@ def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_s
 
 def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generate_stage.Comparison:
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
-    return generate_stage.compare(open_run(path), prompt, options)
+    return generate_stage.compare_answers(open_run(path), prompt, options)
 
 
 def serve(

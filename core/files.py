@@ -138,7 +138,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def share(source: Path, target: Path) -> None:
+def clone_file(source: Path, target: Path) -> None:
     """Copy a file; where the file system can (Btrfs, XFS) the copy shares its blocks with the original and takes no
     room.
 

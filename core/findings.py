@@ -54,7 +54,9 @@ def places(findings: Iterable[Finding]) -> int:
 Broken = Iterator[tuple[str, str]]
 
 
-def listed(rule: tuple[str, str, Severity], broken: Broken, module: Callable[[str], str | None]) -> Iterator[Finding]:
+def list_findings(
+    rule: tuple[str, str, Severity], broken: Broken, module: Callable[[str], str | None]
+) -> Iterator[Finding]:
     """The places where a rule (its number, name and severity) is broken: the first ones, and how many more."""
     places_left = iter(broken)
 

@@ -17,7 +17,7 @@ LONGEST = 100_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its type in safetensors' words, its shape, and its bytes, from `start` to `end`."""
 
     dtype: str
@@ -38,7 +38,7 @@ def header_bytes(file: Path) -> bytes:
         return handle.read(length)
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """Name -> place, of the tensors of a file. Whether the data are all there is not looked at.
 
     Raises InputError, naming the file, for a header that does not read.
@@ -47,7 +47,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     try:
         entries = json.loads(raw)
         return {
-            name: Stored(
+            name: StoredTensor(
                 str(entry["dtype"]),
                 tuple(map(int, entry["shape"])),
                 *(8 + len(raw) + int(offset) for offset in entry["data_offsets"]),

@@ -119,7 +119,7 @@ class StageLog:
     refused: str | None = None
 
 
-def command(stage: str, root: Path) -> str:
+def stage_command(stage: str, root: Path) -> str:
     """The command that does `stage` of the run at `root`; `calibrate` needs a model and a text, so it stands alone."""
     name, *options = COMMANDS.get(stage, stage).split()
     return " ".join(["fp8q", name, *([] if name == "calibrate" else [str(root)]), *options])

@@ -22,7 +22,15 @@ from safetensors import SafetensorError
 from .. import __version__
 from .errors import InputError
 from .files import PARTIAL, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
-from .record import RunRecord, StageLog, StageRecord, command, library_versions, peak_memory_bytes, reset_peak_memory
+from .record import (
+    RunRecord,
+    StageLog,
+    StageRecord,
+    library_versions,
+    peak_memory_bytes,
+    reset_peak_memory,
+    stage_command,
+)
 from .undo import undoing
 
 #: How the folder ends that a killed stage goes on from.
@@ -132,7 +140,7 @@ class Run:
                 f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT "
                 f"--out {self.root}`"
             )
-        recorded, again = self.record().stages.get(stage), command(stage, self.root)
+        recorded, again = self.record().stages.get(stage), stage_command(stage, self.root)
         if stage.startswith("export"):
             self.refuse_without_graph()
         name = str(path.relative_to(self.root))
@@ -260,7 +268,7 @@ class Run:
             if stage in self.record().stages and self.is_stale(stage):
                 raise InputError(
                     f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made "
-                    f"anew since; run `{command(stage, self.root)}` again"
+                    f"anew since; run `{stage_command(stage, self.root)}` again"
                 )
 
     @contextmanager

@@ -108,7 +108,7 @@ def number(value: float | str) -> float:
         return float("nan")
 
 
-def increase(option: str, value: float | str) -> float:
+def relative_increase(option: str, value: float | str) -> float:
     """The rule of an increase, as a fraction: 1% or 0.01. As text 1 is refused, which may mean either."""
     ambiguous = isinstance(value, str) and not value.endswith("%") and number(value) >= 1
     if not 0 <= number(value) < float("inf") or ambiguous:
@@ -116,7 +116,7 @@ def increase(option: str, value: float | str) -> float:
     return number(value)
 
 
-def nats(option: str, value: float | str) -> float:
+def kl_in_nats(option: str, value: float | str) -> float:
     """The rule of a KL: a number of nats, which text may give too."""
     try:
         found = float(value)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from ..core.errors import InputError
 from .calibrate import ALLOW_OVERLAP
-from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase, nats, option
+from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, kl_in_nats, option, relative_increase
 from .export import Baseline
 
 RUNTIMES = (
@@ -68,7 +68,12 @@ class ValidateOptions(Options):
     ] = False
     max_ppl_increase: Annotated[
         float | None,
-        option(EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase),
+        option(
+            EVALUATION,
+            "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.",
+            "SHARE",
+            text=relative_increase,
+        ),
         Unkeyed("a gate on what is written"),
     ] = None
     accumulator: Annotated[
@@ -169,12 +174,16 @@ class TuneOptions(Options):
     max_ppl_increase: Annotated[
         float | None,
         option(
-            EVALUATION, "The most that perplexity may rise by, such as 0.5% or 0.005.", "SHARE", "none", text=increase
+            EVALUATION,
+            "The most that perplexity may rise by, such as 0.5% or 0.005.",
+            "SHARE",
+            "none",
+            text=relative_increase,
         ),
     ] = None
     max_kl: Annotated[
         float | None,
-        option(EVALUATION, "The most KL from the float model, in nats a token.", "NATS", "none", text=nats),
+        option(EVALUATION, "The most KL from the float model, in nats a token.", "NATS", "none", text=kl_in_nats),
     ] = None
     prefer: Annotated[
         Prefer,

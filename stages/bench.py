@@ -31,7 +31,7 @@ from .pipeline.stages import BENCH
 from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.adapters import note_base_alone
 from .shared.model_files import files_of
-from .shared.opening import command, open_run
+from .shared.opening import open_run, opens_run
 from .shared.sources import source_of
 
 #: A model that is measured: its name in the tables, its run and precision.
@@ -52,7 +52,7 @@ METHOD = (
 )
 
 
-@command(modules=())
+@opens_run(modules=())
 def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions, plot: Path | None) -> Bench:
     """Measure, write `bench.json`, and draw it at `plot`.
 
@@ -274,10 +274,10 @@ def _rows(
                 size = rows, length, options.tokens
                 answers = measure(contenders, size, options.rounds, advance)
                 names = [each.name for each in contenders]
-                yield from size_rows(names, answers, size, options.gpu_hour_price, emulated)
+                yield from rows_of_size(names, answers, size, options.gpu_hour_price, emulated)
 
 
-def size_rows(
+def rows_of_size(
     names: Sequence[str], answers: Sequence[Answers], size: tuple[int, int, int], price: float | None, emulated: bool
 ) -> list[BenchRow]:
     """The rows of one size: rows, tokens of each prompt, tokens of each answer."""

@@ -12,13 +12,13 @@ from .pipeline.stages import build_engine_stage
 from .pipeline.steps import Notes
 from .shared.adapters import check_adapter, note_base_alone
 from .shared.model_files import files_of
-from .shared.opening import command
+from .shared.opening import opens_run
 
 if TYPE_CHECKING:
     from ..export.engine.info import EngineInfo
 
 
-@command(modules=())
+@opens_run(modules=())
 def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[EngineInfo]":
     """Build the engines of `options.precision` where they are not current, and return what is known of them.
 

@@ -17,7 +17,7 @@ from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
 from .pipeline.stage import Key
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
 from .pipeline.steps import Notes
-from .shared.texts import Text, Tokens, check_apart, hold_out, read, share_out
+from .shared.texts import Text, Tokens, check_apart, hold_out, load_text, share_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class Opening(Strict):
 
 
 @dataclass(frozen=True)
-class Collected:
+class CorpusTokens:
     """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out;
     `sources`: what the windows were cut from.
     """
@@ -60,7 +60,7 @@ def collect(
     eval_data: str | None,
     options: CorpusOptions,
     report: Reporter,
-) -> Collected:
+) -> CorpusTokens:
     """Read and cut the texts. Raises InputError for all that can be wrong with them."""
     from ..calibrate.text import corpus, mixture
     from ..calibrate.text.chat import renderer
@@ -73,7 +73,7 @@ def collect(
     limit = max(corpus.Reading.limit, BYTES_PER_TOKEN * seq_len * (options.samples or DEFAULT_SAMPLES))
     reading = corpus.Reading(render=renderer(tokenizer, source.name) if options.chat_template else None, limit=limit)
     vocabulary = source.text_config.vocab_size
-    texts = [read(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
+    texts = [load_text(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
     names = " and ".join(text.name for text in texts)
     if options.chat_template and not any(text.documents.chat for text in texts):
         raise InputError(
@@ -82,13 +82,13 @@ def collect(
         )
     packing = Packing(seq_len, prefix_for(tokenizer, texts, options, report))
     packing.check("--seq-len")
-    other = None if eval_data is None else read(eval_data, tokenizer, vocabulary, reading, report)
+    other = None if eval_data is None else load_text(eval_data, tokenizer, vocabulary, reading, report)
     overlap = shared(texts, other, options, report)
     kept, evaluation = ([text.ids for text in texts], other.ids) if other else hold_out(parts, texts, packing, report)
     check_lengths(texts, kept, (eval_data or names, evaluation), packing)
     windows, sources = share_out(parts, texts, kept, packing, options, report)
     opening = Opening(bos=options.bos, prefix=list(packing.prefix), overlap=overlap)
-    return Collected(windows, evaluation, (names, eval_data or names), sources, options, opening)
+    return CorpusTokens(windows, evaluation, (names, eval_data or names), sources, options, opening)
 
 
 def prefix_for(
@@ -148,7 +148,7 @@ def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, 
         )
 
 
-def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
+def write_corpus(run: Run, source: "Source", collected: CorpusTokens, notes: Notes) -> None:
     """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
     inputs = {"tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
     data, eval_data = collected.names

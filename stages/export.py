@@ -16,7 +16,7 @@ from .pipeline.stages import EXPORT, QUANTIZE
 from .pipeline.steps import Notes
 from .queries import measure_queries
 from .shared.adapters import adapters_of, check_attention
-from .shared.model_files import graphs_of, has_graphs, hashes_of
+from .shared.model_files import fp8_graphs, has_graphs, hashes_of
 
 if TYPE_CHECKING:
     from ..core.findings import Finding
@@ -80,7 +80,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             of_attention, two_terms = promised_attention(run), promised_terms(run, scales)
             return {path: lint(path, promised, weight_scales, of_attention, two_terms) for path in graphs}
 
-        findings = linted(graphs_of(run)) if form else {}
+        findings = linted(fp8_graphs(run)) if form else {}
         if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
             form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
         if form != asked.weight_scale:

@@ -130,8 +130,8 @@ class Comparison:
     bf16_token: str
 
 
-def compare(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
-    """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`: `compare_all` of one."""
+def compare_answers(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
+    """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`."""
     return compare_all(run, [prompt], options)[0]
 
 

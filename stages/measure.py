@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..quantize.scales.policy import Products
 
 
-class Task(Strict):
+class MeasureTask(Strict):
     """The measurement that rank 0 tells the others to make: their shares of `batches`.
 
     `key`: what the result depends on.
@@ -136,7 +136,7 @@ def measure(
             gathering(run, moments, folder / "moments" if folder else None) as gathered,
         ):
             announce(task, windows, world)
-            statistics = world.added(run_model(source, share(task, windows, world, gathered), notes, folder))
+            statistics = world.added(run_model(source, share_of_rank(task, windows, world, gathered), notes, folder))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
@@ -148,12 +148,12 @@ def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
     told = world.gathered({})[0]
     if not told:
         return
-    task, windows = Task.model_validate(told), world.sent(None)
+    task, windows = MeasureTask.model_validate(told), world.sent(None)
     with (
         disk_errors(run.root),
         run.work("measure", work_key(task, world), world.rank) if task.stream else nullcontext() as folder,
     ):
-        world.added(run_model(source, share(task, windows, world), notes, folder))
+        world.added(run_model(source, share_of_rank(task, windows, world), notes, folder))
 
 
 def task_of(
@@ -163,7 +163,7 @@ def task_of(
     options: MeasureOptions,
     stream: bool,
     key: dict[str, str],
-) -> Task:
+) -> MeasureTask:
     """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`."""
     identity = ModelIdentity(
         name=source.title,
@@ -181,7 +181,7 @@ def task_of(
         sources=texts.sources,
         prefix=texts.prefix,
     )
-    return Task(
+    return MeasureTask(
         model=identity,
         corpus=corpus,
         batches=list(range(*(options.batches or (0, corpus.batches)))),
@@ -191,13 +191,13 @@ def task_of(
     )
 
 
-def announce(task: Task, windows: Tokens, world: "World") -> None:
+def announce(task: MeasureTask, windows: Tokens, world: "World") -> None:
     """Tell the other ranks what to measure."""
     world.gathered(task.model_dump())
     world.sent(windows)
 
 
-def work_key(task: Task, world: "World") -> dict[str, object]:
+def work_key(task: MeasureTask, world: "World") -> dict[str, object]:
     """Return all that a rank's share, and each of its last bits, depends on."""
     return {
         **task.key,
@@ -208,7 +208,9 @@ def work_key(task: Task, world: "World") -> dict[str, object]:
     }
 
 
-def share(task: Task, windows: Tokens, world: "World", moments: "SecondMoments | None" = None) -> "Measurement":
+def share_of_rank(
+    task: MeasureTask, windows: Tokens, world: "World", moments: "SecondMoments | None" = None
+) -> "Measurement":
     """Return the part that this rank measures."""
     from ..calibrate.measure.measurement import Measurement
 

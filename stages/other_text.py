@@ -14,7 +14,7 @@ from ..core.run import Run
 from ..options import ValidateOptions
 from .corpus import load_tokens, opening_of
 from .pipeline.stages import CORPUS
-from .shared.texts import Text, Tokens, read
+from .shared.texts import Text, Tokens, load_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabu
         return renderer(tokenizer, str(run.model))(where, value)
 
     chats_first = run.options(CORPUS).chat_template
-    return read(spec, tokenizer, vocabulary, corpus.Reading(render=render, chats_first=chats_first), report)
+    return load_text(spec, tokenizer, vocabulary, corpus.Reading(render=render, chats_first=chats_first), report)
 
 
 def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Reporter) -> "Evaluation":

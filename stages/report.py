@@ -10,18 +10,18 @@ from .continuations import write_continuations
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import REPORT
 from .pipeline.steps import Notes
-from .shared.opening import command, open_run
+from .shared.opening import open_run, opens_run
 
 
-@command(modules=())
+@opens_run(modules=())
 def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:
     """Let both models go on from words of the evaluation text, and write the page and the notebook of `run`."""
     others = [open_run(other) for other in options.compare]
     write_continuations(run, options, notes)
-    return write_report(run, others, notes)
+    return write_report_files(run, others, notes)
 
 
-def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
+def write_report_files(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
     """Write both files of `run`, beside `others`, where they are not current; returns their paths.
 
     Raises InputError for a run that is put beside itself, or named twice.

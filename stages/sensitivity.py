@@ -18,7 +18,7 @@ from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import SENSITIVITY
 from .pipeline.steps import Notes, device
 from .shared.adapters import note_base_alone
-from .shared.opening import command
+from .shared.opening import opens_run
 from .shared.resuming import Saved
 from .shared.sources import source_of
 
@@ -45,7 +45,7 @@ MEASURING_PASSES = 1.0
 
 
 @dataclass
-class Progress(Saved):
+class SensitivityProgress(Saved):
     """The losses so far, batch by batch."""
 
     predicted: "list[Predicted]" = field(default_factory=list)
@@ -53,7 +53,7 @@ class Progress(Saved):
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-@command(writes=False)  # but for its own stage
+@opens_run(writes=False)  # but for its own stage
 def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> "Sensitivity":
     """Measure the loss that each tensor of `run` causes alone, where that is not known, and `sensitivity.json`."""
     from ..validate.sensitivity.document import load_sensitivity
@@ -93,7 +93,7 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
     sites, prefix = sites_of(scales, load_record(run).groups), Prefix.of(quantizer, source, where)
     batches, windows = _batches(run, options, where)
-    progress = Progress.of(folder / "progress.json")
+    progress = SensitivityProgress.of(folder / "progress.json")
     _tell(quantizer, batches, sites, prefix, options.measure, notes)
     _predict(quantizer, sites, batches, progress, folder / "moments", notes)
     worst = _worst(sites, progress, prefix, options)
@@ -202,7 +202,7 @@ def _predict(
     quantizer: "Quantizer",
     sites: "list[Site]",
     batches: "list[torch.Tensor]",
-    progress: Progress,
+    progress: SensitivityProgress,
     moments: Path,
     notes: Notes,
 ) -> None:
@@ -226,7 +226,7 @@ def _predict(
 
 
 def _worst(
-    sites: "list[Site]", progress: Progress, prefix: "Prefix | None", options: SensitivityOptions
+    sites: "list[Site]", progress: SensitivityProgress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
     """The sites to measure: the worst by prediction, as many as were asked for or as `MEASURING_PASSES` pay for."""
     from ..validate.sensitivity.gradients import summed
@@ -254,7 +254,7 @@ def _measure(
     worst: "list[Site]",
     batches: "list[torch.Tensor]",
     prefix: "Prefix | None",
-    progress: Progress,
+    progress: SensitivityProgress,
     notes: Notes,
 ) -> None:
     """Measure the chosen sites on the batches that are not done."""
@@ -272,7 +272,7 @@ def _measure(
             progress.save()
 
 
-def _over_all(progress: Progress) -> dict[str, float]:
+def _over_all(progress: SensitivityProgress) -> dict[str, float]:
     """Site -> nats over all batches, of the measured: where they were measured on the first batches alone, as many
     times as much there as all were predicted to be (a ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
     """

@@ -13,7 +13,7 @@ from .pipeline.stages import BUILD_ENGINE, TRITON
 from .pipeline.steps import Notes
 from .shared.adapters import note_base_alone
 from .shared.model_files import fp8_files
-from .shared.opening import command
+from .shared.opening import opens_run
 
 if TYPE_CHECKING:
     from ..export.engine.profiles import Profile
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BUILT = BUILD_ENGINE.name
 
 
-@command(modules=())
+@opens_run(modules=())
 def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     """Write the repository of a run where it is not current, and return its files.
 

@@ -25,9 +25,9 @@ from .pipeline.steps import Notes, alone, arithmetic
 from .quantize import quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import export_options
-from .shared.opening import command
+from .shared.opening import opens_run
 from .shared.sources import products_of, source_of
-from .tune_candidates import Prepared, batches_of, parted, prepare
+from .tune_candidates import TuneCandidates, batches_of, parted, prepare_candidates
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ CLOSE = 0.95
 ROUNDS = 5
 
 
-@command(writes=False)  # but for its own stage, and what it applies
+@opens_run(writes=False)  # but for its own stage, and what it applies
 def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
     """Find the cheapest mix for the budget of `options`, where that is not known; `apply` it where it meets the budget.
 
@@ -145,7 +145,7 @@ def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
 class Search:
     """The state of the search: the measured mixes, and what follows."""
 
-    prepared: Prepared
+    prepared: TuneCandidates
     problem: "Problem"
     batches: "list[tuple[torch.Tensor, torch.Tensor]]"
     notes: Notes
@@ -191,7 +191,9 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     every = load_tokens(run, run.calibration)
     parts = parted(len(every), options.windows)
     rounding, choosing, held_out = (batches_of(every[part]) for part in parts)
-    prepared = prepare(run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes)
+    prepared = prepare_candidates(
+        run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
+    )
     shape, losses, own = prepared.shape, prepared.losses, prepared.own
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
     search = Search(prepared, problem, choosing, notes)

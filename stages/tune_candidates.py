@@ -43,7 +43,7 @@ TOKENS = 1024
 
 
 @dataclass
-class Kept(Saved):
+class TuneProgress(Saved):
     """The predictions and measurements so far."""
 
     predicted: "list[Predicted]" = field(default_factory=list)
@@ -52,7 +52,7 @@ class Kept(Saved):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TuneCandidates:
     """The candidates, their predicted losses in nats a token, and the mix that the run has."""
 
     run: Run
@@ -61,7 +61,7 @@ class Prepared:
     shape: "Shape"
     losses: "Losses"
     own: "Mix"
-    kept: Kept
+    kept: TuneProgress
 
     def measured(self, where: str, mix: "Mix", batches: "Batches", notes: Notes) -> "Measured":
         """Measure the loss of `mix` on `batches`, which are known as `where`; measured once."""
@@ -109,14 +109,14 @@ class Prepared:
         return lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits
 
 
-def prepare(
+def prepare_candidates(
     run: Run,
     source: "Source",
     rounding: "Sequence[torch.Tensor]",
     choosing: "Sequence[torch.Tensor]",
     folder: Path,
     notes: Notes,
-) -> Prepared:
+) -> TuneCandidates:
     """Choose scales and round weights in every way, those of `gptq` by the windows `rounding`, and predict what each
     choice loses on the windows `choosing` (each int64 [windows, seq_len]). What is found is kept in `folder`.
     """
@@ -131,7 +131,7 @@ def prepare(
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
     round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
-    kept = Kept.of(folder / "found.json")
+    kept = TuneProgress.of(folder / "found.json")
     _predict(candidates, choosing, kept, notes)
     tokens = sum(ids.numel() - len(ids) for ids in choosing)
     parts = {
@@ -140,7 +140,7 @@ def prepare(
     }
     caches = CACHES if candidates.cache else CACHES[:1]
     own = own_mix(scales, candidates.groups)
-    return Prepared(
+    return TuneCandidates(
         run, scales, candidates, _shape(candidates, kept.values), Losses(parts, roundings, caches), own, kept
     )
 
@@ -195,7 +195,7 @@ def _can_compensate(run: Run, notes: Notes) -> bool:
     return not merged
 
 
-def _predict(candidates: "Candidates", choosing: "Sequence[torch.Tensor]", kept: Kept, notes: Notes) -> None:
+def _predict(candidates: "Candidates", choosing: "Sequence[torch.Tensor]", kept: TuneProgress, notes: Notes) -> None:
     """Predict all choices on the batches that are not done."""
     import torch
 

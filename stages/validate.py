@@ -15,7 +15,7 @@ from .pipeline.stages import VALIDATE, ValidateFacts
 from .pipeline.steps import Notes, device, note_other_arithmetic
 from .shared.adapters import adapters_of
 from .shared.model_files import files_of, fp8_files
-from .shared.opening import command
+from .shared.opening import opens_run
 from .shared.sources import source_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..validate.accuracy.perplexity import Evaluation
 
 
-@command()
+@opens_run()
 def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
     """Run the held-out text, or `data`, through `options.runtimes`, where that is not done, and return what was found.
 

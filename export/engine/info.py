@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...core.errors import GateError, InputError
 from ...core.files import Strict, read_document
-from ...core.record import command
+from ...core.record import stage_command
 from ...core.run import Run
 from ...options import Precision, WeightScale
 from ...quantize.reading.run_checkpoint import ADAPTERS
@@ -69,7 +69,7 @@ def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = N
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
     if not files:
         raise InputError(
-            f"{engines_of(run, precision, adapter)}: holds no engine; run `{command(name, run.root)}` first"
+            f"{engines_of(run, precision, adapter)}: holds no engine; run `{stage_command(name, run.root)}` first"
         )
     return sorted(
         (read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...core.findings import Broken, Finding, Severity, listed
+from ...core.findings import Broken, Finding, Severity, list_findings
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array
@@ -62,7 +62,7 @@ class Rule:
         def module(node: str) -> str | None:
             return names.module_of(node) or _owner(node, graph) or names.scope_of(node)
 
-        yield from listed((self.number, self.name, self.severity), broken, module)
+        yield from list_findings((self.number, self.name, self.severity), broken, module)
 
 
 def _owner(tensor: str, graph: Indexed) -> str | None:

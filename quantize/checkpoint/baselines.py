@@ -1,6 +1,6 @@
 """Write the weights that FP8 is compared with: the source in BF16, and INT8 of the same modules by the same statistics.
 
-BF16 weights are the source's own bytes, copied (`files.share`); weights in another type are cast to BF16, tensor by
+BF16 weights are the source's own bytes, copied (`clone_file`); weights in another type are cast to BF16, tensor by
 tensor.
 
 INT8 is the usual scheme: symmetric, weights amax / 127 per output channel, activations per tensor and static, without
@@ -16,7 +16,7 @@ import torch
 from ...calibrate.checkpoint.weights import INDEX
 from ...calibrate.measure.statistics import Statistics
 from ...calibrate.model.source import Source
-from ...core.files import share, write_document
+from ...core.files import clone_file, write_document
 from ...core.reporter import Reporter
 from ...options import Clipping
 from ..codes.formats import INT8
@@ -33,7 +33,7 @@ def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
     if source.merged is None and not any(weights.dtype(name) in ("F16", "F32", "F64") for name in weights.names()):
         index = [source.path / INDEX] if len(source.weight_files) > 1 else []
         for file in (*source.weight_files, *index):
-            share(file, directory / file.name)
+            clone_file(file, directory / file.name)
         return
     writer = ShardWriter(directory)
     with report.track("Casting weights to BF16", len(weights.names()), "tensors") as advance:

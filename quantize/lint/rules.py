@@ -7,7 +7,7 @@ the rule is there: what transformers 5.14, compressed-tensors 0.20 and vLLM make
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...core.findings import Broken, Finding, Severity, listed
+from ...core.findings import Broken, Finding, Severity, list_findings
 from ..reading.fp8_tensors import Checkpoint
 
 Check = Callable[[Checkpoint], Broken]
@@ -35,7 +35,7 @@ class CheckpointRule:
         def module(node: str) -> str | None:
             return (node.rpartition(".")[0] or None) if node in checkpoint.tensors else None
 
-        yield from listed((self.number, self.name, self.severity), self.check(checkpoint), module)
+        yield from list_findings((self.number, self.name, self.severity), self.check(checkpoint), module)
 
 
 #: Number -> rule, once all rules are imported (`check` does so).

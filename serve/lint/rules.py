@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...core.findings import Broken, Finding, Severity, listed
+from ...core.findings import Broken, Finding, Severity, list_findings
 from ...core.run import Run
 from .folder import Model, Repository
 
@@ -31,7 +31,7 @@ class RepositoryRule:
 
     def findings(self, held: Repository | Run) -> Iterator[Finding]:
         """Yield the places where a repository, or a run, breaks the rule."""
-        return listed((self.number, self.name, self.severity), self.check(held), lambda _: None)
+        return list_findings((self.number, self.name, self.severity), self.check(held), lambda _: None)
 
 
 #: Number -> rule, once all rules are imported (`check` does so).

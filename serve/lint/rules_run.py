@@ -3,7 +3,7 @@
 from ...core.errors import InputError
 from ...core.files import read_document
 from ...core.findings import Broken
-from ...core.record import command
+from ...core.record import stage_command
 from ...core.run import Run
 from ...export.engine.info import EngineInfo
 from .rules import run_rule
@@ -26,13 +26,16 @@ def run_engine(run: Run) -> Broken:
                     read_document(run.root / name, EngineInfo)
             except InputError as error:
                 what, _, remedy = str(error).removeprefix(f"{run.root / name}: ").partition("; ")
-                yield name, f"{what}; run `{command(stage, run.root)}` again" if remedy else what
+                yield name, f"{what}; run `{stage_command(stage, run.root)}` again" if remedy else what
         if run.is_stale(stage):
-            yield run.engines.name, f"is of other graphs than there are now; run `{command(stage, run.root)}` again"
+            yield (
+                run.engines.name,
+                f"is of other graphs than there are now; run `{stage_command(stage, run.root)}` again",
+            )
 
 
 @run_rule("R120", "run-repository")
 def run_repository(run: Run) -> Broken:
     """The repository of a run was written of the files that are there now."""
     if "triton" in run.record().stages and run.is_stale("triton"):
-        yield run.triton.name, f"is of other files than there are now; run `{command('triton', run.root)}` again"
+        yield run.triton.name, f"is of other files than there are now; run `{stage_command('triton', run.root)}` again"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ...core.errors import BackendError, Fp8qError, InputError
-from ...core.record import command
+from ...core.record import stage_command
 from ...core.run import Run, graph_names
 from ...export.engine.info import engine_stage, engines_of, load_engines
 from ...export.engine.targets import MODULES, Runtime, gpu_target
@@ -50,7 +50,7 @@ def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8", ad
     if gpu not in built:
         raise InputError(
             f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
-            f"{', '.join(built) or 'none'}); run `{command(stage, run.root)} --runtime {runtime} --target "
+            f"{', '.join(built) or 'none'}); run `{stage_command(stage, run.root)} --runtime {runtime} --target "
             f"{gpu}`"
         )
     plan = run.require(folder / f"{gpu}.plan", stage)

@@ -11,7 +11,7 @@
       <name>/1/engines/         the run's engines, by runtime and target (`here`), where it has some
       <name>_engine/…           the plain model of an engine, where there is one for TensorRT (`engine_model`)
 
-Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`files.share`). A
+Weights are copies of those in `RUN/model`, which take no room where the file system shares blocks (`clone_file`). A
 path to `../model` would take none anywhere, but a repository is what people copy, mount and upload, and one that breaks
 then is none. With hard links ONNX's checker, and with it `onnx.load`, refuses the graphs on both sides.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from string import Template
 
 from ...core.errors import InputError
-from ...core.files import replacing, share
+from ...core.files import clone_file, replacing
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...options import TritonOptions, model_name
@@ -111,7 +111,7 @@ def write_repository(
         for each in own_engines:
             place = plan_path(partial / name / "1", each.runtime, each.target)
             place.parent.mkdir(parents=True, exist_ok=True)
-            share(each.plan, place)
+            clone_file(each.plan, place)
             advance(1)
         if engine:
             folder = partial / (name + SUFFIX)
@@ -119,7 +119,7 @@ def write_repository(
             (folder / "config.pbtxt").write_text(engine_text, encoding="utf-8")
             (folder / DESCRIPTION).write_text(engine.model.model_dump_json(indent=1) + "\n", encoding="utf-8")
             for plan in plans:
-                share(plan, folder / "1" / PLAN)
+                clone_file(plan, folder / "1" / PLAN)
                 advance(1)
         built_by = engine.model.tensorrt if engine else None
         packages = PINS | {each.runtime: each.version for each in own_engines}
@@ -135,7 +135,7 @@ def _write_model(folder: Path, config: str, weights: list[Path], advance: Callab
     version = folder / "1"
     (version / WEIGHTS).mkdir(parents=True)
     for path in weights:
-        share(path, version / WEIGHTS / path.name)
+        clone_file(path, version / WEIGHTS / path.name)
         advance(1)
     shutil.copyfile(LOOP_FOLDER / "triton_model.py", version / "model.py")
     for file in LOOP:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...options import RunOptions
-from ..corpus import Collected, collect, write_corpus
+from ..corpus import CorpusTokens, collect, write_corpus
 from ..export import export_or_note
 from ..measure import check_batches, check_experts, measure, take_part
 from ..pipeline.stages import MEASURE
@@ -82,7 +82,7 @@ def _measured(run: Run, what: Calibration, notes: Notes, world: "World") -> "tup
     return source, products
 
 
-def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tuple[Source, Products, Collected]":
+def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tuple[Source, Products, CorpusTokens]":
     """Find all that is wrong with model, texts and options, before anything is written."""
     from ...calibrate.model.tokenizer import load_tokenizer
 
@@ -95,7 +95,7 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tupl
     sources.check_model(run, before, source)
     products = sources.products_of(source, options)
     check_experts(source, products, options)
-    preflight.check_graph(run, products, later, notes)
+    preflight.check_exportable(run, products, later, notes)
     preflight.check_calibrate(source, options, what.options.export)
     collected = collect(source, load_tokenizer(source), what.data, what.eval_data, options, notes)
     check_batches(options, len(collected.windows), world)

@@ -19,7 +19,7 @@ from ..pipeline.stages import QUANTIZE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from ..shared.adapters import note_base_alone
 from ..shared.model_files import export_options
-from ..shared.opening import command
+from ..shared.opening import opens_run
 from ..shared.sources import source_of
 from ..shared.texts import Tokens
 
@@ -48,7 +48,7 @@ class Examined:
     remedies: "Remedies"
 
 
-@command(writes=False, modules=())
+@opens_run(writes=False, modules=())
 def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
     from ...validate.advice.checkup import Checkup, ranked

@@ -101,7 +101,7 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
     from ...export.engine.two_terms import TERMS
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
-    plan, reason = read(info, data)
+    plan, reason = read_engine(info, data)
     profiles = [profile.name for profile in info.profiles]
     proof = prove(data.data, plan, pledge, profiles)
     found = proof.evidence
@@ -131,7 +131,7 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
     )
 
 
-def read(
+def read_engine(
     info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
 ) -> "tuple[Plan | None, str | None]":
     """The plan of an engine, or why it cannot be read."""

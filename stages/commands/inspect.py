@@ -12,7 +12,7 @@ from ...quantize.scales.decisions import load_scales
 from ..measure import measure_text
 from ..pipeline.stages import QUANTIZE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, needs
-from ..shared.opening import command
+from ..shared.opening import opens_run
 
 if TYPE_CHECKING:
     from ...validate.advice.certificate import Certificate
@@ -37,7 +37,7 @@ class Inspection:
     against: "list[AgainstRow] | None" = None
 
 
-@command(writes=False, modules=())
+@opens_run(writes=False, modules=())
 def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | None) -> Inspection:
     """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
     from ...validate.advice.certificate import certificate

@@ -16,7 +16,7 @@ from ...calibrate.input.untrusted import exists
 from ...core.errors import GateError, InputError
 from ...core.files import disk_errors, read_document
 from ...core.run import Run
-from ..shared.model_files import graphs_of
+from ..shared.model_files import fp8_graphs
 from ..shared.opening import open_run
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     from ...serve.lint.folder import is_repository
 
     if not os.path.isdir(path):  # of a name that is too long, too
-        return lint_graph(path, run)
+        return lint_graph_file(path, run)
     if run is not None:
         raise InputError(f"--run {run.root}: is for an ONNX file, and {path} is a directory; leave it out")
     with disk_errors(path):
         if not Run(path).exists() and exists(path / "config.json"):
             return lint_checkpoint(path)
         if not Run(path).exists() and is_repository(path):
-            return lint_repository(path)
+            return lint_triton(path)
         return lint_run(path)
 
 
@@ -91,11 +91,11 @@ def lint_run(path: Path) -> LintedRun:
         )
     run = open_run(path)
     run.refuse_without_graph()
-    parts = [lint_graph(graph, run) for graph in graphs_of(run)]
+    parts = [lint_graph_file(graph, run) for graph in fp8_graphs(run)]
     engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
     parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
     if run.triton.is_dir():
-        parts.append(lint_repository(run.triton))
+        parts.append(lint_triton(run.triton))
     return LintedRun(path, tuple(parts))
 
 
@@ -104,7 +104,7 @@ def _outputs(run: Run, stage: str) -> list[str]:
     return [*stages[stage].outputs] if stage in stages else []
 
 
-def lint_repository(path: Path) -> Linted:
+def lint_triton(path: Path) -> Linted:
     """Lint a Triton repository."""
     from ...serve.lint.check import lint_repository
 
@@ -126,7 +126,7 @@ def lint_checkpoint(path: Path) -> Linted:
     return Linted(path, what, findings)
 
 
-def lint_graph(path: Path, run: Run | None) -> Linted:
+def lint_graph_file(path: Path, run: Run | None) -> Linted:
     """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
     from ...export.lint.check import FORM, lint_graph
     from ...export.lint.rules_products import is_fp8

@@ -24,7 +24,7 @@ from ..validate import check_accumulator, check_comparable, check_runtimes
 if TYPE_CHECKING:
     from ...calibrate.model.source import Source
     from ...quantize.scales.policy import Products
-    from ..corpus import Collected
+    from ..corpus import CorpusTokens
 
 
 def check_out(run: Run) -> None:
@@ -76,7 +76,7 @@ def check_later(run: Run, later: RunOptions) -> None:
             )
 
 
-def check_graph(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
+def check_exportable(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
     """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that would
     run it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
     """
@@ -91,7 +91,7 @@ def check_graph(run: Run, products: "Products", later: RunOptions | None, notes:
     notes.note(f"{products.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
 
 
-def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> None:
+def check_fit(source: "Source", collected: "CorpusTokens", later: RunOptions) -> None:
     """Raise what `later` stages would of their options beside the model and the text: lengths beyond the model's
     positions, sizes that do not fit the length, text that fills no window.
     """

@@ -7,11 +7,11 @@ from ..export_baseline import export_baseline
 from ..pipeline.steps import Notes
 from ..quantize import quantize, rescaled
 from ..shared.model_files import export_options
-from ..shared.opening import command
+from ..shared.opening import opens_run
 from ..shared.sources import products_of, source_of
 
 
-@command()
+@opens_run()
 def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
     chosen, graph, source = rescaled(run, options), export_options(run), source_of(run)
@@ -20,7 +20,7 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     return run
 
 
-@command()
+@opens_run()
 def export_precision(run: Run, notes: Notes, options: ExportOptions) -> Run:
     """Write the graphs of `run` in the precision asked for."""
     if options.precision == "fp8":

@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from ...core.errors import InputError
 from ...core.files import Strict
-from ...core.record import StageLog, command
+from ...core.record import StageLog, stage_command
 from ...core.run import Run
 from ...options.declare import Options
 from .steps import Notes, arithmetic
@@ -99,7 +99,7 @@ class Stage(Generic[Choices, Facts]):
         Raises InputError, naming the command that makes it again, for a field that this version does not know, or a
         value that is none of the field's.
         """
-        again = f"`{command(self.name, file.parent)}` makes it again"
+        again = f"`{stage_command(self.name, file.parent)}` makes it again"
         if unknown := sorted(recorded.keys() - self.recorded_fields - self._unkeyed):
             raise InputError(
                 f"{file}: the stage {self.name} has `{unknown[0]}`, which this version of fp8q does not know; {again}"

@@ -214,7 +214,7 @@ REPORT = Stage(
     NoFacts,
     inputs=("*",),
     outputs=("report.html", "report.ipynb"),
-    code="report.write_report",
+    code="report.write_report_files",
 )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from ... import __version__
 from ...core.errors import InputError
 from ...core.files import sha256_file
-from ...core.record import FP8_STAGES, command
+from ...core.record import FP8_STAGES, stage_command
 from ...core.run import GRAPH, Run, graph_names
 from ...options import ExportOptions, Precision
 from ...quantize.reading.run_checkpoint import checkpoint_of
@@ -13,7 +13,7 @@ from ..pipeline.stages import EXPORT
 from .adapters import adapters_of
 
 
-def graphs_of(run: Run) -> list[Path]:
+def fp8_graphs(run: Run) -> list[Path]:
     """The FP8 graphs of `run`: both of the model, and both of it with each adapter beside it."""
     return [run.model / name for adapter in (None, *adapters_of(run)) for name in graph_names(adapter)]
 
@@ -75,7 +75,7 @@ def hashes_of(run: Run, *stages: str) -> dict[str, str]:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}
         for name, digest in outputs.items():
             if not (folder := (run.root / name).parent).is_dir():
-                raise InputError(f"{folder}: is missing; `{command(by, run.root)}` writes it, run that first")
+                raise InputError(f"{folder}: is missing; `{stage_command(by, run.root)}` writes it, run that first")
             run.require(run.root / name, by)
             hashes[name] = digest
     return hashes

@@ -62,7 +62,7 @@ class Command(Generic[Given, Made]):
             return self.function(open_run(path), Notes(progress), *given, **named)
 
 
-def command(
+def opens_run(
     *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
 ) -> Callable[[Callable[Concatenate[Run, Notes, Given], Made]], Command[Given, Made]]:
     """Make a command of a function: see `Command`."""

@@ -30,7 +30,7 @@ class Text:
     ids: Tokens
 
 
-def read(
+def load_text(
     spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
 ) -> Text:
     """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""

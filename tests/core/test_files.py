@@ -14,7 +14,7 @@ import pytest
 from safetensors import SafetensorError
 
 from fp8q.core.errors import InputError
-from fp8q.core.files import FICLONE, Strict, read_document, reading, regular_file, share
+from fp8q.core.files import FICLONE, Strict, clone_file, read_document, reading, regular_file
 
 CONTENT = bytes(range(256)) * 100
 
@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_copy_is_a_file_of_its_own(source: Path, tmp_path: Path) -> None:
-    share(source, tmp_path / "copy")
+    clone_file(source, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == CONTENT
     assert source.stat().st_nlink == 1
     assert not (tmp_path / "copy").is_symlink()
@@ -47,7 +47,7 @@ def test_blocks_are_shared_where_the_file_system_can(
 
     monkeypatch.setattr(fcntl, "ioctl", clone)
     monkeypatch.setattr(shutil, "copyfileobj", refused)
-    share(source, tmp_path / "copy")
+    clone_file(source, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == CONTENT
     assert asked == [FICLONE]
 
@@ -59,7 +59,7 @@ def test_where_no_blocks_are_shared_the_bytes_are_copied(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "ioctl", unsupported)
-    share(source, tmp_path / "copy")
+    clone_file(source, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == CONTENT
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.model.products import attention_modules, matrix_products, output_channel_axis, output_head
-from fp8q.core.files import share
+from fp8q.core.files import clone_file
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
@@ -149,7 +149,7 @@ def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             for entry in tensor.external_data
             if entry.key == "location"
         }:
-            share(run.model / name, directory / name)
+            clone_file(run.model / name, directory / name)
         plan = directory / f"{target}.plan"
         plan.write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, wanted), SILENT))
         return plan

@@ -158,12 +158,12 @@ def test_a_batch_that_no_memory_here_holds() -> None:
 def test_improvement_energy_and_cost_are_of_the_answers() -> None:
     slow, fast = Answer(0.04, (0.02, 0.02)), Answer(0.02, (0.01, 0.01))  # 80 ms and 40 ms
     answers = [Answers(10, [slow] * 4, 2.4), Answers(5, [fast] * 4, 1.2)]
-    bf16, fp8 = bench_stage.size_rows(["bf16", "fp8"], answers, (2, 7, 3), 3.6, emulated=False)
+    bf16, fp8 = bench_stage.rows_of_size(["bf16", "fp8"], answers, (2, 7, 3), 3.6, emulated=False)
     assert bf16.improvement == 1
     assert fp8.improvement == pytest.approx(2)
     assert fp8.tokens_per_second == pytest.approx(150)  # 2 rows of 3 tokens in 40 ms
     assert fp8.joules_per_token == pytest.approx(1.2 / (4 * 2 * 3))
     assert fp8.cost_per_million_tokens == pytest.approx(1000 / 150)
     assert (fp8.variant, fp8.batch, fp8.prompt, fp8.memory_bytes) == ("fp8", 2, 7, 5)
-    emulated = bench_stage.size_rows(["bf16", "fp8"], answers, (2, 7, 3), None, emulated=True)
+    emulated = bench_stage.rows_of_size(["bf16", "fp8"], answers, (2, 7, 3), None, emulated=True)
     assert [(row.improvement, row.cost_per_million_tokens) for row in emulated] == [(None, None)] * 2

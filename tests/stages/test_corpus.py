@@ -47,7 +47,7 @@ class Corpora:
 
     def collect(
         self, data: str | Sequence[str], eval_data: str | None = None, **options: Any
-    ) -> corpus_stage.Collected:
+    ) -> corpus_stage.CorpusTokens:
         self.notes = []
         return corpus_stage.collect(
             self.source, load_tokenizer(self.source), data, eval_data, replace(OPTIONS, **options), self

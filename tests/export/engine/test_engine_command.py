@@ -20,7 +20,7 @@ from onnx.external_data_helper import uses_external_data
 
 from fp8q import api
 from fp8q.core.errors import InputError
-from fp8q.core.files import sha256_file, share
+from fp8q.core.files import clone_file, sha256_file
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
@@ -134,7 +134,7 @@ def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
                 for entry in tensor.external_data
                 if entry.key == "location"
             }:
-                share(demo_run.model / name, directory / name)
+                clone_file(demo_run.model / name, directory / name)
             made[key] = directory / f"{target}.plan"
             made[key].write_bytes(
                 build(directory / "model.onnx", Job("tensorrt-rtx", target, profiles(8, 256)), SILENT)

@@ -86,19 +86,19 @@ def test_the_report_is_written_again_when_another_run_is_another(
     monkeypatch.setattr("fp8q.validate.report.report.write_report", write)
     other = other_of(evaluated_run, 0.01)
     for compared in ([other], [other], []):
-        report_stage.write_report(evaluated_run, compared, Notes(SILENT))
+        report_stage.write_report_files(evaluated_run, compared, Notes(SILENT))
     assert written == [1, 0]
-    report_stage.write_report(evaluated_run, [other], Notes(SILENT))
+    report_stage.write_report_files(evaluated_run, [other], Notes(SILENT))
     accuracy, nll = load_accuracy(other), load_tokens(other)
     nll["reference"] += 1
     with other.stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy, nll)
-    report_stage.write_report(evaluated_run, [other], Notes(SILENT))
+    report_stage.write_report_files(evaluated_run, [other], Notes(SILENT))
     assert written == [1, 0, 1, 1]
 
 
 def test_a_run_is_not_put_beside_itself(evaluated_run: Run) -> None:
     again = Run(evaluated_run.root.parent / "." / evaluated_run.root.name)
     with pytest.raises(InputError) as refused:
-        report_stage.write_report(evaluated_run, [again], Notes(SILENT))
+        report_stage.write_report_files(evaluated_run, [again], Notes(SILENT))
     assert str(refused.value) == f"--compare {again.root}: is in the report already; name each run once"

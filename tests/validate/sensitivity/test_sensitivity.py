@@ -195,7 +195,7 @@ def test_the_worst_are_first_and_those_are_measured_that_a_pass_pays_for(run: Ru
 
 
 def test_what_is_measured_on_the_first_batches_grows_as_its_prediction_does() -> None:
-    progress = sensitivity_stage.Progress(Path("progress.json"))
+    progress = sensitivity_stage.SensitivityProgress(Path("progress.json"))
     progress.predicted = [
         {"weight:a": {AS_IT_IS: 2.0, "b": 9.0}, "weight:b": {AS_IT_IS: 0.0}},
         {"weight:a": {AS_IT_IS: 4.0}, "weight:b": {AS_IT_IS: 0.0}},
@@ -264,12 +264,12 @@ def test_a_scale_a_tenth_as_large_is_the_worst_of_all(run: Run, quantizer: Quant
 
 
 def test_what_is_kept_of_a_killed_call_is_read_as_it_was_written(tmp_path: Path) -> None:
-    progress = sensitivity_stage.Progress.of(tmp_path / "progress.json")
+    progress = sensitivity_stage.SensitivityProgress.of(tmp_path / "progress.json")
     assert (progress.predicted, progress.chosen, progress.measured) == ([], None, [])
     progress.predicted.append({"weight:a": {AS_IT_IS: 1.0}})
     progress.predicted.append({"weight:a": {AS_IT_IS: 2.0}})
     progress.measured.append({"weight:a": 2.5})
     progress.save()
-    again = sensitivity_stage.Progress.of(tmp_path / "progress.json")
+    again = sensitivity_stage.SensitivityProgress.of(tmp_path / "progress.json")
     assert again == progress
     assert summed(again.predicted) == {"weight:a": {AS_IT_IS: 3.0}}

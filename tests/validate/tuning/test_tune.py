@@ -21,7 +21,7 @@ from fp8q.stages.other_text import evaluation
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import check_met
-from fp8q.stages.tune_candidates import Prepared, batches_of, parted, prepare
+from fp8q.stages.tune_candidates import TuneCandidates, batches_of, parted, prepare_candidates
 from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict
@@ -47,11 +47,11 @@ def tuned(run: Run) -> Tuning:
 
 
 @pytest.fixture(scope="module")
-def prepared(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(run: Run, tmp_path_factory: pytest.TempPathFactory) -> TuneCandidates:
     windows = load_tokens(run, run.calibration)
     rounding, choosing, _ = (batches_of(windows[part]) for part in parted(len(windows), WINDOWS))
     by, on = ([ids for ids, _ in part] for part in (rounding, choosing))
-    return prepare(run, source_of(run), by, on, tmp_path_factory.mktemp("work"), Notes(SILENT))
+    return prepare_candidates(run, source_of(run), by, on, tmp_path_factory.mktemp("work"), Notes(SILENT))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_divergence_and_rise_are_those_of_two_distributions() -> None:
 
 
 def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
-    prepared: Prepared, choosing: list[tuple[torch.Tensor, torch.Tensor]], run: Run
+    prepared: TuneCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]], run: Run
 ) -> None:
     """Weights exchanged and inputs rounded in the float model, against the reference that reads the checkpoint: they
     part where one code rounds the other way, by little of what the mix loses.
@@ -115,7 +115,7 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
 
 
 def test_a_group_s_loss_is_predicted_as_it_is_measured(
-    prepared: Prepared, choosing: list[tuple[torch.Tensor, torch.Tensor]]
+    prepared: TuneCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     wide: dict[str, Form] = dict.fromkeys(prepared.own.forms, "bf16")
     for rounding in ROUNDINGS:
