@@ -1,10 +1,9 @@
-"""Chats as the model was trained to read them: rows of messages, rendered by the template that comes with the
-tokenizer.
+"""Render chats, rows of messages, by the template that comes with the tokenizer.
 
-The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can neither reach
-Python's objects nor the machine, in a process that can be ended (`template`), and it writes the special tokens itself:
-what it renders is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they
-are given one that stays the same, so that the same chats are the same tokens tomorrow.
+The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it reaches neither
+Python's objects nor the machine, in a process that can be killed (`template`). It writes the special tokens itself: its
+output is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for today's date. They get a
+constant date, so that the same chats give the same tokens tomorrow.
 """
 
 import json
@@ -18,7 +17,7 @@ from .template import Template, TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: ShareGPT's names for who speaks, which no template knows.
+#: ShareGPT's names of roles -> the names that templates know.
 ROLES = {"human": "user", "gpt": "assistant"}
 FORM = 'a list of messages like {"role": "user", "content": "…"}'
 
@@ -26,10 +25,10 @@ Message = dict[str, Any]
 
 
 def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
-    """A function of a row's place and its messages that renders them as text. `name`: what the user calls the model.
+    """Return a function that renders the messages of a row as text; its first argument names the row in errors.
 
-    Raises InputError when the tokenizer has no template; what it returns, when messages are none, or the template
-    refuses them.
+    `name`: the user's name for the model. Raises InputError when the tokenizer has no template. The function raises it
+    for a value that is no list of messages, and for messages that the template refuses.
     """
     try:
         source = tokenizer.get_chat_template()
@@ -53,10 +52,9 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
 
 
 def messages(where: str, value: object) -> list[Message]:
-    """The messages of one row, in the form templates read: `role`, `content` and whatever else they hold; ShareGPT's
-    `from` and `value` are renamed.
+    """The messages of one row, in the form that templates read: `role`, `content` and further keys.
 
-    Raises InputError naming the row, the message and what is wrong with it.
+    ShareGPT's `from` and `value` are renamed. Raises InputError naming the row, the message and the fault.
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"{where} holds no chat but {_shown(value)}; it must hold {FORM}")
@@ -68,9 +66,9 @@ def _message(where: str, value: object) -> Message:
         raise InputError(f"{where}: is no message but {_shown(value)}; a chat is {FORM}")
     message = {key: entry for key, entry in value.items() if entry is not None}  # tables fill in what a row lacks
     if "role" not in message and "from" in message:
-        said = message.pop("from")
+        speaker = message.pop("from")
         message = {
-            "role": ROLES.get(said, said) if isinstance(said, str) else said,
+            "role": ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker,
             "content": message.pop("value", None),
             **message,
         }

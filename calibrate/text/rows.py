@@ -1,7 +1,7 @@
-"""Rows of a table become documents: which column holds them, and what a value must be.
+"""Turn rows of a table into documents: choose the column and check its values.
 
-A document is a string, or a chat that the tokenizer's template renders as one. Chats are told by their column's name
-and form, so that a table whose only strings are identifiers is not read as text by mistake.
+A document is a string, or a chat that the tokenizer's template renders as one. Chats are recognized by the name and the
+form of their column, so that a table whose only strings are identifiers is not read as text by mistake.
 """
 
 import json
@@ -12,27 +12,26 @@ from typing import Any, Literal
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 
-#: How much of a text is read, in bytes or characters: some 8 million tokens, eight times what calibration takes by
-#: default.
+#: The most that is read of a text, in bytes or characters: some 8 million tokens, eight times the default calibration.
 READ_AT_MOST = 32_000_000
-#: Rows that are looked at to tell what a column of a data set holds.
+#: Rows that are read to find the kind of a data set's columns.
 HEAD = 100
-#: The columns that chats come in.
+#: The names of columns of chats.
 CHATS = ("messages", "conversations")
 
 Kind = Literal["strings", "chats", "other"]
 Row = Mapping[str, Any]
-#: Turns the messages of a row into text; the first argument says where the row is, for errors.
+#: Renders the messages of a row as text; the first argument names the row in errors.
 Render = Callable[[str, object], str]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The part of a text to read: its columns and its length.
+    """Options of reading a text: its column, its split and the most to read.
 
     `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render`
-    None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text` beside
-    them. `limit`: a longer text is read in parts, in bytes or characters.
+    None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text` in the
+    same table. `limit`: a longer text is read in parts, in bytes or characters.
     """
 
     column: str | None = None
@@ -44,8 +43,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents that were read, in order; `chat`: these are chats, whose template has written the special tokens
-    already.
+    """The documents of a text, in order.
+
+    `chat`: they are rendered chats, which contain their special tokens.
     """
 
     texts: list[str]
@@ -54,21 +54,21 @@ class Documents:
 
 @dataclass(frozen=True)
 class DocumentColumn:
-    """The column of a table that is read."""
+    """The column that documents are read from."""
 
     name: str
     chat: bool
 
 
 def column_kind(name: str, value: object) -> Kind:
-    """Tell the kind of a column of that name by one of its values."""
+    """The kind of the column `name`, by one of its values."""
     if isinstance(value, str):
         return "strings"
     return "chats" if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict) else "other"
 
 
 def column_kinds(rows: Iterable[Row]) -> dict[str, Kind]:
-    """Tell the kind of each column by its first value that is neither missing nor an empty list."""
+    """The kind of each column, by its first value that is neither missing nor an empty list."""
     kinds: dict[str, Kind] = {}
     for row in rows:
         kinds |= {
@@ -80,7 +80,10 @@ def column_kinds(rows: Iterable[Row]) -> dict[str, Kind]:
 
 
 def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> DocumentColumn:
-    """The column to read. Raises InputError naming those there are, or the option that renders chats."""
+    """Choose the column to read.
+
+    Raises InputError that lists the columns, or names the option that renders chats.
+    """
     strings = [name for name, kind in kinds.items() if kind == "strings"]
     chat = next((name for name in CHATS if kinds.get(name) == "chats" and reading.column is None), None)
     if chat and reading.render and (reading.chats_first or "text" not in strings):
@@ -104,7 +107,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
 
 
 def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
-    """The split to read. Raises InputError naming those there are."""
+    """Choose the split to read; raises InputError that lists the splits."""
     wanted = reading.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if wanted not in splits:
         raise InputError(f"{spec}: has no split `{wanted}`; it has {', '.join(splits)}")
@@ -119,10 +122,9 @@ def documents(
     limit: int | None = None,
     report: Reporter = SILENT,
 ) -> Documents:
-    """The documents under `column` of `rows`, each with what the user calls it ("line 3"); missing ones left out.
+    """Make the documents of `rows`, pairs of the row's name in errors ("line 3") and the row, without missing ones.
 
-    Once they hold `limit` characters no more are read, and `report` says so. Raises InputError for a value that is no
-    text, or no chat.
+    After `limit` characters no more are read, with a note. Raises InputError for a value that is no text, or no chat.
     """
     texts, characters = list[str](), 0
     for where, row in rows:
@@ -142,8 +144,10 @@ def documents(
 
 
 def fault(value: str) -> str | None:
-    """Name the characters of `value` that no text holds: JSON can escape halves of surrogate pairs, which are no
-    characters, and NUL, which stands in binary data, and in UTF-16 that was taken for UTF-8. None where it is text.
+    """Name the characters of `value` that no text contains; None where it is text.
+
+    JSON can escape halves of surrogate pairs, which are no characters, and NUL, which occurs in binary data and in
+    UTF-16 that was taken for UTF-8.
     """
     try:
         value.encode()
