@@ -1,9 +1,9 @@
-"""Undo the work of a block that does not end well: when it raises, and when a signal ends the program inside of it.
+"""Undo the work of a block that ends early: by an exception, or by a signal that ends the program.
 
-The command line's signal handler raises nothing. `KeyboardInterrupt` may come up in a library's callback, where it
-aborts the process (torch, from C++), becomes an error of the library's own, or is lost (in a weak reference's call).
-So the handler calls `all_open` and ends the program where it stands: what would have been undone on the way out is
-undone from this list. In a notebook there is no such handler, and blocks unwind as ever.
+The command line's signal handler raises nothing. A `KeyboardInterrupt` may arise in a library's callback, where it
+aborts the process (torch, from C++), becomes an error of the library's own, or is lost (in the callback of a weak
+reference). So the handler calls `all_open` and ends the program at once: the cleanup that an exception would have done
+comes from this list. A notebook has no such handler, and blocks unwind as usual.
 """
 
 import shutil
@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-#: What the blocks that are open now would undo, the innermost last.
+#: The undo functions of the open blocks, the innermost last.
 _open: list[Callable[[], object]] = []
 
 
 @contextmanager
 def at_end(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` when the program ends inside the block; it may come in the middle of itself."""
+    """Call `undo` when the program ends inside the block; a signal may interrupt `undo` itself and call it again."""
     _open.append(undo)
     try:
         yield
@@ -28,7 +28,7 @@ def at_end(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` when the block raises, or the program ends inside of it."""
+    """Call `undo` when the block raises, or when the program ends inside it."""
     with at_end(undo):
         try:
             yield
@@ -38,7 +38,7 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def all_open() -> None:
-    """Undo what all open blocks would, the innermost first: the program ends, and nothing else may keep it."""
+    """Undo all open blocks, the innermost first, at the end of the program; errors are ignored."""
     for undo in reversed(_open):
         with suppress(Exception):
             undo()
@@ -46,7 +46,7 @@ def all_open() -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary directory, removed whichever way the block ends."""
+    """Make a temporary directory that is removed however the block ends."""
     folder = Path(mkdtemp(prefix="fp8q-"))
 
     def clear() -> None:

@@ -1,11 +1,11 @@
-"""Declare options: what its field's annotation says beside the type, and the class that holds values to it.
+"""Declare options: the annotations of a field, and the base class that checks its values.
 
 A field reads `name: Annotated[type, option(panel, help, unit), rule, …] = default`. The command line makes its options
-of that, a `--config` file and the Python functions fill the same fields, and what is wrong with a value is said in the
-same words whoever gives it. A rule takes the option's name and its value, and returns the value or raises InputError.
+of these fields, and a `--config` file and the Python functions fill the same fields; so an invalid value gives the same
+error everywhere. A rule takes the option's name and its value, and returns the value or raises InputError.
 
-`option` gives the command line's own library what it asks for (docs/decisions/0007), so that nothing translates between
-the two; of that library the parser is not imported here.
+`option` returns cyclopts' own Parameter (docs/decisions/0007), so nothing is translated; cyclopts' parser is not
+imported here.
 """
 
 import re
@@ -20,7 +20,7 @@ from ..core.errors import InputError
 
 #: The largest dimension that a runtime takes: int32.
 LARGEST_SIZE = 2**31 - 1
-# How the help groups them, in this order.
+# The panels of the help, in this order.
 OPTIONS, TEXT, SCALES, MODEL, ENGINE, EVALUATION, GENERATION, SERVING, MEASUREMENT = map(
     Group.create_ordered,
     (
@@ -42,18 +42,19 @@ Rule = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class FromText:
-    """Reads an option that is written as text, such as a share (1%), by its rule."""
+    """Read an option that is written as text, such as a share (1%), by its rule."""
 
     rule: Rule
 
     def __call__(self, _: type, tokens: Sequence[Any]) -> Any:
-        """The value that one word of the command line stands for; raises InputError."""
+        """Convert one word of the command line to a value; raises InputError."""
         return self.rule(tokens[0].keyword, tokens[0].value)
 
 
 def as_written(hint: Any, tokens: Sequence[Any]) -> Any:
-    """The value of an option as cyclopts reads it, but for whole numbers: it takes 3.7 for 4, and `none` for nothing
-    given.
+    """Convert an option's text as cyclopts does, but accept only whole numbers for an int.
+
+    cyclopts reads 3.7 as 4, and `none` as no value.
     """
     if hint is int and not re.fullmatch(r"[+-]?[0-9]{1,99}", tokens[0].value):
         raise InputError(f"{tokens[0].keyword} {tokens[0].value}: is no whole number; give one such as 8")
@@ -68,29 +69,31 @@ def option(
     text: Rule | None = None,
     **more: Any,
 ) -> Parameter:
-    """Describe an option for the help: in which panel of the help, with which words, and what stands for its value.
+    """Describe an option for the help: its panel, text and unit.
 
-    `default`: in words, where it depends on something. `text`: the rule that reads
-    it, where it is written as text and held as something else. `more`: what cyclopts' Parameter takes, such as a `name`
-    that is not the field's.
+    `default`: the default in words, where it depends on other values. `text`: the rule that reads the value, where its
+    text and its stored form differ. `more`: further arguments of cyclopts' Parameter, such as a `name` other than the
+    field's.
     """
-    if default is not None:  # what is left out, a class may say for all its fields
+    if default is not None:  # without it, a class may set `show_default` for all its fields
         more |= {"show_default": default}
     more |= {"converter": FromText(text), "n_tokens": 1} if text else {"converter": as_written}
     return Parameter(group=panel, help=help, metavar=unit, **more)
 
 
 def between(least: int, most: int | None = LARGEST_SIZE) -> Rule:
-    """The rule of a number that is at least `least`, and at most what a runtime takes (None: has no end)."""
+    """Make the rule of a number from `least` to `most`; the default is the largest size of a runtime, None is
+    unlimited.
+    """
 
-    def held(option: str, value: int) -> int:
+    def check(option: str, value: int) -> int:
         if value < least:
             raise InputError(f"{option} {value}: must be at least {least}")
         if most is not None and value > most:
             raise InputError(f"{option} {value:,}: is more than {most:,}, the most that a runtime takes")
         return value
 
-    return held
+    return check
 
 
 def percentage(option: str, value: float) -> float:
@@ -101,7 +104,7 @@ def percentage(option: str, value: float) -> float:
 
 
 def number(value: float | str) -> float:
-    """A number, or as text a number or so many percent; NaN where it is neither."""
+    """Convert a number, or the text of a number or a percentage; NaN for other text."""
     try:
         return float(str(value).removesuffix("%")) / (100 if str(value).endswith("%") else 1)
     except ValueError:
@@ -109,7 +112,10 @@ def number(value: float | str) -> float:
 
 
 def relative_increase(option: str, value: float | str) -> float:
-    """The rule of an increase, as a fraction: 1% or 0.01. As text 1 is refused, which may mean either."""
+    """The rule of an increase, as a fraction: 1% or 0.01.
+
+    The text 1 is refused, since it may mean 1% or 100%.
+    """
     ambiguous = isinstance(value, str) and not value.endswith("%") and number(value) >= 1
     if not 0 <= number(value) < float("inf") or ambiguous:
         raise InputError(f"{option} {value}: is no share; give one such as 1% or 0.01")
@@ -117,14 +123,14 @@ def relative_increase(option: str, value: float | str) -> float:
 
 
 def kl_in_nats(option: str, value: float | str) -> float:
-    """The rule of a KL: a number of nats, which text may give too."""
+    """The rule of a KL in nats, a number or its text."""
     try:
-        found = float(value)
+        number_of_nats = float(value)
     except ValueError:
-        found = float("nan")
-    if not 0 <= found < float("inf"):
+        number_of_nats = float("nan")
+    if not 0 <= number_of_nats < float("inf"):
         raise InputError(f"{option} {value}: is no number of nats; give one such as 0.001")
-    return found
+    return number_of_nats
 
 
 def part_of_all(option: str, value: float | str) -> float:
@@ -137,14 +143,14 @@ def part_of_all(option: str, value: float | str) -> float:
 
 
 def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
-    """The rule of an interval of batches, A:B as text."""
+    """The rule of an interval of batches; as text A:B."""
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)
-        if not found:
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)
+        if not match:
             raise InputError(
                 f"{option} {value}: is no interval; give the first batch and the one after the last, as in 0:8"
             )
-        value = int(found[1]), int(found[2])
+        value = int(match[1]), int(match[2])
     if not 0 <= value[0] < value[1]:
         raise InputError(
             f"{option} {value[0]}:{value[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8"
@@ -153,20 +159,22 @@ def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
 
 
 def not_empty(_: str, value: Sequence[str]) -> tuple[str, ...]:
-    """The rule of patterns: the empty one matches nothing, and stands for none."""
+    """The rule of a list of patterns: empty patterns are dropped, since they match nothing."""
     return tuple(pattern for pattern in value if pattern)
 
 
 @dataclass(frozen=True)
 class Of:
-    """Marks an option that belongs to one method of choosing scales."""
+    """Mark an option that belongs to one method of choosing scales."""
 
     method: str
 
 
 @dataclass(frozen=True)
 class Unkeyed:
-    """Marks an option that no recorded output of a stage depends on: it is no part of the stage's key; `why` not."""
+    """Mark an option that changes no recorded output of a stage, so it is no part of the stage's key; `why` is the
+    reason.
+    """
 
     why: str
 
@@ -184,10 +192,12 @@ class Declared:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """The base of all option classes: each value is held against its field's choices and rules, whoever gives it."""
+    """The base of all option classes: every value is checked by its field's choices and rules, wherever it
+    comes from.
+    """
 
     def __post_init__(self) -> None:
-        """Read every value by its rules; raise InputError for the first that breaks one."""
+        """Convert every value by its rules; raise InputError for the first invalid one."""
         for name, field in self.declared().items():
             value = getattr(self, name)
             if field.choices and value not in field.choices:
@@ -199,7 +209,7 @@ class Options:
     @classmethod
     @cache
     def declared(cls) -> dict[str, Declared]:
-        """The fields by name; those that hold option classes themselves are left out."""
+        """The declarations of the fields by name, without those whose type is an option class."""
         found = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
@@ -218,8 +228,9 @@ class Options:
     @classmethod
     @cache
     def keyed(cls) -> dict[str, "type[Options]"]:
-        """Name the fields that a stage's key is made of, those of nested option classes in their place, and the class
-        of each: all but the `Unkeyed`.
+        """The fields that are part of a stage's key, by name, with the option class of each.
+
+        All fields but the `Unkeyed` ones; a nested option class is replaced by its fields.
         """
         hints, found = get_type_hints(cls, include_extras=True), dict[str, type[Options]]()
         for field in fields(cls):
@@ -232,18 +243,18 @@ class Options:
 
 
 def first_given(options: Options, names: Iterable[str]) -> str | None:
-    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where
+    """The first of the fields `names` that is not its default, as on the command line: `--interval 5`; None if
     all are.
     """
-    given = (name for name in names if getattr(options, name) != getattr(type(options), name))
-    return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in given), None)
+    changed = (name for name in names if getattr(options, name) != getattr(type(options), name))
+    return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in changed), None)
 
 
 def without(*names: str) -> Parameter:
-    """An option class less the fields `names`, which keep their defaults."""
+    """Make the command-line parameter of an option class without the fields `names`, which keep their defaults."""
     return Parameter(name="*", parse=re.compile(f"^(?!({'|'.join(names)})$)"))
 
 
 def only(*names: str) -> Parameter:
-    """The fields `names` of an option class, in a parameter called `options`; the others keep their defaults."""
+    """Make the command-line parameter, called `options`, of only the fields `names`; the others keep their defaults."""
     return Parameter(name="*", parse=re.compile(f"^({'|'.join(('options', *names))})$"))

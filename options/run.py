@@ -1,4 +1,4 @@
-"""Options of all stages of a run: those of `fp8q run`."""
+"""The options of `fp8q run`, for all stages."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,7 +15,7 @@ from .validate import ValidateOptions
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of all stages; the command line leaves out what means nothing in a whole run."""
+    """The options of all stages; the command line omits those without a meaning in a whole run."""
 
     calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions()
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions()

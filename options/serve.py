@@ -1,4 +1,4 @@
-"""Options of using the result: those of `generate`, `serve`, `bench` and `triton`."""
+"""Options of running the FP8 model: those of `generate`, `serve`, `bench` and `triton`."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .declare import (
     option,
 )
 
-#: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
+#: The most characters of a Triton model's name: a folder has this name, with `_engine` added.
 LONGEST_MODEL_NAME = 200
 RuntimeOption = Annotated[
     Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
@@ -36,7 +36,7 @@ def temperature_of(option: str, value: float) -> float:
 
 
 def nucleus_of(option: str, value: float) -> float:
-    """The rule of the share of probability that is drawn from."""
+    """The rule of top-p, the share of probability to sample from."""
     if not 0 <= value <= 1:
         raise InputError(f"{option} {value}: must lie in [0, 1]")
     return value
@@ -44,9 +44,7 @@ def nucleus_of(option: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class GenerateOptions(Options):
-    """Options of `fp8q generate`: how an answer is drawn, and what runs the model (`auto`: the fastest of what is
-    here).
-    """
+    """Options of `fp8q generate`: sampling, and the runtime (`auto`: the fastest that is installed)."""
 
     max_tokens: Annotated[int, option(GENERATION, "Most tokens of an answer.", "N"), between(1)] = 256
     temperature: Annotated[
@@ -77,7 +75,7 @@ def port_of(option: str, value: int) -> int:
 
 
 def plain_of(option: str, value: str) -> str:
-    """The rule of what goes into an HTTP header or a metric's label."""
+    """The rule of a text for an HTTP header or a metric's label."""
     if not value.isascii() or not value.isprintable() or not value or " " in value:
         raise InputError(f"{option} {value!r}: must be of printable ASCII characters, without spaces")
     return value
@@ -87,8 +85,8 @@ def plain_of(option: str, value: str) -> str:
 class ServeOptions(Options):
     """Options of `fp8q serve`.
 
-    `name` None: the source model's. `bf16`: that model too, as `<name>-bf16`. `grace`: seconds that those who are being
-    answered have when the server is told to end. `api_key` None: the variable FP8Q_API_KEY, or none.
+    `name` None: the source model's. `bf16`: serve the BF16 model too, as `<name>-bf16`. `grace`: seconds that running
+    requests have when the server is stopped. `api_key` None: the variable FP8Q_API_KEY, or none.
     """
 
     host: Annotated[
@@ -118,7 +116,7 @@ class ServeOptions(Options):
 
 
 def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
-    """The rule of a list of sizes, separated by commas as text: ascending, each once."""
+    """The rule of a list of sizes, as text separated by commas: ascending, without duplicates."""
     words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
     sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
     if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
@@ -130,7 +128,7 @@ def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
 
 
 def above_zero(option: str, value: float) -> float:
-    """The rule of a quantity that there is some of."""
+    """The rule of a quantity above zero."""
     if not 0 < value < float("inf"):
         raise InputError(f"{option} {value}: must be above 0, and finite")
     return value
@@ -140,9 +138,9 @@ def above_zero(option: str, value: float) -> float:
 class BenchOptions(Options):
     """Options of `fp8q bench`.
 
-    `batch_sizes` None: 1 and 8, lowered to what the runtime takes; `prompt_lengths` None: 32 and 256, lowered to what
-    the model's positions hold beside the answer. `memory`, in GB of 10⁹ bytes, is what the largest batches are computed
-    for (None: all that the device here has); `gpu_hour_price` in any currency.
+    `batch_sizes` None: 1 and 8, lowered to the limit of the runtime. `prompt_lengths` None: 32 and 256, lowered so that
+    prompt and answer fit the model's positions. `memory`: GB of 10⁹ bytes for which the largest batches are computed
+    (None: all memory of the device). `gpu_hour_price`: in any currency.
     """
 
     runtime: RuntimeOption = "auto"
@@ -181,15 +179,16 @@ class BenchOptions(Options):
 
 
 def model_name(text: str) -> str:
-    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
-    '_' and '-' become '-'.
+    """Make a name for a Triton model of the last part of a path or hub name.
+
+    Characters other than letters, digits, '.', '_' and '-' become '-'.
     """
     named = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).lstrip(".-")
     return named[:LONGEST_MODEL_NAME].rstrip(".-") or "model"
 
 
 def name_of_a_model(option: str, value: str) -> str:
-    """The rule of a Triton model's name: one part of a path, and of a URL."""
+    """The rule of a Triton model's name, which is one part of a path and of a URL."""
     if value != model_name(value):
         raise InputError(
             f"{option} {value}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "
