@@ -1,6 +1,7 @@
-"""The stage `bench`: what answers take on a runtime, of all that a run holds, and of other runs of its model beside it.
+"""The stage `bench`: measure the time of answers on a runtime, for each precision of a run and for other runs of its
+model.
 
-It is measured anew whenever it is asked for: a machine is never the same twice.
+It is measured again at each call: the speed of a machine varies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,15 +35,15 @@ from .shared.model_files import files_of
 from .shared.opening import open_run, opens_run
 from .shared.sources import source_of
 
-#: A model that is measured: its name in the tables, its run and precision.
+#: A measured model: its name in the tables, its run and precision.
 Named = tuple[str, Run, Precision]
-#: Sizes that are measured where none are named.
+#: The default sizes.
 BATCH_SIZES, PROMPT_LENGTHS = (1, 8), (32, 256)
 #: The runtimes that multiply FP8 codes by FP8 codes.
 FP8_RUNTIMES = ("tensorrt", "tensorrt-rtx")
 #: A model of nothing.
 EMPTY = '<ir_version: 10, opset_import: ["" : 21]> empty (float[1] x) => (float[1] y) { y = Identity (x) }'
-#: What --memory counts in.
+#: The unit of --memory.
 GB = 1e9
 METHOD = (
     "Each round times one answer of each model, in turns, another one first each time; before them each gives one that "
@@ -54,9 +55,10 @@ METHOD = (
 
 @opens_run(modules=())
 def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions, plot: Path | None) -> Bench:
-    """Measure, write `bench.json`, and draw it at `plot`.
+    """Measure, write `bench.json`, and draw a plot at `plot`.
 
-    Raises InputError for what cannot be compared or does not fit the models, BackendError for what is missing.
+    Raises InputError for runs that cannot be compared and sizes that do not fit the models, BackendError for a missing
+    runtime or library.
     """
     check_plot(plot)
     note_base_alone(run, "answers are of", notes)
@@ -97,7 +99,7 @@ def _draw(found: Bench, plot: Path) -> None:
 
 
 def check_plot(plot: Path | None) -> None:
-    """Raise InputError for what is no name of an SVG file, BackendError where nothing is here to draw it."""
+    """Raise InputError for a name that is no SVG file, BackendError where the plotting library is missing."""
     if plot is None:
         return
     if plot.suffix != ".svg" or plot.is_dir():
@@ -106,7 +108,9 @@ def check_plot(plot: Path | None) -> None:
 
 
 def on_gpu(runtime: str) -> bool:
-    """Tell whether `runtime` runs the model on a GPU here; raises BackendError where it needs what is not installed."""
+    """Tell whether `runtime` runs the model on a GPU here; raise BackendError where a library that it needs is
+    missing.
+    """
     if runtime not in TORCH_RUNTIMES:
         return runtime in FP8_RUNTIMES
     needs("calibrate", CALIBRATE_MODULES)
@@ -114,9 +118,9 @@ def on_gpu(runtime: str) -> bool:
 
 
 def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]:
-    """List the models to measure on `runtime`: of `run` all the precisions that it holds, and of the other runs FP8.
+    """List the models to measure on `runtime`: all precisions of `run`, and FP8 of the other runs.
 
-    Raises InputError for a run of another model, and for one that is named twice.
+    Raises InputError for a run of another model, and for a run that is named twice.
     """
     if runtime == "bf16":
         if against:
@@ -136,7 +140,7 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
 
 
 def check_same_model(run: Run, others: Sequence[Run]) -> None:
-    """Raise InputError, naming them, for `others` that are of another model than `run`, or that are named twice."""
+    """Raise InputError, naming them, for `others` of another model than `run`, and for runs that are named twice."""
     seen, mine = {run.root.resolve()}, run.record().model
     for other in others:
         if other.root.resolve() in seen:
@@ -155,7 +159,7 @@ def check_same_model(run: Run, others: Sequence[Run]) -> None:
 
 
 def _inputs(run: Run, named: Sequence[Named]) -> dict[str, str]:
-    """The hashes of what is measured, each file found to be what its stage wrote."""
+    """The hashes of the measured files; each is checked to be the one that its stage wrote."""
     inputs: dict[str, str] = {}
     for number, (_, its, precision) in enumerate(named):
         files = files_of(its, precision)
@@ -164,8 +168,9 @@ def _inputs(run: Run, named: Sequence[Named]) -> dict[str, str]:
 
 
 def _load_library(runtime: str) -> None:
-    """Load what runs the models, and have it do something: the memory that this takes is no model's. Whoever opens a
-    session says what is missing.
+    """Load the runtime's library and run it once, so that its memory is not counted as a model's.
+
+    Errors about a missing library come later, from opening a session.
     """
     with suppress(ImportError, SessionError, CudaError):
         if runtime in FP8_RUNTIMES:
@@ -191,9 +196,9 @@ def _opened(named: Named, runtime: str, meter: Meter) -> Contender:
 def sizes(
     run: Run, contenders: Sequence[Contender], options: BenchOptions, notes: Notes
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The batch sizes and prompt lengths to measure; what nobody named is lowered to what the models take.
+    """The batch sizes and prompt lengths to measure; default sizes are lowered to the limits of the models.
 
-    Raises InputError for more than that.
+    Raises InputError for sizes that were asked for and exceed these limits.
     """
     sessions = [each.session for each in contenders]
     rows = min((each.most_rows for each in sessions if each.most_rows), default=None)
@@ -220,7 +225,7 @@ def sizes(
 
 
 def lowered(option: str, wanted: tuple[int, ...], most: int | None, notes: Notes) -> tuple[int, ...]:
-    """Sizes that nobody named, those above `most` lowered to it, with a note."""
+    """Lower default sizes above `most` to it, with a note."""
     found = tuple(sorted({size if most is None else min(size, most) for size in wanted}))
     if found != wanted:
         notes.note(f"{option}: lowered from {','.join(map(str, wanted))} to {','.join(map(str, found))}")
@@ -234,7 +239,7 @@ def _footprint(named: Named, contender: Contender, runtime: str) -> Footprint:
 
 
 def check_fits(rows: int, length: int, taken: Sequence[tuple[str, Footprint]], meter: Meter) -> None:
-    """Raise InputError for more sequences than the memory here can ever hold."""
+    """Raise InputError for more sequences than fit in the memory here."""
     for name, each in taken:
         most = largest_batch(meter.whole_bytes, each.weight_bytes, length * each.cost.cache_bytes)
         if rows > most:
@@ -280,7 +285,7 @@ def _rows(
 def rows_of_size(
     names: Sequence[str], answers: Sequence[Answers], size: tuple[int, int, int], price: float | None, emulated: bool
 ) -> list[BenchRow]:
-    """The rows of one size: rows, tokens of each prompt, tokens of each answer."""
+    """Make the rows of one `size`: batch size, tokens of each prompt, tokens of each answer."""
     rows, length, tokens = size
     timings = [timing(each.each, rows) for each in answers]
     return [

@@ -1,4 +1,6 @@
-"""The stages `build-engine` and `build-engine-<precision>`: an engine for each target, and what is proven of it."""
+"""The stages `build-engine` and `build-engine-<precision>`: build an engine for each target, and prove its FP8
+products.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 
 @opens_run(modules=())
 def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[EngineInfo]":
-    """Build the engines of `options.precision` where they are not current, and return what is known of them.
+    """Build the engines of `options.precision` where they are not current, and return their descriptions.
 
-    Raises GateError, when all is written, for an engine of FP8 that runs too little of it.
+    Raises GateError, after everything is written, for an FP8 engine with too few products in FP8.
     """
     from ..calibrate.text.corpus import lower_default
     from ..export.engine.build import build_engines, resolve

@@ -1,4 +1,4 @@
-"""The stage `continue` of a report: what BF16 and FP8 write after words of the evaluation text."""
+"""The stage `continue` of a report: let BF16 and FP8 continue prompts from the evaluation text."""
 
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,14 @@ from .shared.model_files import fp8_files
 if TYPE_CHECKING:
     from ..validate.accuracy.continuations import Continuations
 
-#: Tokens of text that are gone on from, and tokens that are written.
+#: Tokens of a prompt, and tokens of a continuation.
 PROMPT_TOKENS, TOKENS = 32, 48
 
 
 def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> None:
-    """Let both models go on from some places of the evaluation text, where that is not done.
+    """Let both models continue prompts from the evaluation text, unless that is done already.
 
-    Where the source model, or what runs it, is not here, a note says so, and what an earlier call wrote stays as it is.
+    Where the source model or a library is missing, a note says so, and an earlier result is kept.
     """
     if not options.continuations or not run.evaluation.is_file():
         return

@@ -1,4 +1,4 @@
-"""The stage `export`: both ONNX graphs beside the checkpoint."""
+"""The stage `export`: write both ONNX graphs of the checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,18 +21,18 @@ from .shared.model_files import fp8_graphs, has_graphs, hashes_of
 if TYPE_CHECKING:
     from ..core.findings import Finding
 
-#: The stages that make something of an ONNX graph.
+#: The stages that read an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")
-#: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
+#: FP16's smallest subnormal number over E4M3's.
 SMALLEST_FP16_SCALE = 2.0**-15
 
 
 class NoGraphError(InputError):
-    """No ONNX graph can be made of a model; what else there is of a run is whole."""
+    """No ONNX graph can be made of a model; the rest of the run is complete."""
 
 
 def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """The stage `export`, which ends well where no graph can be made of the model, with a note that says why."""
+    """Run the stage `export`; where no graph can be made of the model, note the reason instead of raising an error."""
     from ..export.graph.trace import UntraceableError
 
     try:
@@ -42,9 +42,10 @@ def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """The stage `export`: both ONNX graphs beside the checkpoint, linted.
+    """The stage `export`: write and lint both ONNX graphs of the checkpoint.
 
-    Raises NoGraphError, or what torch's exporter raised, where none can be made of the model, and the record says so.
+    Raises NoGraphError, or the error of torch's exporter, where no graph can be made of the model; the record has the
+    reason.
     """
     from ..calibrate.measure.statistics import load_record
     from ..export.graph.trace import export_model
@@ -81,7 +82,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             return {path: lint(path, promised, weight_scales, of_attention, two_terms) for path in graphs}
 
         findings = linted(fp8_graphs(run)) if form else {}
-        if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
+        if form is None or any(map(errors_of, findings.values())):  # do not keep graphs with errors
             form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
         if form != asked.weight_scale:
             for path in findings:
@@ -93,21 +94,23 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 
 def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
-    """Return the form of the weights' scales in the graphs that `run` has, where these were traced as `asked`; None
-    where they have to be traced.
+    """The form of the weights' scales in the run's graphs, if these were traced with the options `asked`.
+
+    None where the model has to be traced again.
     """
     if not has_graphs(run):
         return None
     try:
         before = run.options(EXPORT)
-    except InputError:  # whatever is recorded, it is made again
+    except InputError:  # a malformed record: export again
         return None
     return before.weight_scale if replace(before, weight_scale=asked.weight_scale) == asked else None
 
 
 def why_no_graph(run: Run) -> str | None:
-    """Why no graph can be made of the model whose checkpoint is in `run`, told without its weights; None where one
-    can, as far as that is seen before it is traced.
+    """The reason why no graph can be made of the run's checkpoint, found without its weights.
+
+    None where none is known; tracing may still fail.
     """
     import torch
     from transformers import AutoConfig
@@ -121,7 +124,7 @@ def why_no_graph(run: Run) -> str | None:
 
 @contextmanager
 def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterator[None]:
-    """Record that no graph can be made where torch's exporter finds that out in the block."""
+    """Record that no graph can be made if torch's exporter fails in this block."""
     from ..export.graph.trace import UntraceableError
 
     try:
@@ -132,17 +135,17 @@ def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterat
 
 
 def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes) -> None:
-    """Record the stage `export` as one that cannot be done, and why: whatever needs the graph says so from there."""
+    """Record the stage `export` as impossible, with the reason, which commands that need the graph then report."""
     notes.lines.append(f"no ONNX graph: {reason}")  # the report shows a stage's notes
     with EXPORT.writing(run, key, notes) as log:
         log.refused = reason
 
 
 def check_dtype(two_terms: Mapping[str, float], asked: ExportOptions) -> None:
-    """Raise InputError where a graph in FP16 cannot hold the second of two terms: a code times its scale has to be a
-    number of that type, whose smallest is 2^-24, and the smallest code is 2^-9.
+    """Raise InputError where a graph in FP16 cannot represent the second of two terms.
 
-    `two_terms`: the scale of each module's input, or each attention's queries, that are of two.
+    A code times its scale must be an FP16 number, the smallest of which is 2^-24; the smallest code is 2^-9.
+    `two_terms`: the scales of all module inputs and attention queries in two terms.
     """
     if asked.dtype != "fp16":
         return
@@ -156,8 +159,9 @@ def check_dtype(two_terms: Mapping[str, float], asked: ExportOptions) -> None:
 
 
 def write_attention(run: Run, asked: ExportOptions) -> int:
-    """Choose the scales of attention in FP8, where it is asked for, and write them for the graph and for readers; where
-    not, take them away. Returns how many codes a query or a probability is, 0 for none.
+    """Write the scales of FP8 attention where it is asked for; remove them where it is not.
+
+    Returns the number of codes of a query or a probability; 0 without FP8 attention.
     """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..quantize.reference.attention import attention_scales, save_scales
@@ -179,7 +183,7 @@ def write_attention(run: Run, asked: ExportOptions) -> int:
 
 
 def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
-    """Note what the lint found in the graph just written at `path`; an error is fp8q's own."""
+    """Note the lint's findings in the graph just written at `path`; an error among them is a fault of fp8q."""
     for finding in findings:
         notes.note(f"{path.name}: {finding}")
     if errors := errors_of(findings):
@@ -187,5 +191,5 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
 
 
 def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
-    """The findings that are errors."""
+    """The findings of severity error."""
     return [finding for finding in findings if finding.severity == "error"]

@@ -1,4 +1,4 @@
-"""`fp8q generate`: text from a run's FP8 model, from the BF16 model it was made of, or from both, side by side."""
+"""`fp8q generate`: generate text with a run's FP8 model, with its source model in BF16, or with both to compare."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +18,15 @@ from .shared.adapters import check_adapter
 from .shared.model_files import fp8_files
 from .shared.sources import source_of
 
-#: What needs torch.
+#: The runtimes that need torch.
 TORCH_RUNTIMES = ("reference", "bf16")
 
 
 def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None = None) -> Generator:
-    """The model in `run`, or the one it was made of, on that `runtime`, for so many requests at a time, with the
-    `adapter` beside it on.
+    """Open the model of `run`, or its source model, on `runtime`, for up to `max_batch` requests at a time.
 
-    Raises InputError for a run that has none, or whose files are not what its stages wrote; BackendError for a runtime
-    that is not here.
+    `adapter`: the adapter to turn on. Raises InputError for a run without a model, and for files that its stages did
+    not write; BackendError for a runtime that is not installed.
     """
     run.refuse_stale(*FP8_STAGES)
     if runtime in TORCH_RUNTIMES:
@@ -40,19 +39,21 @@ def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None =
 
 
 def session_of(run: Run, runtime: str, precision: Precision = "fp8", adapter: str | None = None) -> Session:
-    """The model in `run` of a precision on a runtime (`bf16`: the model it was made of), with that adapter on."""
+    """Open a session of the run's model in a precision on a runtime, with an adapter on; `bf16` is the source model."""
     if runtime in TORCH_RUNTIMES:
         return _torch_session(run, runtime, adapter)
     return open_run_session(run, runtime_here(runtime), precision, adapter)
 
 
 def runtime_here(runtime: str) -> str:
-    """Choose the runtime of the model where `runtime` is asked for: `auto` is the fastest of what is here."""
+    """Choose the runtime of the model; `auto` is the fastest that is installed."""
     return "onnxruntime" if runtime == "auto" else runtime
 
 
 def _check(run: Run, *names: str) -> None:
-    """Raise InputError for a file of the model that is not what its stage wrote; one that no stage wrote may be any."""
+    """Raise InputError for a file of the model that changed after its stage wrote it; files of no stage are not
+    checked.
+    """
     written = run.record().stages["quantize"].outputs if "quantize" in run.record().stages else {}
     for path in (run.model / name for name in names):
         if str(path.relative_to(run.root)) in written:
@@ -77,7 +78,7 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
 
 
 def asked(prompt: str, options: GenerateOptions) -> Request:
-    """Make the request that `options` ask of the loop; raises InputError for what it does not take."""
+    """Make the request that `options` describe; raise InputError for values that the generation loop refuses."""
     try:
         return Request(prompt, options.max_tokens, options.stop, options.temperature, options.top_p, seed=options.seed)
     except RequestError as error:
@@ -86,7 +87,7 @@ def asked(prompt: str, options: GenerateOptions) -> Request:
 
 @dataclass
 class Chat:
-    """A conversation with a model: `messages` are what was said, by `user` and `assistant`."""
+    """A conversation with a model; `messages`: the messages so far, by `user` and `assistant`."""
 
     generator: Generator
     template: ChatTemplate
@@ -94,32 +95,34 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, told: Callable[[str], None]) -> Completion:
-        """Say `text`, and have the answer, which is told as it comes.
+        """Add the user's message `text` and generate the answer; `told` is called with each piece of it.
 
         Raises InputError where the template refuses the conversation, or it no longer fits the model.
         """
-        said = [*self.messages, {"role": "user", "content": text}]
-        found = answer(self.generator, asked(self.template.render(said), self.options), told)
-        self.messages = [*said, {"role": "assistant", "content": found.text}]
-        return found
+        messages = [*self.messages, {"role": "user", "content": text}]
+        completion = answer(self.generator, asked(self.template.render(messages), self.options), told)
+        self.messages = [*messages, {"role": "assistant", "content": completion.text}]
+        return completion
 
 
 def open_template(run: Run) -> ChatTemplate:
-    """The template of chats in `run`; raises InputError where there is none, or it is not what its stage wrote."""
+    """Open the chat template of `run`; raise InputError where it is missing or has changed."""
     _check(run, "chat_template.jinja", "tokenizer_config.json")
     return ChatTemplate(run.model)
 
 
 def open_chat(run: Run, options: GenerateOptions) -> Chat:
-    """A conversation with the model in `run`; raises InputError where it has no template for one."""
+    """Open a conversation with the model of `run`; raise InputError where it has no chat template."""
     template = open_template(run)
     return Chat(open_model(run, options.runtime, adapter=options.adapter), template, options)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answers of FP8 and BF16 to one prompt, and the first token (from 0) in which they differ, None where none
-    does; the text that they share, and the text of the tokens with which they part.
+    """The answers of FP8 and BF16 to one prompt.
+
+    `parts_at`: the first token (from 0) at which they differ; None for equal answers. `common`: the text that they
+    share; `fp8_token`, `bf16_token`: the text of the first differing tokens.
     """
 
     fp8: Completion
@@ -131,14 +134,14 @@ class Comparison:
 
 
 def compare_answers(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
-    """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`."""
+    """Let FP8, on the runtime of `options`, and BF16 answer `prompt`."""
     return compare_all(run, [prompt], options)[0]
 
 
 def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> list[Comparison]:
-    """Let FP8, on the runtime that `options` name, and BF16 answer `prompts`, one after another.
+    """Let FP8, on the runtime of `options`, and BF16 answer `prompts`, one after the other.
 
-    Raises InputError where that runtime is BF16 itself, or the source model is gone.
+    Raises InputError where that runtime is BF16 itself, and where the source model is missing.
     """
     if options.runtime == "bf16":
         raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
@@ -160,6 +163,6 @@ def _comparison(fp8: Completion, bf16: Completion, generator: Generator) -> Comp
 
 
 def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two sequences differ, None where they are equal."""
+    """The first index at which two sequences differ; None for equal sequences."""
     differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, None if len(one) == len(other) else min(len(one), len(other)))

@@ -1,6 +1,6 @@
-"""Other text than a run was calibrated on: to evaluate on, or to hold against its scales.
+"""Read other text than the calibration text, to evaluate on or to compare with the scales.
 
-Read as the run read its own.
+It is read with the run's own options.
 """
 
 import json
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, report: Reporter) -> Text:
-    """The text `spec`; chats are rendered by the tokenizer's template where the run's were, and where a table holds
-    nothing else. Raises InputError.
+    """Read the text `spec`; raises InputError.
+
+    Chats are rendered by the tokenizer's template if the run's were, and where a table contains nothing else.
     """
     from ..calibrate.text import corpus
     from ..calibrate.text.chat import renderer
 
-    def render(where: str, value: object) -> str:  # a tokenizer without a template matters only where there are chats
+    def render(where: str, value: object) -> str:  # only chats need a template
         return renderer(tokenizer, str(run.model))(where, value)
 
     chats_first = run.options(CORPUS).chat_template
@@ -38,9 +39,9 @@ def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabu
 
 
 def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Reporter) -> "Evaluation":
-    """The tokens to evaluate on, cut into windows that begin as the run's do: those held out, or those of `data`.
+    """The tokens to evaluate on, in windows with the run's prefix: the held-out tokens, or those of `data`.
 
-    Raises InputError when `data` holds what the run was calibrated on, or is shorter than a window.
+    Raises InputError when `data` overlaps the calibration text, or is shorter than a window.
     """
     from transformers import AutoTokenizer
 
@@ -67,10 +68,10 @@ def cut_for(
     limit: int | None,
     report: Reporter,
 ) -> "Evaluation":
-    """Tokens `ids` int64 [tokens] of the text `name`, cut into windows of the context and the stride that are `asked`
-    for; None stands for the window that was `calibrated` on, and for all of its text. `limit`: the model's positions.
+    """Cut tokens `ids` int64 [tokens] of the text `name` into windows of the context and stride that are `asked` for.
 
-    Raises InputError for more than the positions, and as `cut` does.
+    A context of None is the `calibrated` window; a stride of None scores all tokens of the text in a window. `limit`:
+    the model's positions. Raises InputError for a context beyond these, and as `cut` does.
     """
     from ..calibrate.text.corpus import lower_default
     from ..validate.accuracy.perplexity import cut
@@ -83,11 +84,11 @@ def cut_for(
 def check_other(
     run: Run, text: Text, tokenizer: "PreTrainedTokenizerBase", report: Reporter, allowed: bool
 ) -> float | None:
-    """The share of `text` that was calibrated on, or the other way round, where it is too much and `allowed`; None
-    where they are apart. Raises InputError where it is too much and not allowed; notes it when it is a hundredth.
+    """The share of `text` that is in the calibration text, or the reverse, where it is too much and `allowed`; else
+    None.
 
-    The run keeps the windows and not their text, so these are decoded; special tokens are left out where the texts to
-    compare have none.
+    Raises InputError where it is too much and not allowed; from a hundredth on it is noted. The run has the calibration
+    windows, not their text, so these are decoded; special tokens are omitted where the texts to compare have none.
     """
     from ..calibrate.measure.statistics import load_record
     from ..calibrate.text.corpus import fingerprint
@@ -119,7 +120,7 @@ def check_other(
 
 
 def positions(run: Run) -> int | None:
-    """Return the number of positions that the run's checkpoint, and its graph, can tell apart, by its config.json.
+    """The number of positions of the run's checkpoint, and of its graph, by its config.json.
 
     Raises InputError where that is missing or does not parse.
     """

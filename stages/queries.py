@@ -1,6 +1,6 @@
-"""The stage `queries`: what attention in FP8 must know that calibration does not measure.
+"""The stage `queries`: measure the queries of attention for FP8 attention, which calibration does not measure.
 
-Run once, when it is first asked for.
+It runs when it is first asked for.
 """
 
 from ..core.errors import InputError
@@ -18,7 +18,8 @@ from .shared.sources import source_of
 def measure_queries(run: Run, notes: Notes) -> None:
     """Run the float model on the calibration windows once more, and write `queries.safetensors`.
 
-    Raises InputError when the source checkpoint is gone, or memory does not hold it: this is not done layer by layer.
+    Raises InputError when the source checkpoint is missing, and when it does not fit in memory: queries are not
+    streamed.
     """
     import torch
 

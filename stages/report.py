@@ -1,4 +1,4 @@
-"""The stage `report`: the run as a page and a notebook, beside other runs."""
+"""The stage `report`: describe the run in a page and a notebook, and compare it with other runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +15,16 @@ from .shared.opening import open_run, opens_run
 
 @opens_run(modules=())
 def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:
-    """Let both models go on from words of the evaluation text, and write the page and the notebook of `run`."""
+    """Let both models continue prompts of the evaluation text, and write the page and the notebook of `run`."""
     others = [open_run(other) for other in options.compare]
     write_continuations(run, options, notes)
     return write_report_files(run, others, notes)
 
 
 def write_report_files(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
-    """Write both files of `run`, beside `others`, where they are not current; returns their paths.
+    """Write the page and the notebook of `run`, compared with `others`, where they are not current; return their paths.
 
-    Raises InputError for a run that is put beside itself, or named twice.
+    Raises InputError for a run that is compared with itself, or named twice.
     """
     from ..validate.report import report as page
 
@@ -45,7 +45,7 @@ def write_report_files(run: Run, others: Sequence[Run], notes: Notes) -> list[Pa
 
 
 def outputs(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of what all stages but this one wrote."""
+    """Name -> SHA-256 of the outputs of all stages but this one."""
     return {
         name: digest
         for stage, record in run.record().stages.items()

@@ -1,4 +1,4 @@
-"""The stage `triton`: the model repository, in the run or elsewhere, and in it the plain model of an engine."""
+"""The stage `triton`: write the model repository, in the run or elsewhere, with a plain model of an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,8 @@ BUILT = BUILD_ENGINE.name
 def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     """Write the repository of a run where it is not current, and return its files.
 
-    Elsewhere than in RUN/triton it is written each time: the run's record is of its own files. Raises InputError for a
-    place where something of somebody else's lies.
+    Outside RUN/triton it is written each time, since the run's record describes its own files. Raises InputError for a
+    directory with files that fp8q did not write.
     """
     from ..serve.triton.ownership import refuse_foreign
     from ..serve.triton.repository import write_repository
@@ -52,7 +52,7 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
 
 
 def engine_files(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of what the repository takes of engines; none where there are none for this graph."""
+    """Name -> SHA-256 of the engine files for the repository; empty where no engine is of the current graph."""
     built = run.record().stages.get(BUILT)
     if built is None or run.is_stale(BUILT):
         return {}
@@ -71,10 +71,10 @@ def own_engines(run: Run) -> "list[OwnEngine]":
 
 
 def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
-    """The plain engine of the repository: with the run's plan where TensorRT built one of this graph, without where it
-    is `asked` for; None, with a note that says why, where an engine stays out.
+    """The plain engine of the repository: the run's plan, if TensorRT built one of this graph.
 
-    Raises InputError where it is asked for and Triton has no type for a tensor of it.
+    Where it is `asked` for, it is written without a plan too. None, with a note of the reason, where the engine is
+    omitted. Raises InputError where it is asked for and Triton has no type for one of its tensors.
     """
     from ..export.engine.info import load_engines
     from ..serve.triton.engine_model import describe
@@ -101,9 +101,7 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
 
 
 def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
-    """The profiles that an engine of the run will have: those of the engines that it has, whatever their runtime, or
-    those that `fp8q build-engine` builds by default.
-    """
+    """The profiles of the run's engines, of any runtime; without engines, the default ones of `fp8q build-engine`."""
     from ..calibrate.text.corpus import lower_default
     from ..export.engine.info import load_engines
     from ..export.engine.profiles import profiles
@@ -115,7 +113,7 @@ def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
 
 
 def note_left_out(run: Run, notes: Notes) -> None:
-    """Say why the engines that the run has are no plain models, or not in the repository at all."""
+    """Note why engines of the run are no plain models, or not in the repository."""
     built = run.record().stages.get(BUILT)
     if built is None:
         return

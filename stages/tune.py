@@ -1,9 +1,8 @@
-"""The stage `tune`: the cheapest mix that meets a budget, chosen on calibration windows and measured on the evaluation
-text; and the run made anew by it.
+"""The stage `tune`: find the cheapest mix within a budget, and make the run anew with it.
 
-Three parts of the calibration windows, which share none: weights are rounded by one (`gptq`'s second moments), the mix
-is chosen by another, and the prediction is checked by the third, so that neither rounding nor choosing has seen what
-they are judged by.
+The mix is chosen on calibration windows and measured on the evaluation text. The calibration windows are split into
+three parts: one for rounding weights (`gptq`'s second moments), one for choosing the mix, one for checking the
+prediction. So no part is used to judge what it was used to choose.
 """
 
 from dataclasses import dataclass, replace
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
     from ..validate.tuning.joint import Measured
     from ..validate.tuning.solve import Correction, Problem
 
-#: The share of the budget that a mix may be predicted to take: texts differ.
+#: The share of the budget that a mix may use by prediction: texts differ.
 AIM = 0.9
-#: A mix that takes so much of what it may is not improved on.
+#: A mix that uses this share of the aim is not improved further.
 CLOSE = 0.95
-#: Mixes that are measured at most on the way to the one that is chosen.
+#: The most mixes that are measured in the search.
 ROUNDS = 5
 
 
 @opens_run(writes=False)  # but for its own stage, and what it applies
 def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
-    """Find the cheapest mix for the budget of `options`, where that is not known; `apply` it where it meets the budget.
+    """Find the cheapest mix for the budget of `options`, unless that is known; `apply` it if it meets the budget.
 
-    Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
+    Raises InputError for `apply` without a budget, and where the source checkpoint is missing.
     """
     check_budget(options, apply)
     tuned = find_mix(run, options, notes)
@@ -61,7 +60,7 @@ def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
 
 
 def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
-    """Find the cheapest mix for the budget of `options`, where that is not known, and write `tune.json`."""
+    """Find the cheapest mix for the budget of `options`, unless that is known, and write `tune.json`."""
     from ..validate.tuning.document import load_tuning
 
     run.refuse_stale("measure", "quantize")
@@ -75,7 +74,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)
-        depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # on no budget
+        depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
         with TUNE.writing(run, key, notes) as log, run.work(TUNE.name, depends, note=notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
@@ -83,7 +82,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
 
 
 def check_budget(options: TuneOptions, apply: bool) -> None:
-    """Raise InputError where there is nothing to `apply`."""
+    """Raise InputError where there is no budget, and so no mix to `apply`."""
     if apply and options.max_kl is None and options.max_ppl_increase is None:
         raise InputError("--apply: there is no budget to choose for; give --max-ppl-increase or --max-kl")
 
@@ -110,10 +109,10 @@ def check_met(found: "Tuning") -> None:
 
 
 def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
-    """Make the checkpoint and graphs of `run` anew by what was chosen, which meets its budget.
+    """Make the checkpoint and graphs of `run` anew with the chosen mix, which meets its budget.
 
-    Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does. A
-    run whose scales are not those that would be chosen may have been asked for just this mix: they are chosen again.
+    Second moments for `gptq` are measured if the run has none: on all calibration windows, as in `calibrate`. A run
+    that has this mix already, but other scales than would be chosen now, gets its scales chosen again.
     """
     if found.chosen is None or not found.met:
         return
@@ -129,7 +128,7 @@ def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
 
 
 def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
-    """Return the options that `fp8q scales` would be asked for: the recipe in the place of what the run has."""
+    """The options of `fp8q scales` that give the chosen recipe in place of the run's own."""
     recipe, before = chosen.recipe, run.options(QUANTIZE)
     return replace(
         before,
@@ -143,7 +142,7 @@ def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
 
 @dataclass
 class Search:
-    """The state of the search: the measured mixes, and what follows."""
+    """The state of the search: the measured mixes, and the correction of predictions that follows from them."""
 
     prepared: TuneCandidates
     problem: "Problem"
@@ -151,7 +150,7 @@ class Search:
     notes: Notes
 
     def measured(self, mix: "Mix") -> "Measured":
-        """Measure the loss of `mix` on the windows that are chosen by; measured once."""
+        """Measure the loss of `mix` on the windows for choosing; each mix is measured once."""
         return self.prepared.measured("choosing", mix, self.batches, self.notes)
 
     def correction(self, *mixes: "Mix") -> "Correction":
@@ -161,8 +160,9 @@ class Search:
         return Correction((self.problem.losses.of(mix), self.measured(mix).kl_nats) for mix in mixes)
 
     def chosen(self, aim: float, anchors: "list[Mix]") -> "Mix":
-        """The cheapest mix that is measured to lose at most `aim` nats; the best there is where none does. `anchors`
-        are measured already, and what is measured on the way is added to them.
+        """The cheapest mix with a measured loss of at most `aim` nats; the one of least loss where there is none.
+
+        `anchors` are measured already; newly measured mixes are added to them.
         """
         from ..validate.tuning.solve import same
 
@@ -225,7 +225,7 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
 
 
 def _aim(options: TuneOptions, factor: float) -> float | None:
-    """The KL in nats that is aimed at; None without a budget. `factor`: rise of NLL over KL."""
+    """The KL in nats to aim at; None without a budget. `factor`: the rise of NLL for each nat of KL."""
     if options.max_kl is not None:
         return AIM * options.max_kl
     return None if options.max_ppl_increase is None else AIM * log1p(options.max_ppl_increase) / factor
@@ -234,7 +234,7 @@ def _aim(options: TuneOptions, factor: float) -> float | None:
 def _judged(
     run: Run, search: Search, found: "Tuning", mix: "Mix", held_out: "list[tuple[torch.Tensor, torch.Tensor]]"
 ) -> "Tuning":
-    """Measure the chosen `mix` and add it to what was `found`: on the windows held out and on the evaluation text."""
+    """Measure the chosen `mix` on the held-out windows and on the evaluation text; add the results to `found`."""
     from ..validate.tuning.choices import members
     from ..validate.tuning.document import Change, Chosen, Interval, Recipe, changed, point
 
@@ -247,7 +247,7 @@ def _judged(
     within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
 
     def interval(middle: float, half: float) -> Interval:
-        known = isfinite(half)  # which one window does not tell
+        known = isfinite(half)  # infinite for a single window
         return Interval(
             increase=expm1(middle),
             low=expm1(middle - half) if known else None,
