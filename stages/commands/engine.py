@@ -1,6 +1,6 @@
-"""`fp8q engine`: what the engines of a run will run, read from them anew, and held against what the run promises.
+"""`fp8q engine`: read the kernels of a run's engines from the engines, and compare them with the run's scales.
 
-Needs no GPU but for TensorRT's own.
+It needs a GPU only for engines of TensorRT's own.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 class EngineView:
     """The kernels of one engine.
 
-    `unknown`: why that cannot be told, where it cannot; `codes_found`, `factors_found` and `inputs_found`: FP8 products
-    that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and whose input
-    was quantized with the run's scale (None: not looked for); `terms_found`: FP8 products less those that are promised
-    in two terms and are not of both (None: none is promised so); `differences`: what is otherwise, or cannot be told.
+    `unknown`: the reason why they cannot be read; `codes_found`, `factors_found` and `inputs_found`: the number of FP8
+    products that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and
+    whose input was quantized with the run's scale (None: not searched); `terms_found`: FP8 products less those that are
+    promised in two terms and lack one (None: none is promised in two terms); `differences`: facts that differ from the
+    run, or are unknown.
     """
 
     file: str
@@ -55,11 +56,10 @@ class EngineView:
 
 
 def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
-    """List the kernels of the run's engines for `targets` (none: all); with `plan`, what that file runs, taken for an
-    engine of the one target.
+    """List the kernels of the run's engines for `targets` (none: all).
 
-    Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built
-    from other files than the run has now.
+    `plan`: read this file instead, as an engine of the one target. Raises InputError for a target that was not built,
+    an engine file that has changed, and an engine that was built from other files than the run has now.
     """
     from ...export.engine.info import load_engines
     from ...export.engine.proof import Pledge
@@ -94,7 +94,7 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
 
 
 def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> EngineView:
-    """Read one engine."""
+    """Read the kernels of one engine and prove its products."""
     from ...export.engine.kernel_rows import attention_rows, product_rows, wide_rows
     from ...export.engine.numbers import CODES, FACTORS, INPUT
     from ...export.engine.proof import prove
@@ -134,7 +134,7 @@ def view(info: "EngineInfo", file: Path, pledge: "Pledge", scales: "Scales") -> 
 def read_engine(
     info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
 ) -> "tuple[Plan | None, str | None]":
-    """The plan of an engine, or why it cannot be read."""
+    """Read the plan of an engine; return it, or None and the reason why it cannot be read."""
     from ...export.engine.build import inspect
     from ...export.engine.plan import doubt, read_inspector, read_plan
 
@@ -150,8 +150,10 @@ def read_engine(
 
 
 def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
-    """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised
-    products in FP8, on this model's codes and scales, with the cache and the attention that the run promises.
+    """Raise GateError for an engine with too few promised products in FP8, or with other codes or scales.
+
+    `min_fp8_share`: the least share of promised products in FP8, a fraction; the cache and the attention must be as
+    promised too.
     """
     from ...export.engine.info import shortfall
     from ...export.engine.proof import broken

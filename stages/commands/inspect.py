@@ -1,5 +1,5 @@
-"""`fp8q inspect`: every module of a run, and what stands out; beside it, on demand, what another choice or another text
-would have meant.
+"""`fp8q inspect`: list every module of a run and the outliers, and on demand the effect of another choice or another
+text.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The results of `fp8q inspect`: every module, the cache where it stays in BF16 (as FP8 would have it), what stands
-    out, whether the text was enough, what each expert of a mixture saw of it, and what was asked for beside it.
+    """The results of `fp8q inspect`.
+
+    Every module; the cache where it stays in BF16, as it would be in FP8; the outliers; whether the text was enough;
+    the tokens of each expert; and the comparisons that were asked for.
     """
 
     modules: "list[ModuleRow]"
@@ -39,7 +41,7 @@ class Inspection:
 
 @opens_run(writes=False, modules=())
 def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | None) -> Inspection:
-    """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
+    """Inspect `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
     from ...validate.advice.certificate import certificate
     from ...validate.advice.expert_coverage import expert_rows
     from ...validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales

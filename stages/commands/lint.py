@@ -1,7 +1,6 @@
-"""`fp8q lint`: what is at a path held against the rules: an ONNX file, a Triton repository, a checkpoint, or all that a
-run holds.
+"""`fp8q lint`: check an ONNX file, a Triton repository, a checkpoint or a whole run against the rules.
 
-No torch, no GPU, no server, no weight read.
+It needs no torch, GPU or server, and reads no weights.
 """
 
 import os
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
     from ...export.lint.rules import Promise
     from ...export.onnx_file.tensors import Array
 
-#: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
+#: Rules about files that are missing or cut short: these are faults of the input, not of the graph.
 DAMAGE = ("F402", "F403")
 
 
 @dataclass(frozen=True)
 class Linted:
-    """The findings of the lint in an ONNX file, a repository, or the engines of a run; `what` it is, in a line.
+    """The findings in an ONNX file, a repository, or the engines of a run; `what`: a description in one line.
 
-    `promised_by`: the scales.json that a graph was held against (None: a graph of which nothing is promised).
+    `promised_by`: the scales.json that a graph was compared with (None: nothing is promised of the graph).
     """
 
     path: Path
@@ -48,23 +47,22 @@ class Linted:
 
 @dataclass(frozen=True)
 class LintedRun:
-    """The findings of the lint in all that a run holds."""
+    """The findings in all parts of a run."""
 
     path: Path
     parts: tuple[Linted, ...]
 
     @property
     def findings(self) -> "list[Finding]":
-        """All of them."""
+        """The findings of all parts."""
         return [finding for part in self.parts for finding in part.findings]
 
 
 def lint(path: Path, run: Run | None) -> Linted | LintedRun:
-    """Lint what is at `path`: an ONNX file, against the promises of `run`, or else of the run whose `model/` it lies
-    in; a Triton repository; an FP8 checkpoint; a run, with its graphs, engines and repository.
+    """Lint an ONNX file, a Triton repository, an FP8 checkpoint, or a run with its graphs, engines and repository.
 
-    Raises InputError for what is none of these, for a checkpoint of a form that is not read, and for a run whose
-    promises do not read.
+    An ONNX file is compared with the promises of `run`, or else of the run in whose `model/` it is. Raises InputError
+    for any other path, for a checkpoint of an unsupported form, and for a run whose promises do not parse.
     """
     from ...serve.lint.folder import is_repository
 
@@ -81,7 +79,7 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
 
 
 def lint_run(path: Path) -> LintedRun:
-    """Lint all that a run holds; raises InputError for a folder that is none."""
+    """Lint all parts of a run; raise InputError for a directory without a run."""
     from ...serve.lint.check import lint_engines
 
     if not Run(path).exists():
@@ -114,7 +112,7 @@ def lint_triton(path: Path) -> Linted:
 
 
 def lint_checkpoint(path: Path) -> Linted:
-    """Lint an FP8 checkpoint, whoever exported it."""
+    """Lint an FP8 checkpoint of any exporter."""
     from ...quantize.lint.check import checkpoint_findings
 
     checkpoint, findings = checkpoint_findings(path)
@@ -127,7 +125,7 @@ def lint_checkpoint(path: Path) -> Linted:
 
 
 def lint_graph_file(path: Path, run: Run | None) -> Linted:
-    """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
+    """Lint the ONNX file at `path`, also against the promises of `run`, or else of the run in whose `model/` it is."""
     from ...export.lint.check import FORM, lint_graph
     from ...export.lint.rules_products import is_fp8
     from ...export.onnx_file.loading import load_graph
@@ -143,16 +141,16 @@ def lint_graph_file(path: Path, run: Run | None) -> Linted:
 
 
 def run_around(path: Path) -> Run | None:
-    """The run in whose `model/` a file lies, told by the scales.json above; None where there is none."""
+    """The run in whose `model/` a file is, by the scales.json above it; None where there is none."""
     around = Run(path.parent.parent) if path.parent.name else Run(path.absolute().parent.parent)
     return around if path.absolute().parent.name == around.model.name and around.scales.is_file() else None
 
 
 def promise(run: Run) -> "Promise":
-    """Return the promise of a run for its graphs, the weights' scales from its checkpoint where its files read; where
-    not, the rules of F4xx say why.
+    """Return the promise of a run for its graphs, with the weights' scales of its checkpoint.
 
-    Raises InputError where it cannot be told what is promised.
+    Scales are omitted where the checkpoint's files cannot be read; rules F4xx then say why. Raises InputError where the
+    promise cannot be read.
     """
     from ...export.lint.check import promised_attention, promised_terms
     from ...export.lint.rules import Promise
@@ -174,8 +172,8 @@ def promise(run: Run) -> "Promise":
 
 
 def check_findings(linted: Linted | LintedRun) -> None:
-    """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
-    missing or cut short.
+    """Raise GateError for a finding of severity error; InputError where it is a missing or shortened file of a
+    graph.
     """
     from ...core.findings import places
 

@@ -1,9 +1,9 @@
-"""Runs measured apart, added: the stages `corpus` and `measure` of a run that no model was run for.
+"""`fp8q merge`: add runs that were measured separately, without running a model.
 
-Two kinds are added alike. Runs of different texts make a corpus of all texts; runs of parts of one text (`--batches`)
-make that text whole again, and then the statistics are those of measuring it at once, byte for byte. The result is the
-same in whatever order and groups runs are added: texts are ordered by fingerprint, so for the method `delayed` their
-batches are not in the order in which they were measured.
+Runs of different texts make a corpus of all texts. Runs of parts of one text (`--batches`) make that text whole again,
+and then the statistics are byte for byte those of one measurement. The result does not depend on the order or grouping
+in which runs are added: texts are ordered by fingerprint, so for the method `delayed` their batches are not in the
+order of measurement.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Merged:
-    """The contents of `runs` together: statistics, windows int64 [windows, seq_len] in batch order, and tokens held out
+    """The joined contents of `runs`: statistics, windows int64 [windows, seq_len] in batch order, and held-out tokens
     int64 [tokens].
     """
 
@@ -52,7 +52,7 @@ class Merged:
 
     @property
     def measured(self) -> dict[str, str]:
-        """SHA-256 of what each run measured, under names without a dot: these are no files of the merged run."""
+        """SHA-256 of each run's measurement, under names without a dot, since these are no files of the merged run."""
         return {
             f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name]
             for number, run in enumerate(self.runs)
@@ -62,8 +62,10 @@ class Merged:
 def merge(
     paths: Sequence[Path], out: Path, model: str | None, options: tuple[ScaleOptions, ExportOptions], progress: Reporter
 ) -> Run:
-    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into the run directory `out`, working
-    there alone; the model is not run. `model`: where it is here.
+    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into the run directory `out`, under its
+    lock.
+
+    The model is not run. `model`: the source checkpoint, if it has moved.
     """
     run, notes, (scale_options, export_options) = Run(Path(out)), Notes(progress), options
     with alone(run):
@@ -98,8 +100,8 @@ def check_rounding(options: ScaleOptions) -> None:
 def add(paths: Sequence[Path], out: Path) -> Merged:
     """Read and add the runs at `paths`, which are to be merged into `out`.
 
-    Raises InputError, naming the run, for fewer than two, for one given twice, for `out` itself, for one that was not
-    measured or is damaged, and for those that cannot be added.
+    Raises InputError, naming the run, for fewer than two, for a run that is given twice, is `out` itself, was not
+    measured or is damaged, and for runs that cannot be added.
     """
     runs = _distinct([Run(Path(path)) for path in paths], Path(out))
     for run in runs:
@@ -146,9 +148,9 @@ def _distinct(runs: list[Run], out: Path) -> list[Run]:
 
 
 def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
-    """The source checkpoint that the runs were made of: `model`, or where one of them says it is.
+    """Open the source checkpoint of all runs: `model`, or the path in the record of one of them.
 
-    Raises InputError when it is not there, or is another.
+    Raises InputError when it is missing or another model.
     """
     found = [run.record().model for run in merged.runs]
     there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
@@ -168,10 +170,10 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
 
 
 def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float | None:
-    """The share of what one run held out that another calibrated on, where it is too much and one of the runs was
-    allowed that; None where it is not.
+    """The share of one run's held-out text that another calibrated on, where it is too much and allowed by a run; else
+    None.
 
-    Raises InputError where it is too much and none was; notes it when it is a hundredth.
+    Raises InputError where it is too much and no run allowed it; from a hundredth on it is noted.
     """
     from ...calibrate.model.tokenizer import load_tokenizer
     from ...calibrate.text.overlap import measure_overlap
@@ -197,14 +199,14 @@ def note_missing(merged: Merged, notes: Notes) -> None:
 
 
 def missing(merged: Merged) -> list[str]:
-    """The batches of the corpus that no run has measured, as `3 of TEXT`."""
+    """The batches of the corpus that no run has measured, in words: `3 of TEXT`."""
     corpus = merged.statistics.record.corpus
     there = merged.statistics.batches_measured
     return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]
 
 
 def write_merged(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
-    """The stages `corpus` and `measure` of the merged `run`; `overlap`: what `check_held_out` found."""
+    """The stages `corpus` and `measure` of the merged `run`; `overlap`: the result of `check_held_out`."""
     corpus = merged.statistics.record.corpus
     collected = [(part.options(CORPUS), part.facts(CORPUS)) for part in merged.runs]
     options = CorpusOptions(

@@ -1,5 +1,6 @@
-"""Refuse what later stages would refuse, before the first one writes: a run that ends in a refusal after an hour has
-cost an hour, and left a directory that holds half of what was asked for.
+"""Refuse options that later stages would refuse, before the first stage writes.
+
+A run that is refused after an hour wastes the hour, and leaves a directory with half of the files.
 """
 
 import os
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_out(run: Run) -> None:
-    """Raise InputError when the directory of `run` can neither be written nor made."""
+    """Raise InputError when the directory of `run` can be neither written nor created."""
     above = local_path(run.root).absolute()
     while not exists(above):
         above = above.parent
@@ -39,7 +40,7 @@ def check_out(run: Run) -> None:
 
 
 def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportOptions) -> None:
-    """Raise InputError for a model that cannot be streamed, where it must be, and for what cannot be had streamed."""
+    """Raise InputError for a model that must be streamed and cannot be, and for options that streaming excludes."""
     if export.precision != "fp8":
         raise InputError(
             f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
@@ -61,8 +62,9 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
 
 
 def check_later(run: Run, later: RunOptions) -> None:
-    """Raise what the stages after `calibrate` would of their options alone: a gate that has nothing to compare, graphs
-    that no stage before them writes.
+    """Raise the errors that the options of later stages alone would cause.
+
+    These are a gate without anything to compare, and graphs that no earlier stage writes.
     """
     engine, validate = later.engine, later.validate
     check_comparable(validate.chosen, validate.max_ppl_increase)
@@ -77,8 +79,9 @@ def check_later(run: Run, later: RunOptions) -> None:
 
 
 def check_exportable(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
-    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that would
-    run it; where it can, raise what the stage that builds its engine would: a target or a runtime that is not there.
+    """Note that no ONNX graph can be made of the model; raise InputError for a runtime of `later` stages that needs it.
+
+    Where a graph can be made, raise the errors of building its engine: an unknown target or a missing runtime.
     """
     if products.no_graph is None:
         if later:
@@ -92,22 +95,23 @@ def check_exportable(run: Run, products: "Products", later: RunOptions | None, n
 
 
 def check_fit(source: "Source", collected: "CorpusTokens", later: RunOptions) -> None:
-    """Raise what `later` stages would of their options beside the model and the text: lengths beyond the model's
-    positions, sizes that do not fit the length, text that fills no window.
+    """Raise the errors of `later` stages that depend on the model and the text.
+
+    These are lengths beyond the model's positions, sizes beyond the length, and text that fills no window.
     """
     from ...calibrate.text.corpus import lower_default
     from ...calibrate.text.packing import Packing
 
     engine, validate, limit = later.engine, later.validate, source.served_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
-    replace(engine, max_seq_len=length)  # its sizes are held against the length as they are made
+    replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
     cut_for(collected.evaluation, collected.names[1], (validate.context, validate.stride), packing, limit, SILENT)
 
 
 @contextmanager
 def nothing_left(run: Run) -> Iterator[None]:
-    """Take away what an InputError in the block leaves of a run that was not there before it."""
+    """Remove the files that an InputError in this block leaves of a run that did not exist before."""
     fresh, made = not run.exists(), not run.root.exists()
     before = set() if made else set(run.root.iterdir())
     try:

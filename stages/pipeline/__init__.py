@@ -1,1 +1,1 @@
-"""Every stage as a value, what a stage is, and what all of them do: note, lock, ask for an extra."""
+"""The type of a stage, all stages as values, and their common steps: notes, locks, and checks for an extra."""

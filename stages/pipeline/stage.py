@@ -1,9 +1,9 @@
-"""A stage as a value: the files and facts that it reads, the options that change its outputs, and its record read back.
+"""A stage as a value: its input files and facts, the options that change its outputs, and its record.
 
-A stage's key is derived: its inputs, all fields of its options class but those that are marked `Unkeyed`, and its
-facts. So a new option is part of the key as soon as it is a field, and what was recorded is read back into the same
-classes, strictly. `run.json` holds options and facts as one flat object, as it always did; a field that an older
-version did not write has its default, or what `older` says the stage did then.
+A stage's key is derived: its inputs, all fields of its options class but the `Unkeyed` ones, and its facts. So a new
+option is part of the key as soon as it is a field, and records are read back strictly into the same classes. `run.json`
+stores options and facts as one flat object. A field that an older version did not write has its default, or the value
+in `older`.
 """
 
 import json
@@ -33,7 +33,7 @@ Facts_co = TypeVar("Facts_co", bound=Strict, covariant=True)
 
 
 class NoFacts(Strict):
-    """The facts of a stage that has none beside its inputs and options."""
+    """The facts of a stage whose key has only inputs and options."""
 
 
 NO_FACTS = NoFacts()
@@ -41,9 +41,9 @@ NO_FACTS = NoFacts()
 
 @dataclass(frozen=True)
 class Key(Generic[Choices_co, Facts_co]):
-    """All that the outputs of a stage depend on, besides the version of fp8q.
+    """Everything that the outputs of a stage depend on, except the version of fp8q.
 
-    `inputs`: name -> SHA-256, or another identity, of what is read; `facts`: what else was found.
+    `inputs`: name -> SHA-256, or another identity; `facts`: further facts.
     """
 
     inputs: Mapping[str, str]
@@ -55,9 +55,9 @@ class Key(Generic[Choices_co, Facts_co]):
 class Stage(Generic[Choices, Facts]):
     """One step of a run.
 
-    `inputs`: patterns of the files in the run that it reads, and names (without a dot) of other inputs; `outputs`:
-    patterns of the files that it writes; `code`: the function that runs it, as `module.function` of `stages`; `older`:
-    what records mean that are older than a field, where that is not the field's default.
+    `inputs`: patterns of its input files in the run, and names (without a dot) of other inputs; `outputs`: patterns of
+    its output files; `code`: the function that runs it, as `module.function` of `stages`; `older`: values of fields
+    that older records lack, where these are not the defaults.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Stage(Generic[Choices, Facts]):
 
     @cached_property
     def recorded_fields(self) -> frozenset[str]:
-        """Name the fields that `run.json` holds of this stage."""
+        """The names of the fields that `run.json` has of this stage."""
         return frozenset(self.options.keyed()) | self.facts.model_fields.keys()
 
     @cached_property
@@ -89,15 +89,14 @@ class Stage(Generic[Choices, Facts]):
         return TypeAdapter(self.options)
 
     def dump(self, options: Options, facts: Facts) -> dict[str, JsonValue]:
-        """Return the flat object that `run.json` holds of `options`, which may be of a subclass, and `facts`."""
+        """Return the flat object for `run.json` of `options`, which may be of a subclass, and `facts`."""
         chosen: dict[str, JsonValue] = to_jsonable_python(_values(self.options, options))
         return chosen | facts.model_dump(mode="json", exclude_none=True)
 
     def read(self, recorded: Mapping[str, JsonValue], file: Path) -> tuple[Choices, Facts]:
-        """Read back what `file` holds of this stage.
+        """Read back the options and facts of this stage from the record in `file`.
 
-        Raises InputError, naming the command that makes it again, for a field that this version does not know, or a
-        value that is none of the field's.
+        Raises InputError, with the command that makes it again, for an unknown field or an invalid value.
         """
         again = f"`{stage_command(self.name, file.parent)}` makes it again"
         if unknown := sorted(recorded.keys() - self.recorded_fields - self._unkeyed):
@@ -125,9 +124,9 @@ class Stage(Generic[Choices, Facts]):
             raise InputError(f"{file}: the stage {self.name} has {error}; {again}") from None
 
     def is_current(self, run: Run, *keys: Key[Choices, Facts]) -> bool:
-        """Tell whether `run` has all that this stage writes, made by this version under one of `keys`.
+        """Tell whether `run` has all outputs of this stage, made by this version under one of `keys`.
 
-        Raises InputError for an output that is there and is not what the stage wrote.
+        Raises InputError for an output that is not the file that the stage wrote.
         """
         recorded = run.record().stages.get(self.name)
         if recorded is None:
@@ -135,7 +134,7 @@ class Stage(Generic[Choices, Facts]):
         try:
             done = self.read(recorded.options, run.record_file)
         except InputError:
-            return False  # it is made again
+            return False  # the stage runs again
         return any(
             done == self.read(self.dump(key.options, key.facts), run.record_file)
             and run.is_current(self.name, key.inputs, recorded.options)
@@ -146,7 +145,7 @@ class Stage(Generic[Choices, Facts]):
     def writing(
         self, run: Run, key: Key[Choices, Facts], notes: Notes, model: Mapping[str, str] | None = None
     ) -> Iterator[StageLog]:
-        """Run this stage in the block and record it, with the notes made since the last one (see `Run.stage`)."""
+        """Run this stage in the block, and record it with the notes since the last stage (see `Run.stage`)."""
         _check_declared(self.name, "input", key.inputs, self.inputs)
         with run.stage(self.name, key.inputs, self.dump(key.options, key.facts), model) as log:
             yield log
@@ -156,19 +155,21 @@ class Stage(Generic[Choices, Facts]):
             log.notes, notes.lines = notes.lines, []
 
     def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
-        """A folder that a killed call of this stage goes on from, under the same `key` and arithmetic (`Run.work`)."""
+        """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on
+        (`Run.work`).
+        """
         depends = {"inputs": dict(key.inputs), "options": self.dump(key.options, key.facts)}
         return run.work(self.name, depends | arithmetic(), note=notes.note)
 
 
 def _check_declared(stage: str, what: str, names: Mapping[str, str] | list[str], patterns: tuple[str, ...]) -> None:
-    """Hold what a stage reads or writes against its declaration."""
+    """Check the inputs or outputs of a stage against its declaration."""
     for name in names:
         assert any(fnmatchcase(name, pattern) for pattern in patterns), f"{stage}: {name} is no {what} of the stage"
 
 
 def _values(kind: type[Options], options: Options) -> dict[str, object]:
-    """Return the keyed fields of `kind` in `options`, those of nested option classes among them."""
+    """Return the keyed fields of `kind` in `options`, nested option classes included."""
     found: dict[str, object] = {}
     for each in fields(kind):
         value = getattr(options, each.name)
@@ -180,7 +181,7 @@ def _values(kind: type[Options], options: Options) -> dict[str, object]:
 
 
 def _nested(kind: type[Options], recorded: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """Return what was `recorded` of the fields of `kind`, those of nested option classes in objects of their own."""
+    """Return the `recorded` fields of `kind`, with those of nested option classes in objects of their own."""
     found: dict[str, Any] = {}
     for each in fields(kind):
         if isinstance(each.default, Options):

@@ -1,4 +1,4 @@
-"""The adapters beside a run's model: which there are, and which commands know nothing of them."""
+"""The adapters that are kept beside a run's model, and the commands that do not support them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,12 +19,12 @@ def adapters_of(run: Run) -> list[str]:
 
 
 def fingerprints(source: "Source") -> dict[str, str] | None:
-    """Return name -> fingerprint of the adapters beside the `source` model, for a stage's key; None without."""
+    """Return name -> fingerprint of the adapters of `source`, for a stage's key; None without adapters."""
     return {adapter.name: adapter.fingerprint for adapter in source.adapters} or None
 
 
 def check_adapter(run: Run, name: str | None) -> None:
-    """Raise InputError for the name of an adapter that is not beside the run's model."""
+    """Raise InputError for the name of an adapter that the run does not have."""
     there = adapters_of(run)
     if name is None or name in there:
         return
@@ -38,7 +38,7 @@ def check_adapter(run: Run, name: str | None) -> None:
 
 
 def check_attention(adapters: Sequence[str], asked: ExportOptions) -> None:
-    """Raise InputError for attention in FP8 with adapters on: queries are measured of the base alone."""
+    """Raise InputError for FP8 attention with adapters: queries are measured of the base alone."""
     if asked.attention == "fp8" and adapters:
         raise InputError(
             f"--attention fp8: queries are measured without the adapter {adapters[0]} beside the model; leave it out, "
@@ -47,6 +47,6 @@ def check_attention(adapters: Sequence[str], asked: ExportOptions) -> None:
 
 
 def note_base_alone(run: Run, does: str, notes: Notes) -> None:
-    """Note that what a command `does` is of the base, where there are adapters beside it."""
+    """Note that the result of a command (`does`) is of the base alone, where the run has adapters."""
     if there := adapters_of(run):
         notes.note(f"{does} the base alone, without {', '.join(there)} beside it")

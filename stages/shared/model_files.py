@@ -1,4 +1,4 @@
-"""The files of a run that runtimes read: checkpoint and graphs, found to be what their stages wrote."""
+"""The files of a run that runtimes read, checkpoint and graphs, each checked to be the one that its stage wrote."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ from .adapters import adapters_of
 
 
 def fp8_graphs(run: Run) -> list[Path]:
-    """The FP8 graphs of `run`: both of the model, and both of it with each adapter beside it."""
+    """The paths of the FP8 graphs of `run`: two of the model, and two for each adapter."""
     return [run.model / name for adapter in (None, *adapters_of(run)) for name in graph_names(adapter)]
 
 
 def has_graphs(run: Run) -> bool:
-    """Tell whether the graphs in the run are what this version exported.
+    """Tell whether the run has the graphs that this version exported.
 
-    A checkpoint that they no longer fit took them away (`export.graph.reuse`).
+    Writing another checkpoint removes graphs that do not fit it (`export.graph.reuse`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__ or exported.refused:
@@ -33,15 +33,14 @@ def has_graphs(run: Run) -> bool:
 
 
 def export_options(run: Run) -> ExportOptions:
-    """Read back the options that the run's graph was exported with; the defaults where there is none."""
+    """Read back the options that the run's graph was exported with; the defaults without a graph."""
     return run.options(EXPORT) if EXPORT.name in run.record().stages else ExportOptions()
 
 
 def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
-    """Name -> SHA-256 of the files that every FP8 runtime reads, found to be what their stages wrote, of what is there
-    now. Raises InputError.
+    """Name -> SHA-256 of the files that every FP8 runtime reads; raises InputError for a missing or changed one.
 
-    `graph` False: for runtimes that read the checkpoint alone, where no graph can be made of the model.
+    `graph` False: for runtimes that need only the checkpoint, where the model can have no graph.
     """
     run.refuse_stale(*FP8_STAGES)
     hashes = hashes_of(run, "quantize", "export")
@@ -51,7 +50,7 @@ def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
 
 
 def files_of(run: Run, precision: Precision) -> dict[str, str]:
-    """Return the SHA-256 of each file that the runtimes of a precision read."""
+    """Name -> SHA-256 of the files that the runtimes of a precision read."""
     run.refuse_without_graph()
     if precision == "fp8":
         return fp8_files(run)
@@ -66,9 +65,9 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
 
 
 def hashes_of(run: Run, *stages: str) -> dict[str, str]:
-    """Name -> SHA-256 of what `stages` wrote, each file found to be still that.
+    """Name -> SHA-256 of the outputs of `stages`; raises InputError for a missing or changed file.
 
-    Raises InputError, naming the folder where all of it is gone.
+    Where a whole folder is missing, the error names the folder.
     """
     hashes: dict[str, str] = {}
     for by in stages:

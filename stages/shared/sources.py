@@ -1,4 +1,4 @@
-"""The source checkpoint of a run: its matrix products, told before any work, and the checkpoint found again later."""
+"""The source checkpoint of a run: its matrix products, checks before any work, and opening it again later."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
-    """The matrix products of the source model, told without its weights, and why no graph can be made of it.
+    """Find the matrix products of the source model, without its weights, and the reason why it can have no graph.
 
-    Raises InputError for a model that cannot be quantized, for an FP8 cache of layers that nobody can tell apart, and
-    for patterns of `options` that match nothing or leave nothing.
+    Raises InputError for a model that cannot be quantized, for an FP8 cache whose layers cannot be identified, and for
+    patterns of `options` that match nothing or leave nothing.
     """
     from ...calibrate.model.products import (
         attention_modules,
@@ -65,8 +65,8 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
 
 
 def check_stored(source: "Source", model: "PreTrainedModel") -> None:
-    """Raise InputError where transformers makes a weight of other tensors than those that are stored: codes take the
-    place of these.
+    """Raise InputError where transformers computes a weight from other stored tensors, so its codes could not replace
+    it.
     """
     from ...calibrate.model.products import matrix_products
 
@@ -80,9 +80,10 @@ def check_stored(source: "Source", model: "PreTrainedModel") -> None:
 
 
 def check_forward(source: "Source") -> None:
-    """Raise InputError when the model does not run as config.json has it: two tokens without weights, with the
-    attention and the cache of its own that it is measured with. Of a model that looks at values on the way (OPT's mask)
-    this cannot be told.
+    """Raise InputError when the model cannot run two tokens, without weights, with its configuration, attention and
+    cache.
+
+    A model that inspects values during the pass (OPT's mask) cannot be checked.
     """
     import torch
 
@@ -102,8 +103,10 @@ def check_forward(source: "Source") -> None:
 def opened(
     model: str, options: SourceOptions = SourceOptions(), report: Reporter = SILENT, fingerprinted: bool = True
 ) -> "Source":
-    """Open the source model, which may be a checkpoint in FP8, for the numbers that its codes stand for, with the
-    adapters that `options` name. `fingerprinted`: read all of its weights for its fingerprint.
+    """Open the source model, which may be an FP8 checkpoint, whose codes are then dequantized, with the adapters of
+    `options`.
+
+    `fingerprinted`: read all weights to compute the fingerprint.
     """
     from ...calibrate.model.source import open_source
     from ...quantize.reading.dequantized import recognize
@@ -120,7 +123,7 @@ def opened(
 
 
 def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> "Source":
-    """The checkpoint `model`, with the adapter that a run's record has as merged into it."""
+    """Open the checkpoint `model`, with the adapter that the run's record says is merged into it."""
     merged = identity.get("adapter")
     if merged is not None and not Path(merged).is_dir():
         raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")

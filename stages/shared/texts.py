@@ -1,4 +1,4 @@
-"""The texts of a run: read, held out, and shared out into the windows that are calibrated on."""
+"""The texts of a run: load them, hold out a part, and divide the rest into calibration windows."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Text:
-    """One text, read and tokenized: `ids` int64 [tokens]."""
+    """A text that was loaded and tokenized: `ids` int64 [tokens]."""
 
     name: str
     documents: "Documents"
@@ -33,7 +33,7 @@ class Text:
 def load_text(
     spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
 ) -> Text:
-    """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""
+    """Load the text `spec` and tokenize it; raise InputError, also for a token id that is not below `vocabulary`."""
     from ...calibrate.text import corpus
 
     documents = corpus.load_documents(spec, reading, report)
@@ -47,8 +47,9 @@ def load_text(
 def hold_out(
     parts: "list[WeightedText]", texts: list[Text], packing: "Packing", report: Reporter
 ) -> tuple[list[Tokens], Tokens]:
-    """The tokens of each text to calibrate on, and the last tenth of all to evaluate on: of several texts as many
-    windows of it as make up the same mixture.
+    """Split the texts: the tokens of each to calibrate on, and the last tenth of all to evaluate on.
+
+    Of several texts, windows are held out in numbers that have the same mixture.
     """
     from ...calibrate.text import corpus, mixture
     from ...calibrate.text.overlap import WORTH_A_NOTE, repeated
@@ -75,9 +76,9 @@ def hold_out(
 
 
 def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
-    """The largest share of one of several texts that is in another: what is held out of it is calibrated on there.
+    """The largest overlap of two of the texts, where it is too much; 0 otherwise.
 
-    Raises InputError when that is too much, unless it is `allowed`.
+    The held-out part of one text would then be calibrated on in another. Raises InputError, unless it is `allowed`.
     """
     from ...calibrate.text.overlap import Overlap, measure_overlap
 
@@ -104,10 +105,10 @@ def share_out(
     options: CorpusOptions,
     report: Reporter,
 ) -> tuple[Tokens, "list[TextSource]"]:
-    """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the
-    record of each part.
+    """Divide the calibration windows among the texts by weight, and interleave them; returns int64 [windows, seq_len]
+    and the record of each text.
 
-    Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
+    Raises InputError when a text is too small for its share of `options.samples`, and when its share is no window.
     """
     from ...calibrate.text import corpus, mixture
 
@@ -129,7 +130,7 @@ def _shares(
     options: CorpusOptions,
     report: Reporter,
 ) -> list[int]:
-    """Return the number of windows that each part gives, of those `available`."""
+    """Return the number of windows of each text, at most those `available`."""
     from ...calibrate.text import corpus, mixture
 
     weights = [part.weight for part in parts]
@@ -144,7 +145,7 @@ def _shares(
         )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
     counts = mixture.apportion(samples, weights)
-    # rounded shares do not all shrink with the whole
+    # rounded shares may grow when the total shrinks
     if any(count > there for count, there in zip(counts, available, strict=True)):
         nearest = mixture.largest_total(available, weights, samples)
         raise InputError(
@@ -163,7 +164,7 @@ def _shares(
 
 
 def _source(part: "WeightedText", text: Text, kept: Tokens, windows: int) -> "TextSource":
-    """The record of a part."""
+    """Make the record of a text."""
     from ...calibrate.measure.statistics import TextSource
     from ...calibrate.text import corpus
 
