@@ -1,5 +1,5 @@
-"""Measures: text to windows of tokens, and the exact statistics of the float model on them. Knows nothing of FP8.
+"""Calibration: windows of tokens from text, and exact statistics of the float model on them; independent of FP8.
 
-`text` makes windows, `checkpoint` reads files, `model` makes a model of them, `measure` runs it on the windows, `ranks`
-lets several machines do so; `input` is how all of them open what others wrote.
+`text` makes windows, `checkpoint` reads files, `model` builds the model, `measure` runs it on the windows, `ranks`
+connects several processes, and `input` opens untrusted files.
 """

@@ -1,6 +1,7 @@
-"""Find the files that a checkpoint holds besides config.json and weights: the files of the tokenizer, the template of
-chats, what is done to images, the licence. They are looked at before any library opens them, and go into the FP8
-checkpoint as they are.
+"""The companions of a checkpoint: its files besides config.json and weights, such as tokenizer, chat template and
+licence.
+
+They are checked before any library opens them, and copied unchanged into the FP8 checkpoint.
 """
 
 import os
@@ -37,16 +38,17 @@ VOCABULARY = (
     "merges.txt",
     "added_tokens.json",
 )
-#: Bytes that the files of a tokenizer may have; the largest published tokenizer.json has 34 MB.
+#: The most bytes of a tokenizer's files; the largest published tokenizer.json has 34 MB.
 COMPANION_BYTES = 512 << 20
-#: Token ids that a tokenizer may have beyond the rows of the model's embedding: tokenizers lists every hole.
+#: The most token ids beyond the rows of the model's embedding: the tokenizers library lists every gap.
 HOLES = 1 << 20
 REMEDY = "copy the files of the tokenizer it was trained with beside config.json"
 
 
 def companions(path: Path) -> Iterator[Path]:
-    """The companions in a checkpoint's directory, in name order; also what bears such a name and is no file. A folder
-    is one only where a file is expected.
+    """List the companions in a checkpoint's directory, in name order.
+
+    A path with a companion's name that is no file is listed too; a folder only where a file is expected.
     """
     for name in sorted(os.listdir(path)):
         file = name.endswith((".json", ".jinja", ".model", ".txt"))
@@ -55,7 +57,7 @@ def companions(path: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The vocabulary files in a checkpoint's directory, tokenizer.json first."""
+    """List the vocabulary files in a checkpoint's directory, tokenizer.json first."""
     return [path / name for name in VOCABULARY if exists(path / name)]
 
 
@@ -66,11 +68,10 @@ def tokenizer_digests(path: Path) -> dict[str, str]:
 
 
 def check_companions(path: Path, name: str, vocabulary: int) -> None:
-    """Look at the companions in the directory `path` of the checkpoint `name`, which has `vocabulary` rows in its
-    embedding.
+    """Check the companions in the directory `path` of the checkpoint `name`, whose embedding has `vocabulary` rows.
 
-    Raises InputError, naming the file, where there is no tokenizer, for what is no file or cannot be read, does not
-    parse, is larger than anyone's, or gives a token an id that is far beyond the embedding.
+    Raises InputError, naming the file, where there is no tokenizer, and for a path that is no file, cannot be read or
+    parsed, is too large, or gives a token an id far beyond the embedding.
     """
     if not tokenizer_files(path):
         raise InputError(
@@ -103,7 +104,7 @@ def _check_json(file: Path, content: Any, vocabulary: int) -> None:
 
 
 def _ids(name: str, content: dict[str, Any]) -> Iterator[tuple[object, object]]:
-    """Tokens and the ids that a file gives them; what has another form is the library's to refuse."""
+    """Yield tokens with the ids that a file gives them; other forms of entries are left for the library to refuse."""
     if name in ("vocab.json", "added_tokens.json"):
         yield from content.items()
     model, decoder = content.get("model"), content.get("added_tokens_decoder")

@@ -1,4 +1,4 @@
-"""Keeping libraries quiet: what they log, warn of, draw and print is ours to say, or of no use to whoever runs fp8q."""
+"""Silence libraries: fp8q itself reports what users need of their logs, warnings and progress bars."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from ...core.undo import at_end
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers from logging, warning and drawing bars; the settings before are restored."""
+    """Keep transformers from logging, warning and drawing bars in this block; restore its settings after it."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -28,12 +28,14 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Keep what is written past Python off standard error: Rust's libraries print a panic before they raise it, and all
-    of a vocabulary's holes. What a signal ends the program with is heard all the same.
+    """Discard what native code writes to standard error in this block.
+
+    Rust's libraries print a panic before they raise it, and all gaps of a vocabulary. The message of a signal that ends
+    the program still appears.
     """
     try:
         kept = os.dup(2)
-    except OSError:  # closed: nothing to keep quiet
+    except OSError:  # standard error is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

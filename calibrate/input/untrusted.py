@@ -1,9 +1,9 @@
-"""Read files that others made: each is looked at before it is opened and read within bounds, and a parser's error
-becomes one line.
+"""Read untrusted files: each is checked before it is opened and read within bounds, and a parser's error becomes one
+line.
 
-A model directory or a text may come from anywhere. Opening a FIFO waits for ever, a device has no end, brackets in JSON
-can be nested until the stack is used up, and every library that reads such a file fails in ways of its own, some of
-which (the panics of Rust's) are no `Exception`. What is wrong with a file is found here, once for all of them.
+A model directory or a text may come from anywhere. Opening a FIFO waits for ever, a device has no end, nested brackets
+in JSON can exhaust the stack, and every library fails on malformed files in its own ways, some of which (Rust's panics)
+are no `Exception`. These faults are handled here, once for all.
 """
 
 import json
@@ -21,16 +21,16 @@ from ...core.files import regular_file, unreadable
 #: Bytes that a JSON file may have, and how deep its values may be nested. The largest of a published checkpoint, an
 #: index of some 100,000 tensors, has 10 MB.
 JSON_BYTES, JSON_DEPTH = 64 << 20, 64
-#: Characters of another library's message that are worth repeating.
+#: The most characters of another library's message.
 MESSAGE = 400
-#: What is to be done about a file that is not as it should be: it came from elsewhere.
+#: The remedy for a malformed file, which came from elsewhere.
 AGAIN = "copy or download it again"
 #: Bytes that are asked for beyond a file's size: all that is asked for is taken of memory at once.
 SPARE = 1 << 20
 
 
 def local_path(text: str | Path) -> Path:
-    """The path that the user means by `text`, should it be one. Raises InputError for what no file can be called."""
+    """The path of `text`; raises InputError for text that is no valid path."""
     try:
         path = Path(text).expanduser()
         os.stat(path)
@@ -45,13 +45,13 @@ def local_path(text: str | Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Tell whether there is anything at `path`, a link to nothing included."""
+    """Tell whether anything is at `path`, a broken link included."""
     return os.path.lexists(path)
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file at `path`; InputError, naming it, for all that keeps it from being read."""
+    """Open the regular file at `path` and return its descriptor; raises InputError, naming it, where that fails."""
     regular_file(path, AGAIN)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,7 +64,7 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of the file at `path`. Raises InputError as `opened` does, and for more than `limit` bytes."""
+    """Read the file at `path`; raises InputError as `open_regular` does, and for more than `limit` bytes."""
     with open_regular(path) as handle, open(handle, "rb", closefd=False) as file:
         size = os.fstat(handle).st_size
         content = file.read(min(limit, size + SPARE) + 1) if size <= limit else b""
@@ -77,10 +77,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
-    """The JSON value in the file at `path`, of at most `limit` bytes, nested at most `JSON_DEPTH` deep.
+    """Parse the JSON file at `path`, of at most `limit` bytes, nested at most `JSON_DEPTH` deep.
 
-    Raises InputError, naming the file and the place, also for NaN and infinities, which JSON lacks and Python reads;
-    `finite` False leaves out the walk that finds them, and with it the measure of the depth.
+    Raises InputError, naming the file and the place, also for NaN and infinities, which JSON lacks and Python accepts.
+    `finite` False skips this search, and with it the check of the depth.
     """
     try:
         value = json.loads(read_bytes(path, limit).decode())
@@ -104,8 +104,9 @@ def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
 
 
 def walk(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value inside a JSON value with its place, the keys and indices on the way joined by NUL; without recursion,
-    and never deeper than one beyond `JSON_DEPTH`.
+    """Yield every value inside a JSON value with its path of keys and indices, joined by NUL.
+
+    It does not recurse, and goes at most one level beyond `JSON_DEPTH`.
     """
     waiting = [("", 0, value)]
     while waiting:
@@ -118,17 +119,17 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's text on one line, without control characters, and cut where it goes on for pages."""
+    """Format an exception's text in one line, without control characters, and cut if it is long."""
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(error)).split()) or type(error).__name__
     return text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
 
 
 @contextmanager
 def foreign(blame: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
-    """Turn whatever the block raises into what `blame` makes of it: for other people's code on other people's
-    files, where no list of exceptions is ever complete. Rust's panics, which are no `Exception`, are among them.
+    """Turn any exception of the block into `blame(exception)`, for other people's code on other people's files.
 
-    fp8q's own errors, those `passed`, and the end of memory go through.
+    No list of exceptions is complete there. Rust's panics, which are no `Exception`, are included. fp8q's own errors,
+    those in `passed`, and MemoryError pass through.
     """
     try:
         yield

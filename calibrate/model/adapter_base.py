@@ -1,8 +1,8 @@
-"""An adapter and its base: whether they belong together, and the base with it merged or beside.
+"""Apply an adapter to its base: check that they belong together, and merge it or keep it beside the base.
 
-Merged, a weight is W + s · B A, summed in FP32 and rounded once to the type that W is stored in where that is BF16. It
-is made when the tensor is read, so that whatever reads weights (statistics, codes, the yardstick in BF16, a layer at a
-time or all) has the merged model, and nothing is written in between. Beside, it is added as the model runs:
+A merged weight is W + s · B A, summed in FP32 and rounded once to BF16 if W is stored in BF16. It is computed when the
+tensor is read. So all readers of weights (statistics, codes, the BF16 reference, a layer at a time or all) get the
+merged model, and no merged checkpoint is written. An adapter beside the base is added while the model runs:
 `adapter_addition`.
 """
 
@@ -25,7 +25,7 @@ Mode = Literal["merge", "beside"]
 
 @dataclass(frozen=True)
 class Merging:
-    """A `Coding` of a checkpoint whose weights are numbers: those that `adapter` is of come with it merged.
+    """A `Coding` that merges an adapter into the weights of a checkpoint without codes.
 
     `modules`: stored name -> module, and the axis of its output channels.
     """
@@ -35,14 +35,14 @@ class Merging:
     other_files: tuple[Path, ...] = ()
 
     def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """Return the headers of the same tensors; those merged into others than BF16 they are F32."""
+        """Return the headers of the same tensors; merged ones that are not stored in BF16 become F32."""
         return {
             name: replace(header, dtype="F32") if name in self.modules and header.dtype != "BF16" else header
             for name, header in stored.items()
         }
 
     def decoded(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-        """W + s · B A; None for a tensor that the adapter leaves alone."""
+        """Compute W + s · B A; None for a tensor that the adapter does not change."""
         if name not in self.modules:
             return None
         module, axis = self.modules[name]
@@ -52,9 +52,9 @@ class Merging:
 
 
 def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> Source:
-    """`source` with the adapters in `directories`: one merged into it, or all of them beside it.
+    """Return `source` with the adapters in `directories`: one merged into it, or all of them beside it.
 
-    Raises InputError for what is no adapter that fp8q reads, for one of another base, and for several to merge.
+    Raises InputError for an unsupported adapter, for one of another base, and for several to merge.
     """
     if mode == "merge" and len(directories) > 1:
         raise InputError(
@@ -79,14 +79,15 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
 
 
 def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging:
-    """Plan how the stored weights of `source`, whose modules are those of `model`, take `adapter`."""
+    """Plan the merging of `adapter` into the stored weights of `source`, whose modules are those of `model`."""
     axes = {module: output_channel_axis(model.get_submodule(module)) for module in adapter.parts}
     return Merging(adapter, {source.stored(f"{module}.weight"): (module, axis) for module, axis in axes.items()})
 
 
 def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel) -> None:
-    """Raise InputError where `adapter` is of modules that `model`, made of `source`, does not have, or has in other
-    sizes, and where it would change an embedding that is tied to the output head.
+    """Raise InputError where `adapter` has modules that `model` lacks or has in other sizes.
+
+    Also for an embedding that is tied to the output head.
     """
     products, other = matrix_products(model), f"it is of another base than {source.name}; give that one"
     for module, part in adapter.parts.items():
@@ -113,8 +114,9 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
 
 
 def adapter_remarks(source: Source) -> list[str]:
-    """List remarks for the user about the adapters of `source`: whose base has another name, and what vLLM would make
-    of ranks and alphas that single modules have, which it does not read.
+    """List notes about the adapters of `source`: another name of the base, and settings that vLLM ignores.
+
+    vLLM does not read ranks and alphas of single modules.
     """
     of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     found = [remark for adapter in of if (remark := foreign_base(adapter, source))]
@@ -127,8 +129,9 @@ def adapter_remarks(source: Source) -> list[str]:
 
 
 def foreign_base(adapter: Adapter, source: Source) -> str | None:
-    """A note where adapter_config.json names another base than `source`, which may have moved since; None where it
-    names it, or none.
+    """A note where adapter_config.json names another base than `source`; None otherwise.
+
+    The base may have been moved since.
     """
     named = (adapter.config.base_model_name_or_path or "").rstrip("/").rpartition("/")[2]
     known = {source.title.rpartition("/")[2], source.path.resolve().name, source.name.rstrip("/").rpartition("/")[2]}

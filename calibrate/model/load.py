@@ -1,7 +1,7 @@
-"""A model of the tensors that it is handed: transformers loads all but experts, which are laid in one by one.
+"""Build a model from given tensors: transformers loads all but the experts, which are then set one by one.
 
-transformers would make one tensor of all experts of a layer. So it is given a class whose experts are left out, and the
-experts' weights stay the tensors that they were: views of mapped files, where they have the type that is asked for.
+transformers would make one tensor of all experts of a layer. So it gets a class without the experts, and the experts'
+weights stay views of mapped files, where they have the type that is asked for.
 """
 
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def load_tensors(
 
 
 def _without_experts(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class `kind` with nothing where it holds experts fused, of the same name: transformers' rules go by that."""
+    """Make a subclass of `kind` without fused experts, of the same name, by which transformers finds its rules."""
 
     def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)

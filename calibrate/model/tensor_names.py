@@ -1,9 +1,9 @@
-"""Under which names a checkpoint holds a model's tensors, found by letting transformers load it without weights.
+"""Find the stored names of a model's tensors, by letting transformers load it without weights.
 
-transformers loads more names than a model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's files of 2019 lack
-the prefix `transformer`. The rules are transformers' own and change with it; so they are not repeated here. Every
-stored tensor is given a storage of its own, on the meta device, and the parameter that has it after loading is the one
-it was loaded into.
+transformers loads tensors under other names than the model's own: GPT-NeoX's `embed_out` becomes `lm_head`, GPT-2's
+files of 2019 lack the prefix `transformer`. The rules are transformers' own and change with it, so they are not
+repeated here. Every stored tensor gets a storage of its own, on the meta device, and the parameter that has this
+storage after loading is the one it was loaded into.
 """
 
 from collections.abc import Mapping
@@ -22,16 +22,15 @@ HEADER_TYPE = torch.float32
 
 
 def headers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """A tensor on the meta device for each stored one: no values, no memory."""
+    """Make a meta tensor for each stored one, without values or memory."""
     return {name: torch.empty(shape, dtype=HEADER_TYPE, device="meta") for name, shape in shapes.items()}
 
 
 def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The model's own name -> the stored name, of the tensors of `loaded` that `stored`, which it was loaded from, has
-    under another name.
+    """The model's own name -> the stored name, of the tensors of `loaded` that have another name in `stored`.
 
-    A tied tensor that is stored once, under a name that the model has too, is not among them; nor is a part of a
-    stored tensor that transformers cuts up.
+    A tied tensor that is stored once, under a name that the model has too, is not included; nor is a part of a stored
+    tensor that transformers splits.
     """
     names = {tensor.untyped_storage()._cdata: name for name, tensor in stored.items()}
     own = loaded.state_dict(keep_vars=True)
@@ -41,8 +40,9 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
 
 
 def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """`renamed_tensors` of a checkpoint that holds tensors of these `shapes`; what lies beside a weight under its name
-    (its scales, which the model does not know) is renamed with it.
+    """`renamed_tensors` for a checkpoint with tensors of these `shapes`.
+
+    Scales under a weight's name, which the model does not know, are renamed with it.
     """
     stored = headers(shapes)
     with quiet_transformers():
