@@ -24,8 +24,10 @@ def load_tensors(
     dtype: torch.dtype,
     device: str,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model of `config` with `tensors`, by the names that files have for them, as `dtype` on `device`; and what of
-    these it lacks, does not know, or has in another shape. `skeleton`: the same model on the meta device.
+    """Build the model of `config` with `tensors`, by their names in files, as `dtype` on `device`.
+
+    `skeleton`: the same model on the meta device. Returns also the tensors that are missing, unknown, or of another
+    shape.
     """
     experts = experts_of(skeleton)
     names = expert_names(skeleton, tensors)

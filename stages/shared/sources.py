@@ -131,9 +131,9 @@ def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT
 
 
 def source_of(run: Run) -> "Source":
-    """The source checkpoint the run was made of, opened again.
+    """Open the source checkpoint of `run` again.
 
-    Raises InputError when it is no longer where it was, or is no longer the same.
+    Raises InputError when it is no longer at its path, or has changed.
     """
     model = run.record().model
     if not Path(model["path"]).is_dir():
